@@ -28,14 +28,14 @@ DOWNLOAD_TIMEOUT_S = 30
 
 # Tests and what pip puts there are not the library; encodings and pydoc_data are nearly all
 # generated tables, which are dull to learn and a large part of the bytes.
-STDLIB_SKIPPED_FOLDERS = frozenset(
-    "test tests idle_test site-packages dist-packages ensurepip __pycache__ lib-dynload"
-    " encodings pydoc_data".split()
-)
-STDLIB_SKIPPED_FILES = frozenset(
-    "html/entities.py keyword.py token.py stringprep.py re/_casefix.py _opcode_metadata.py"
-    " sitecustomize.py usercustomize.py".split()
-)
+STDLIB_SKIPPED_FOLDERS = frozenset((
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "__pycache__",
+    "lib-dynload", "encodings", "pydoc_data",
+))  # fmt: skip
+STDLIB_SKIPPED_FILES = frozenset((
+    "html/entities.py", "keyword.py", "token.py", "stringprep.py", "re/_casefix.py",
+    "_opcode_metadata.py", "sitecustomize.py", "usercustomize.py",
+))  # fmt: skip
 # Written when Python itself is built: they differ between machines with the same version.
 STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 STDLIB_MIN_BYTES = 1_000_000
@@ -212,5 +212,6 @@ def _download(url: str, instead: Path) -> bytes:
             return response.read()
     except (OSError, http.client.HTTPException) as error:
         raise UserError(
-            f"cannot download {url} ({error}); get that file another way and put it at {instead}"
+            f"cannot download {url} ({error}): get that file another way and put it at"
+            f" {instead}, or set FASTGPT_DATA to the folder that has {instead.name}"
         ) from error

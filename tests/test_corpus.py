@@ -1,0 +1,269 @@
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastgpt import corpus as corpus_module
+from fastgpt import sources
+from fastgpt.corpus import cache_dir, data_dir, open_corpus, prepare
+from fastgpt.errors import UserError
+from fastgpt.shards import read_shard, write_shard
+from fastgpt.sources import SHAKESPEARE_SHA256
+
+TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "My Notes.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def shakespeare():
+    if not (data_dir() / sources.SHAKESPEARE_FILE).is_file():
+        pytest.skip(f"FASTGPT_DATA has no {sources.SHAKESPEARE_FILE}")
+
+
+def opened(source, tokenizer="auto", val_fraction=0.1):
+    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction)
+
+
+def entries():
+    return sorted(path.name for path in (cache_dir() / "corpora").iterdir())
+
+
+def text_of(corpus):
+    return corpus.tokenizer.decode(corpus.train) + corpus.tokenizer.decode(corpus.val)
+
+
+# --- splitting and tokenizing ---------------------------------------------------------------------
+
+
+def test_builtin_is_the_standard_library_without_its_tables():
+    corpus = opened("builtin")
+    data = bytes(corpus.train.astype(np.uint8)) + bytes(corpus.val.astype(np.uint8))
+    assert corpus.sha256 == hashlib.sha256(data).hexdigest()
+    assert 7_000_000 < len(data) < 12_000_000
+    assert corpus.python == "{}.{}.{}".format(*sys.version_info[:3])
+    assert (corpus.name, corpus.tokenizer.kind) == ("builtin", "bytes")
+    assert corpus.val_bytes_per_token == 1
+    assert corpus.val.size == pytest.approx(len(data) * 0.1, abs=1)
+    assert b"class JSONDecoder" in data
+    assert b"decoding_table = (" not in data
+    assert b"DO NOT EDIT" not in data
+
+
+def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
+    corpus = opened("shakespeare")
+    assert (corpus.train.size, corpus.val.size) == (1_003_854, 111_540)
+    assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("chars", 65)
+    assert corpus.tokenizer.encode("\n").tolist() == [0]
+    assert corpus.sha256 == SHAKESPEARE_SHA256
+    assert corpus.val_bytes_per_token == 1.0
+    assert corpus.python is None
+    text = (data_dir() / sources.SHAKESPEARE_FILE).read_text()
+    assert corpus.tokenizer.decode(corpus.val) == text[-111_540:]
+    assert text_of(corpus) == text
+
+
+def test_any_single_file_can_be_learnt_as_bytes(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(range(256)))
+    corpus = opened(path, val_fraction=0.5)
+    assert corpus.train.tolist() + corpus.val.tolist() == list(range(256))
+    with pytest.raises(UserError, match=r"'x' is not UTF-8 \(byte 0x80 at offset 128\)"):
+        opened(path, tokenizer="chars")
+
+
+def test_skipped_files_are_told(tmp_path, caplog):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text(TEXT)
+    (tmp_path / "notes" / "b.bin").write_bytes(b"\0")
+    manifest = json.loads((opened(tmp_path / "notes").path / "manifest.json").read_text())
+    assert (manifest["files"], manifest["skipped_files"]) == (1, 1)
+    assert "notes: 1 files read, 1 skipped" in caplog.text
+
+
+def test_split_counts_characters_and_bytes_are_known(text_file):
+    chars = opened(text_file, tokenizer="chars", val_fraction=0.25)
+    cut = int(len(TEXT) * 0.75)
+    assert chars.tokenizer.decode(chars.train) == TEXT[:cut]
+    assert chars.tokenizer.decode(chars.val) == TEXT[cut:]
+    expected = len(TEXT[cut:].encode()) / len(TEXT[cut:])
+    assert chars.val_bytes_per_token == pytest.approx(expected)
+    assert expected > 1
+    assert chars.name == "my-notes"
+    assert isinstance(chars.train, np.memmap)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
+def test_val_fraction_outside_is_refused(text_file, fraction):
+    with pytest.raises(UserError, match="val_fraction must lie between 0 and 1"):
+        opened(text_file, val_fraction=fraction)
+
+
+def test_split_that_leaves_nothing_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(UserError, match="nothing to train on"):
+        opened(tmp_path / "x.txt")
+    (tmp_path / "x.txt").write_text("abc")
+    with pytest.raises(UserError, match="nothing to validate on"):
+        opened(tmp_path / "x.txt", val_fraction=1e-17)
+
+
+def test_unknown_tokenizer_is_named_before_anything_is_read():
+    with pytest.raises(UserError, match="unknown tokenizer 'char'; did you mean 'chars'"):
+        opened("missing", tokenizer="char")
+
+
+# --- prepared directories -------------------------------------------------------------------------
+
+
+def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="chars", val_fraction=0.2)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json", "tokenizer.json", "train_000000.bin", "val_000000.bin",
+    ]  # fmt: skip
+    corpus = opened(out, val_fraction=0.5)  # it is split already
+    assert corpus.path == out
+    assert corpus.val.size == len(TEXT) - int(len(TEXT) * 0.8)
+    assert text_of(corpus) == TEXT
+    assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert not cache_dir().exists()
+    with pytest.raises(UserError, match="prepared with tokenizer 'chars', not 'bytes'"):
+        opened(out, tokenizer="bytes")
+    with pytest.raises(UserError, match="prepared directory already"):
+        prepare(str(out), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
+
+
+def test_manifest_tells_the_hash_of_each_shard(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="auto", val_fraction=0.2)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for split in manifest["splits"].values():
+        [shard] = split["shards"]
+        data = (out / shard["file"]).read_bytes()
+        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+        assert split["tokens"] == shard["tokens"] == (len(data) - 1024) // 2
+
+
+def test_prepare_keeps_what_is_there(text_file, tmp_path):
+    (tmp_path / "out").mkdir()
+    prepare(str(text_file), tmp_path / "out", tokenizer="auto", val_fraction=0.2)
+    for taken in (tmp_path / "out", text_file):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(UserError, match="is not an empty directory"):
+            prepare(str(text_file), taken, tokenizer="auto", val_fraction=0.2)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("manifest", "complaint"),
+    [("", "damaged"), ("[]", "damaged"), ('{"format_version": 1}', "damaged"),
+     ('{"format_version": 99}', "format 99, expected 1")],
+)  # fmt: skip
+def test_damaged_manifest_is_named(tmp_path, manifest, complaint):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=rf"manifest\.json.*{complaint}"):
+        opened(tmp_path)
+
+
+def test_prepared_shard_of_another_length_is_named(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="auto", val_fraction=0.2)
+    write_shard(out / "val_000000.bin", np.arange(3))
+    with pytest.raises(UserError, match=r"val_000000\.bin has 3 tokens, but manifest"):
+        opened(out)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def test_second_time_nothing_is_prepared(text_file, monkeypatch):
+    first = opened(text_file)
+    monkeypatch.setattr(corpus_module, "_build", None)
+    assert opened(text_file).path == first.path
+    assert entries() == [first.path.name]
+
+
+def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
+    paths = [opened(text_file).path, opened(text_file, "chars").path]
+    paths.append(opened(text_file, val_fraction=0.2).path)
+    text_file.write_text(TEXT + "more")
+    paths.append(opened(text_file).path)
+    assert len(set(paths)) == len(entries()) == 4
+
+
+@pytest.mark.parametrize("name", ["train_000000.bin", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_entry_is_prepared_again(text_file, caplog, name, damage):
+    path = opened(text_file).path / name
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    else:
+        path.unlink()
+    assert text_of(opened(text_file)) == TEXT
+    assert "preparing the cached corpus again" in caplog.text
+    assert len(entries()) == 1
+
+
+def test_entry_whose_counts_differ_is_prepared_again(text_file):
+    path = opened(text_file).path / "train_000000.bin"
+    write_shard(path, read_shard(path)[:-1].copy())
+    assert text_of(opened(text_file)) == TEXT
+
+
+@pytest.mark.parametrize("step", ["write_shard", "write_atomically"])
+def test_interrupted_preparation_leaves_nothing(text_file, monkeypatch, step):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(corpus_module, step, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        opened(text_file)
+    assert entries() == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_many_at_once_agree(text_file, damaged, monkeypatch):
+    if damaged:
+        (opened(text_file).path / "manifest.json").write_text("{")
+    barrier = threading.Barrier(6)
+    real_build = corpus_module._build
+
+    def build_at_once(*args, **kwargs):
+        real_build(*args, **kwargs)
+        barrier.wait(timeout=10)  # everyone has a copy of his own to install
+
+    monkeypatch.setattr(corpus_module, "_build", build_at_once)
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
+    assert texts == [TEXT] * 6
+    assert len(entries()) == 1
+
+
+def test_two_processes_prepare_at_once(text_file):
+    code = (
+        "import sys; from fastgpt.corpus import open_corpus; "
+        "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
+    )
+    command = [sys.executable, "-c", code, str(text_file)]
+    root = Path(corpus_module.__file__).parents[1]
+    running = [
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outputs = {process.communicate(timeout=60)[0] for process in running}
+    assert [process.returncode for process in running] == [0, 0]
+    assert outputs == {f"{opened(text_file).path}\n"}
+    assert len(entries()) == 1
