@@ -34,8 +34,8 @@ env = .python
 else
 
 PY := $(VENV)/bin/python
-# A finished install leaves the stamp $(VENV)/.fastgpt-<hash>/<extras>. BUSY, which holds the process
-# that installs, is there from the first write to the last: an install cut short never looks finished.
+# A finished install leaves the stamp $(VENV)/.fastgpt-<hash>/<extras>. BUSY holds the process that
+# installs, from the first write to the last: an install that was cut short never looks finished.
 HASH := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' -)
 BUSY := $(VENV)/.busy
 env = $(VENV)/.fastgpt-$(HASH)/$(1)
@@ -61,7 +61,7 @@ $(call env,%): $(if $(USABLE),,.fresh)
 	@[ $(VENV) = .venv ] || [ ! -e $(VENV) ] || [ -e $(VENV)/pyvenv.cfg ] || [ -e $(BUSY) ] \
 	|| $(call fail,VENV=$(VENV) exists and is not a virtual environment; choose another)
 	@! kill -0 $$(cat $(BUSY) 2>/dev/null) 2>/dev/null \
-	|| $(call fail,another make is installing into $(VENV); if none is: rm $(BUSY))
+	|| $(call fail,another make is installing into $(VENV); if none is: rm -r $(VENV))
 	@[ ! -e $(VENV) ] || echo "$(VENV) is incomplete, broken or of another Python: making it anew"
 	@rm -rf $(VENV) && mkdir -p $(VENV) && echo $$PPID >$(BUSY)
 	$(PYTHON) -m venv $(VENV)
