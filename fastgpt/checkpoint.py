@@ -1,0 +1,205 @@
+"""Checkpoints: whole or absent, checked when read, and enough to go on bit for bit.
+
+A checkpoint is a folder `step_00000500`:
+    model.safetensors   the weights under GPT-2's names, without the vocabulary's padding
+    state.pt            optimizer and loader state (read with weights_only=True)
+    config.json         the run's settings
+    tokenizer.json      so that a checkpoint can always decode its own output
+    checkpoint.json     format version, step, and the sha256 of each file above; written last
+It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fastgpt.errors import UserError
+
+FORMAT_VERSION = 1
+FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that was read back and verified."""
+
+    path: Path
+    step: int
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    weights: dict[str, Tensor],
+    state: dict[str, Any],
+    config_json: str,
+    save_tokenizer: Callable[[Path], None],
+    keep: int,
+) -> Path:
+    """Writes `folder/step_N` and removes all but the last `keep` steps.
+
+    Raises:
+        UserError: the disk is full or cannot be written; nothing half-written stays.
+    """
+    final = step_path(folder, step)
+    temporary = folder / f".writing_{step:08d}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(
+            {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
+            temporary / "model.safetensors",
+        )
+        torch.save(state, temporary / "state.pt")
+        (temporary / "config.json").write_text(config_json)
+        save_tokenizer(temporary / "tokenizer.json")
+        record = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "sha256": {name: _sha256(temporary / name) for name in FILES},
+        }
+        (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
+        for name in (*FILES, "checkpoint.json"):
+            _fsync(temporary / name)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _fsync(folder)
+        for old in steps_on_disk(folder)[:-keep]:
+            shutil.rmtree(old)
+    # torch.save reports a failed write as RuntimeError, safetensors as its own error
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if (
+            isinstance(error, OSError | RuntimeError)
+            or "safetensor" in type(error).__name__.lower()
+        ):
+            raise UserError(_cannot_save(folder, step, error)) from error
+        raise
+    return final
+
+
+def _cannot_save(folder: Path, step: int, error: Exception) -> str:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    why = why.split("\n")[0]
+    return (
+        f"cannot save the checkpoint of step {step} in {folder}: {why}; {last_good(folder.parent)}"
+    )
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / f"step_{step:08d}"
+
+
+def last_good(run_dir: Path) -> str:
+    """A clause for error messages: which checkpoint of a run there is to go back to."""
+    saved = steps_on_disk(run_dir / "checkpoints")
+    return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Makes `best` beside `checkpoint` its hard-linked twin."""
+    best, temporary = checkpoint.parent / "best", checkpoint.parent / ".best"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for file in checkpoint.iterdir():
+        os.link(file, temporary / file.name)
+    shutil.rmtree(best, ignore_errors=True)
+    temporary.rename(best)
+
+
+def steps_on_disk(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(folder.glob("step_*"))
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads one checkpoint back.
+
+    Raises:
+        UserError: a file is missing, altered or of an unknown format.
+    """
+    record = read_record(path)
+    for name in FILES:
+        if not (path / name).exists():
+            raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
+        found, expected = _sha256(path / name), record["sha256"][name]
+        if found != expected:
+            raise UserError(
+                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
+                f"expected {expected[:16]}..."
+            )
+    return Checkpoint(
+        path=path,
+        step=record["step"],
+        weights=load_file(path / "model.safetensors"),
+        state=torch.load(path / "state.pt", weights_only=True, map_location="cpu"),
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The `checkpoint.json` of `path`, its format version checked."""
+    try:
+        record = json.loads((path / "checkpoint.json").read_text())
+        version = record["format_version"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is no checkpoint: its checkpoint.json cannot be read") from error
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
+        )
+    return record
+
+
+def find(resume: str) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to go on from, and what is wrong with the newer ones that had to be passed over.
+
+    Args:
+        resume: the path of a checkpoint, which must be good, or of a run, whose newest good one is taken.
+
+    Raises:
+        UserError: there is no good one.
+    """
+    path, complaints = Path(resume), []
+    if (path / "checkpoint.json").exists():
+        return load(path), []
+    for candidate in reversed(steps_on_disk(path / "checkpoints")):
+        try:
+            return load(candidate), complaints
+        except UserError as error:
+            complaints.append(str(error))
+    raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames the checkpoints of later steps, so that a run that goes on from `step` is never mixed with them."""
+    for path in steps_on_disk(folder):
+        if path > step_path(folder, step):
+            aside = path.with_name(f"abandoned_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,311 @@
+"""What a run is made of: frozen dataclasses, checked when they are built, and the command line that fills them.
+
+Every field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`; its docstring is its help.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from fastgpt.errors import UserError
+
+
+def positive(section: str, config: object, *names: str) -> None:
+    """Raises `UserError` unless each named field is greater than zero."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise UserError(f"{section}{name} is {value}: expected a number greater than 0")
+
+
+def fraction(section: str, config: object, *names: str) -> None:
+    """Raises `UserError` unless each named field lies in [0, 1)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise UserError(f"{section}{name} is {value}: expected a fraction in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The network; the defaults are GPT-2 124M as published."""
+
+    num_layers: int = 12
+    """Transformer blocks, L."""
+    num_heads: int = 12
+    """Query heads, H; must divide `dim`."""
+    num_kv_heads: int | None = None
+    """Key/value heads, K; must divide `num_heads`. None: as many as query heads."""
+    dim: int = 768
+    """Width of the residual stream, C."""
+    ffn_dim: int | None = None
+    """Feed-forward width, F. None: 4 C (SwiGLU: 8/3 C rounded up to a multiple of 64)."""
+    context: int = 1024
+    """Longest sequence in tokens, T."""
+    vocab_size: int | None = None
+    """Tokens, V. None: as many as the tokenizer has."""
+    vocab_multiple: int = 64
+    """The embedding table is padded to a multiple of this for speed; no one outside the model sees the padding."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation (eps 1e-5 and 1e-6)."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """Before each sub-layer (GPT-2) or after each residual sum (the 2017 transformer)."""
+    bias: bool = True
+    """Biases in the linear layers and in LayerNorm."""
+    activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
+    """Of the feed-forward layer; SwiGLU adds a gate."""
+    position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    """How the model knows where a token stands."""
+    rotary_base: float = 10_000.0
+    """Longest wavelength of rotary positions, over 2 pi."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys in each head (no weights)."""
+    tied: bool = True
+    """Output head and token embedding share one matrix."""
+    softcap: float | None = None
+    """Squash logits to (-softcap, softcap) by tanh."""
+    window: int | None = None
+    """Attend only to this many last tokens. None: to all."""
+    init: Literal["gpt2", "torch"] = "gpt2"
+    """GPT-2's N(0, 0.02) with residual projections scaled by 1/sqrt(2 L), or PyTorch's default."""
+    dropout: float = 0.0
+    """Probability for all four places below that do not set their own."""
+    embedding_dropout: float | None = None
+    """After the sum of token and position embeddings."""
+    attention_dropout: float | None = None
+    """On the attention weights."""
+    residual_dropout: float | None = None
+    """After the attention's output projection."""
+    feed_forward_dropout: float | None = None
+    """After the feed-forward's output projection."""
+
+    def __post_init__(self) -> None:
+        positive("model.", self, "num_layers", "num_heads", "num_kv_heads", "dim", "ffn_dim")
+        positive("model.", self, "context", "vocab_size", "vocab_multiple", "rotary_base")
+        positive("model.", self, "softcap", "window")
+        fraction("model.", self, *(f for f in self.__slots__ if f.endswith("dropout")))
+        if self.dim % self.num_heads:
+            raise UserError(
+                f"model.dim is {self.dim}: expected a multiple of model.num_heads, {self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"model.num_heads is {self.num_heads}: expected a multiple of "
+                f"model.num_kv_heads, {self.kv_heads}"
+            )
+        if self.position == "rotary" and self.head_dim % 2:
+            raise UserError(
+                f"head dimension is {self.head_dim} (dim / num_heads): rotary positions need it even"
+            )
+        if self.position == "sinusoidal" and self.dim % 2:
+            raise UserError(f"model.dim is {self.dim}: sinusoidal positions need it even")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        if self.activation == "swiglu":
+            return -(-8 * self.dim // 3 // 64) * 64
+        return 4 * self.dim
+
+    @property
+    def padded_vocab(self) -> int:
+        assert self.vocab_size is not None
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def dropout_at(self, place: str) -> float:
+        """The probability at `place`: embedding, attention, residual or feed_forward."""
+        own = getattr(self, f"{place}_dropout")
+        return self.dropout if own is None else own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is read, and in which order."""
+
+    source: str = "builtin"
+    """`builtin` (this Python's standard library), `shakespeare`, a prepared directory, or the path of a text file or folder."""
+    tokenizer: str = "auto"
+    """`bytes`, `chars`, `gpt2`; `auto` takes what suits the source."""
+    val_fraction: float = 0.1
+    """Share at the end of the text that is held out."""
+    sampling: Literal["epoch", "random-windows"] = "epoch"
+    """Every window once an epoch, shuffled; or windows drawn with replacement."""
+    eval_tokens: int = 131_072
+    """Held-out tokens that each evaluation scores, always the same ones; 0: all."""
+    final_eval_tokens: int = 0
+    """As `eval_tokens`, for the evaluation after the last step."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise UserError(
+                f"data.val_fraction is {self.val_fraction}: expected a fraction in (0, 1)"
+            )
+        for name in ("eval_tokens", "final_eval_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"data.{name} is {getattr(self, name)}: expected 0 (all) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """How the weights move."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the blocks' matrices, AdamW for everything else."""
+    lr: float = 6e-4
+    """AdamW's peak learning rate."""
+    muon_lr: float = 0.02
+    """Muon's peak learning rate, scaled by sqrt(max(1, rows / columns)) for each matrix."""
+    muon_momentum: float = 0.95
+    """Nesterov momentum of Muon."""
+    beta1: float = 0.9
+    """AdamW's first decay."""
+    beta2: float = 0.95
+    """AdamW's second decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices and embeddings only."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape after the warmup; `wsd` holds the peak and falls linearly at the end."""
+    warmup_steps: int = 0
+    """Steps of linear rise to the peak."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak (not for `constant`)."""
+    decay_fraction: float = 0.2
+    """`wsd`: share of all steps that the fall takes."""
+
+    def __post_init__(self) -> None:
+        positive("optim.", self, "lr", "muon_lr", "eps", "decay_fraction")
+        fraction("optim.", self, "muon_momentum", "beta1", "beta2")
+        for name in ("weight_decay", "grad_clip", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise UserError(f"optim.{name} is {getattr(self, name)}: expected 0 or more")
+        for name in ("min_lr_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(
+                    f"optim.{name} is {getattr(self, name)}: expected a number from 0 to 1"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How a step runs."""
+
+    batch_tokens: int = 524_288
+    """Tokens of one optimizer step, over all ranks and micro-steps; a multiple of the context."""
+    micro_batch: int = 64
+    """Most sequences that one rank takes through the model at once; what is left is accumulated."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where it is visible."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast dtype; `auto`: bf16 where the hardware has it, else fp32."""
+    tf32: bool = False
+    """Let CUDA round the fp32 matrix products to TF32."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of model and loss; `auto`: on CUDA."""
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints stay on disk (the best one stays too)."""
+    sample_tokens: int = 200
+    """Length of the sample shown with each evaluation; 0: none."""
+    sample_prompt: str = "\n"
+    """What the samples continue."""
+
+    def __post_init__(self) -> None:
+        positive("train.", self, "batch_tokens", "micro_batch", "keep_checkpoints")
+        if self.sample_tokens < 0:
+            raise UserError(f"train.sample_tokens is {self.sample_tokens}: expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpsConfig:
+    """Which implementation runs each op."""
+
+    attention: Literal["auto", "torch", "sdpa", "blocked"] = "auto"
+    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: matmuls over blocks of queries, for CPUs."""
+    dropout: Literal["auto", "torch", "lanes"] = "auto"
+    """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    recipe: tyro.conf.Suppress[str] = "gpt2-124m"
+    """Where the values came from before any flag."""
+    steps: int = 19_073
+    """Optimizer steps."""
+    seed: int = 1337
+    """Of the initial weights, the sample order and dropout."""
+    run_dir: Path | None = None
+    """Where everything about the run is kept. None: runs/<recipe>-<date>."""
+    log_every: int = 10
+    """Steps between two log lines, the only ones that wait for the device."""
+    eval_every: int = 250
+    """Steps between two evaluations; 0: only before the first and after the last step."""
+    save_every: int | None = None
+    """Steps between two checkpoints; None: with each evaluation; 0: only after the last step."""
+    resume: str | None = None
+    """`auto` (the newest checkpoint of `run_dir`, or of the recipe's newest run), or the path of a run or a checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+
+    def __post_init__(self) -> None:
+        positive("", self, "steps", "log_every")
+        for name in ("seed", "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"{name} is {value}: expected 0 or more")
+        if self.train.batch_tokens % self.model.context:
+            raise UserError(
+                f"train.batch_tokens is {self.train.batch_tokens}: expected a multiple of "
+                f"model.context, {self.model.context}"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.train.batch_tokens // self.model.context
+
+
+def to_json(config: Config) -> str:
+    """The settings as JSON; `resume` and `run_dir` belong to a call, not to a run, and are left out."""
+    values = dataclasses.asdict(config)
+    del values["resume"], values["run_dir"]
+    return json.dumps(values, indent=1)
+
+
+def from_json(text: str) -> Config:
+    """The settings back from `to_json`.
+
+    Raises:
+        TypeError: a field is unknown to this version.
+    """
+    values = json.loads(text)
+    sections = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "optim": OptimConfig,
+        "train": TrainConfig,
+        "ops": OpsConfig,
+    }
+    for name, section in sections.items():
+        values[name] = section(**values[name])
+    return Config(**values)

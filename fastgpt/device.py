@@ -1,0 +1,127 @@
+"""The machine: its device, the number formats it is fast in, whether it can compile, and how fast it multiplies."""
+
+import json
+import os
+import platform
+import shutil
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from fastgpt.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_device(asked: str) -> str:
+    """`cpu` or `cuda`; asking for CUDA where none is visible is a `UserError`."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"train.device is cuda, but torch {torch.__version__} sees no CUDA device here: "
+            "expected a GPU with its driver and a CUDA build of torch, or --train.device cpu"
+        )
+    return asked
+
+
+def device_name(device: str) -> str:
+    """What a person calls it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def has_fast_bf16(device: str) -> bool:
+    """Whether the hardware multiplies bf16 itself (on CPUs: AVX-512 BF16 or AMX)."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
+
+
+def pick_precision(asked: str, device: str) -> str:
+    """`fp32`, `bf16` or `fp16`."""
+    if asked == "auto":
+        return "bf16" if has_fast_bf16(device) else "fp32"
+    if asked == "fp16" and device == "cpu":
+        raise UserError("train.precision is fp16, which needs CUDA: expected fp32 or bf16 on a CPU")
+    return asked
+
+
+def autocast(device: str, precision: str) -> AbstractContextManager:
+    """Matrix products in `precision`, weights and sums in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device, dtype=DTYPES[precision])
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds the C++ compiler it builds its code with."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+
+
+def pick_compile(asked: str, device: str) -> tuple[bool, str]:
+    """Whether to compile, and where the answer is not what one would think, a line that says why."""
+    if asked == "off" or (asked == "auto" and device == "cpu"):
+        return False, ""
+    if not has_compiler():
+        return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
+    return True, ""
+
+
+def shares(device: str, ranks: int) -> float:
+    """How many times the measured peak `ranks` processes have: one GPU each, or this machine's cores between them."""
+    if device == "cuda":
+        return float(ranks)
+    return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
+
+
+def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -> float:
+    """FLOP/s of the best plain square matrix product that this machine does, measured for `seconds` and remembered.
+
+    Args:
+        device: `cpu` or `cuda`.
+        precision: `fp32`, `bf16` or `fp16`.
+        cache: folder of the file that remembers it, by device, threads, precision and torch version.
+        seconds: how long to measure.
+    """
+    key = f"{device_name(device)} {precision} torch {torch.__version__}"
+    path = cache / "peak_flops.json"
+    known: dict[str, float] = {}
+    try:
+        known = json.loads(path.read_text())
+        return float(known[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = known if isinstance(known, dict) else {}
+    n = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(n, n).to(device, DTYPES[precision]) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    a @ b  # the first call sets the libraries up
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        c = a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+        del c
+    known[key] = 2 * n**3 / best
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs a second next time, nothing else
+    return known[key]

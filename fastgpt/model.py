@@ -1,0 +1,255 @@
+"""GPT-2, and what has been changed in it since, as options chosen when the model is built.
+
+Shapes
+    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width, V vocabulary
+Source
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names are GPT-2's.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastgpt import ops as op
+from fastgpt.config import ModelConfig
+from fastgpt.ops import Ops
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
+}
+
+
+class Dropout(nn.Module):
+    """Dropout through the chosen implementation; nothing at all in evaluation or where p is 0."""
+
+    def __init__(self, p: float, ops: Ops) -> None:
+        super().__init__()
+        self.p, self.op = p, ops.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, self.p) if self.training and self.p else x
+
+
+class LayerNorm(nn.Module):
+    """(norm(x + residual), x + residual); without a residual, x stands for the sum."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.dim))
+        self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5), x
+        return op.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
+
+
+class RMSNorm(nn.Module):
+    """As `LayerNorm`, by the root mean square alone; it has no bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.dim))
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, 1e-6), x
+        return op.add_rms_norm(x, residual, self.weight, 1e-6)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries, keys and values come from one packed projection and are read in place."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
+        self.heads = (H, K, K)
+        self.head_dim = D
+        self.c_attn = nn.Linear(C, (H + 2 * K) * D, bias=config.bias)
+        self.c_proj = nn.Linear(H * D, C, bias=config.bias)
+        self.qk_norm = config.qk_norm
+        self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
+        self.dropout = Dropout(config.dropout_at("residual"), ops)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
+        if self.qk_norm:
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6) for t in (q, k))
+        if turn is not None:
+            q, k = op.rotary(q, k, *turn)
+        p = self.p if self.training else 0.0
+        y = self.op(q, k, v, window=self.window, dropout_p=p)  # (B, T, H, D)
+        return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Feed-forward: C -> F, activation, F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
+        self.c_fc = nn.Linear(config.dim, width, bias=config.bias)
+        self.c_proj = nn.Linear(config.ffn_width, config.dim, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+
+
+class PreNormBlock(nn.Module):
+    """GPT-2's block. `x` is what the last sub-layer put out and has yet to join the `residual` stream, so that each
+    sum and the normalisation after it are one op."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ln_1 = NORMS[config.norm](config)
+        self.attn = Attention(config, ops)
+        self.ln_2 = NORMS[config.norm](config)
+        self.mlp = MLP(config, ops)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        y, residual = self.ln_1(x, residual)
+        y, residual = self.ln_2(self.attn(y, turn), residual)
+        return self.mlp(y), residual
+
+
+class PostNormBlock(PreNormBlock):
+    """The 2017 transformer's block: x = norm(x + attention(x)), then x = norm(x + feed_forward(x))."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, None]:
+        x, _ = self.ln_1(self.attn(x, turn), x)
+        x, _ = self.ln_2(self.mlp(x), x)
+        return x, None
+
+
+class GPT(nn.Module):
+    """Tokens in, logits or loss out.
+
+    Args:
+        config: `vocab_size` must be set.
+        ops: from `fastgpt.ops.select`.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.config = config
+        self.wte = nn.Embedding(config.padded_vocab, config.dim)
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.context, config.dim)
+        elif config.position == "sinusoidal":
+            self.register_buffer("sinusoids", sinusoids(config), persistent=False)
+        elif config.position == "rotary":
+            cos, sin = rotary_angles(config)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        self.dropout = Dropout(config.dropout_at("embedding"), ops)
+        block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
+        self.h = nn.ModuleList(block(config, ops) for _ in range(config.num_layers))
+        self.ln_f = NORMS[config.norm](config) if config.norm_position == "pre" else None
+        self.lm_head = None
+        if not config.tied:
+            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=False)
+        self._init_weights()
+        self.register_state_dict_post_hook(_cut_padding)
+        self.register_load_state_dict_pre_hook(_restore_padding)
+
+    def _init_weights(self) -> None:
+        if self.config.init == "gpt2":
+            for name, weight in self.named_parameters():
+                if weight.dim() == 2:
+                    depth = 2 * self.config.num_layers if name.endswith("c_proj.weight") else 1
+                    nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
+                elif name.endswith("bias"):
+                    nn.init.zeros_(weight)
+        with torch.no_grad():
+            for table in self._vocab_tables():
+                table[self.config.vocab_size :] = 0
+
+    def _vocab_tables(self) -> list[nn.Parameter]:
+        return [self.wte.weight] + ([] if self.lm_head is None else [self.lm_head.weight])
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Runs the network.
+
+        Args:
+            tokens: (B, T) int64, T at most the context.
+            targets: (B, T) int64, -100 where no loss is wanted.
+
+        Returns:
+            Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
+        """
+        T = tokens.shape[1]
+        x = self.wte(tokens)  # (B, T, C)
+        turn = None
+        if self.config.position == "learned":
+            x = x + self.wpe.weight[:T]
+        elif self.config.position == "sinusoidal":
+            x = x + self.sinusoids[:T]
+        elif self.config.position == "rotary":
+            turn = (self.cos[:T], self.sin[:T])  # (T, D/2) each
+        x, residual = self.dropout(x), None
+        for block in self.h:
+            x, residual = block(x, residual, turn)
+        if self.ln_f is not None:
+            x, _ = self.ln_f(x, residual)
+        head = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        V, softcap = self.config.vocab_size, self.config.softcap
+        assert V is not None
+        if targets is None:
+            return op.head_logits(x, head, valid_vocab=V, softcap=softcap)
+        return op.linear_cross_entropy(x, head, targets, valid_vocab=V, softcap=softcap)
+
+    def num_params(self) -> int:
+        """Trained numbers; the padding of the vocabulary is left out."""
+        return sum(tensor.numel() for tensor in dict(self.state_dict()).values())
+
+
+def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    assert isinstance(model, GPT)
+    for name in ("wte.weight", "lm_head.weight"):
+        if prefix + name in state:
+            state[prefix + name] = state[prefix + name][: model.config.vocab_size]
+
+
+def _restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    assert isinstance(model, GPT)
+    for name in ("wte.weight", "lm_head.weight"):
+        table = state.get(prefix + name)
+        if table is not None and table.shape[0] == model.config.vocab_size:
+            missing = model.config.padded_vocab - table.shape[0]
+            state[prefix + name] = F.pad(table, (0, 0, 0, missing))
+
+
+def sinusoids(config: ModelConfig) -> Tensor:
+    """(T, C) fixed positions, sines before cosines (Vaswani et al. 2017, section 3.5, up to the order of columns)."""
+    angles = _angles(config.context, config.dim, 10_000.0)  # (T, C/2)
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+def rotary_angles(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, D/2) of rotary positions."""
+    angles = _angles(config.context, config.head_dim, config.rotary_base)
+    return angles.cos(), angles.sin()
+
+
+def _angles(T: int, width: int, base: float) -> Tensor:
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()

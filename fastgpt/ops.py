@@ -1,0 +1,142 @@
+"""Which implementation of each op the model runs: the one place that chooses.
+
+`torch` is the plain form, `sdpa` PyTorch's fused attention; `blocked` and `lanes` are for CPUs. A name that cannot
+run on the device is an error, never a silent fallback; `auto` is resolved once, when the model is built, and the
+choice is written to the run's manifest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgpt.config import OpsConfig
+from fastgpt.errors import UserError
+from kernels.attention import attention_mask, attention_ref
+from kernels.attention_blocked import attention_blocked
+from kernels.dropout import dropout as dropout_lanes
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Causal self-attention through F.scaled_dot_product_attention; contract: `kernels.attention.attention_ref`."""
+    T = q.shape[1]
+    mask = None
+    if window is not None:
+        mask = attention_mask(T, T, causal=True, window=window, device=q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A sub-layer's output joins the residual stream and the sum is normalised: (norm(x + residual), x + residual)."""
+    total = x + residual
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `add_layer_norm`, with root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns each pair (i, i + D/2) of q and k by its position's angle (Su et al. 2021, arXiv:2104.09864, eq. 34).
+
+    Args:
+        q: (B, T, H, D).
+        k: (B, T, K, D).
+        cos: (T, D/2) fp32.
+        sin: (T, D/2) fp32.
+
+    Returns:
+        tuple[Tensor, Tensor]: q and k turned, shapes and dtypes kept.
+    """
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2)
+        c, s = cos[:, None, :], sin[:, None, :]
+        return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+def head_logits(x: Tensor, weight: Tensor, *, valid_vocab: int, softcap: float | None) -> Tensor:
+    """Logits (..., valid_vocab) of x (..., C) under the head's (padded V, C) matrix; the padding's are cut off."""
+    logits = F.linear(x, weight)[..., :valid_vocab]
+    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int, softcap: float | None = None
+) -> Tensor:
+    """Mean cross-entropy in nats over the targets that are not -100, softmax in fp32.
+
+    Args:
+        x: (B, T, C).
+        weight: (padded V, C); rows from `valid_vocab` on take no part.
+        targets: (B, T) int64.
+        valid_vocab: V.
+        softcap: see `ModelConfig.softcap`.
+
+    Returns:
+        Tensor: () fp32; NaN where every target is -100.
+    """
+    logits = head_logits(x, weight, valid_vocab=valid_vocab, softcap=softcap)
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+ATTENTION = {"torch": attention_ref, "sdpa": sdpa, "blocked": attention_blocked}
+DROPOUT = {"torch": F.dropout, "lanes": dropout_lanes}
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The chosen implementation of every op of the model that has more than one, and their names."""
+
+    attention: Callable[..., Tensor]
+    dropout: Callable[[Tensor, float], Tensor]
+    names: dict[str, str]
+
+
+def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
+    """Resolves `auto` and checks that what was asked for runs on `device`.
+
+    On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under torch.compile
+    they are left to Inductor.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    fast_cpu = on_cpu and not compiled
+    names = {
+        "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
+        "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
+    }
+    for op, name in names.items():
+        if name in ("blocked", "lanes") and not fast_cpu:
+            where = "torch.compile" if on_cpu else torch.device(device).type
+            raise UserError(
+                f"ops.{op} is {name}: it runs on an uncompiled CPU model, not on {where}"
+            )
+    return Ops(ATTENTION[names["attention"]], DROPOUT[names["dropout"]], names)
+
+
+def _named(asked: str, automatic: str) -> str:
+    return automatic if asked == "auto" else asked

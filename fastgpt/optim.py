@@ -1,0 +1,76 @@
+"""Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgpt.config import OptimConfig
+from fastgpt.model import GPT
+
+
+class Optimizers:
+    """One or two PyTorch optimizers that step as one; each keeps its own peak learning rate.
+
+    Args:
+        model: its parameters are taken; only those with two dimensions decay.
+        config: see `OptimConfig`.
+        scaler: a disabled one where gradients are not scaled.
+    """
+
+    def __init__(self, model: GPT, config: OptimConfig, scaler: torch.amp.GradScaler) -> None:
+        self.config, self.scaler = config, scaler
+        self.parameters = list(model.parameters())
+        matrices = (
+            [p for p in model.h.parameters() if p.dim() == 2] if config.kind == "muon" else []
+        )
+        taken = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in taken]
+        adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+                {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.all: list[torch.optim.Optimizer] = [adamw]
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices,
+                lr=config.muon_lr,
+                momentum=config.muon_momentum,
+                weight_decay=config.weight_decay,
+            )
+            self.all.append(muon)
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
+
+    def step(self, ratio: float) -> Tensor:
+        """Clips, updates the weights at `ratio` of the peak learning rates and returns the gradient norm before clipping, ()."""
+        for optimizer, peaks in zip(self.all, self.peaks, strict=True):
+            self.scaler.unscale_(optimizer)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or float("inf"))
+        for optimizer in self.all:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return norm
+
+    def zero_grad(self) -> None:
+        for optimizer in self.all:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.all],
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,185 @@
+"""A run's directory: its name, what is kept about it, and how it is found again."""
+
+import itertools
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastgpt
+from fastgpt import checkpoint
+from fastgpt.checkpoint import Checkpoint
+from fastgpt.config import Config, ModelConfig, from_json, to_json
+from fastgpt.corpus import data_dir
+from fastgpt.display import Display
+from fastgpt.errors import UserError
+from fastgpt.tokenizer import Tokenizer, load_tokenizer
+
+ROOT = Path("runs")
+
+
+def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
+    """The run to go on with and the place to take its checkpoint from (the run itself: its newest good one).
+
+    Args:
+        resume: `auto`, or the path of a run or of a checkpoint.
+        run_dir: as given on the command line.
+        recipe: `auto` without `run_dir` takes this recipe's newest run that has a checkpoint.
+
+    Returns:
+        tuple[Path, Path] | None: None where `auto` finds nothing, which is a fresh start.
+
+    Raises:
+        UserError: the path given is neither a run nor a checkpoint.
+    """
+    if resume == "auto":
+        runs = [run_dir] if run_dir else sorted(ROOT.glob(f"{recipe}-2*"), reverse=True)
+        saved = (path for path in runs if checkpoint.steps_on_disk(path / "checkpoints"))
+        found = next(saved, None)
+        return None if found is None else (found, found)
+    path = Path(resume)
+    if (path / "checkpoint.json").exists():
+        return path.absolute().parent.parent, path
+    if checkpoint.steps_on_disk(path / "checkpoints"):
+        return path, path
+    raise UserError(f"--resume {resume}: expected auto, or the path of a run or of a checkpoint")
+
+
+def open_run_dir(config: Config, step: int) -> Path:
+    """Makes the directory of a run that starts, or reopens that of one that goes on from `step`.
+
+    Raises:
+        UserError: it holds a run already and nothing was said of going on with it, or cannot be written.
+    """
+    path = config.run_dir
+    if path is None:
+        stem = f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
+        path = next(ROOT / name for name in names if not (ROOT / name).exists())
+    elif (path / "config.json").exists() and config.resume is None:
+        raise UserError(
+            f"{path} holds a run already: expected another --run-dir, or --resume auto to go on with it"
+        )
+    try:
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        checkpoint.set_aside_after(path / "checkpoints", step)
+        (path / "config.json").write_text(to_json(config))
+    except OSError as error:
+        raise UserError(f"cannot write to the run directory {path}: {error.strerror}") from error
+    return path
+
+
+def resolve_source(source: str, display: Display) -> str:
+    """The corpus to open; `prepared` is what has been prepared for GPT-2, or else the built-in one, with a warning."""
+    if source != "prepared":
+        return source
+    prepared = data_dir() / "gpt2"
+    if (prepared / "manifest.json").exists():
+        return str(prepared)
+    display.warn(
+        f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare real text: "
+        f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
+    )
+    return "builtin"
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were asked for.
+
+    Raises:
+        UserError: the model would have fewer.
+    """
+    asked, needed = config.model.vocab_size, tokenizer.vocab_size
+    if asked is not None and asked < needed:
+        raise UserError(
+            f"model.vocab_size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
+        )
+    return replace(config, model=replace(config.model, vocab_size=asked or needed))
+
+
+def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` unless `config` can go on from a checkpoint: same tokenizer, network, optimizer and seed."""
+    kept = load_tokenizer(saved.path / "tokenizer.json")
+    if _content(kept) != _content(tokenizer):
+        raise UserError(
+            f"checkpoint {saved.path} has another vocabulary than the data: {kept.kind} with "
+            f"{kept.vocab_size} tokens, expected {tokenizer.kind} with {tokenizer.vocab_size} "
+            "as in the data (or other characters among them)"
+        )
+    before = from_json((saved.path / "config.json").read_text())
+    pairs = [
+        *_fields("model", before.model, config.model),
+        ("optim.kind", before.optim.kind, config.optim.kind),
+        ("seed", before.seed, config.seed),
+    ]
+    for name, old, new in pairs:
+        if old != new:
+            raise UserError(
+                f"{name} is {new}, but checkpoint {saved.path} was trained with {old}: expected the same"
+            )
+
+
+def _fields(section: str, old: ModelConfig, new: ModelConfig) -> list[tuple[str, Any, Any]]:
+    before, after = asdict(old), asdict(new)
+    return [(f"{section}.{name}", before[name], after[name]) for name in before]
+
+
+def _content(tokenizer: Tokenizer) -> tuple[str, Any]:
+    return tokenizer.kind, getattr(tokenizer, "chars", tokenizer.vocab_size)
+
+
+def resume_command(run_dir: Path, ranks: int) -> str:
+    """What to type to go on with a run."""
+    start = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
+    return f"{start} train.py --resume {run_dir}"
+
+
+def saved_config(run: Path) -> Config:
+    """The settings a run was started with.
+
+    Raises:
+        UserError: its config.json cannot be read.
+    """
+    try:
+        return from_json((run / "config.json").read_text())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{run / 'config.json'} cannot be read: {error}") from error
+
+
+def manifest(facts: dict[str, Any]) -> str:
+    """JSON of what a run depends on beyond its config: versions, commit, and the `facts` given."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    versions = {
+        "fastgpt": fastgpt.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+    }
+    return json.dumps(
+        {"command": sys.argv, "versions": versions, "commit": _commit(), **facts}, indent=1
+    )
+
+
+def _commit() -> str | None:
+    """The checkout's commit, `-dirty` behind it where files differ; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,96 @@
+"""Attention: softmax(q k^T * scale + mask) v.
+
+Shapes
+    B batch, Tq queries, Tk keys, H query heads, K key/value heads (H a multiple of K), D head dim
+    q: (B, Tq, H, D)   k, v: (B, Tk, K, D)   out: (B, Tq, H, D)
+Source
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention_mask(
+    Tq: int,
+    Tk: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    doc_ids: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor | None:
+    """Which key each query sees: True where it may look, None where it sees everything.
+
+    The last query stands beside the last key: with `i` a query and `j` a key, `distance = i + Tk - Tq - j`.
+
+    Args:
+        Tq: number of queries.
+        Tk: number of keys.
+        causal: keep distance >= 0.
+        window: keep 0 <= distance < window (implies causal).
+        doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq places.
+        device: where the mask is made.
+
+    Returns:
+        Tensor | None: bool (1 or B, 1, Tq, Tk).
+    """
+    if not causal and window is None and doc_ids is None:
+        return None
+    queries = torch.arange(Tk - Tq, Tk, device=device)[:, None]
+    distance = queries - torch.arange(Tk, device=device)[None, :]
+    keep = torch.ones(Tq, Tk, dtype=torch.bool, device=device)
+    if causal or window is not None:
+        keep = distance >= 0
+    if window is not None:
+        keep = keep & (distance < window)
+    keep = keep[None, None]
+    if doc_ids is not None:
+        keep = keep & (doc_ids[:, None, -Tq:, None] == doc_ids[:, None, None, :])
+    return keep
+
+
+def attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """Attention in plain PyTorch, scores and softmax in fp32: the contract that every kernel meets.
+
+    A query that sees no key gives output 0 and gradient 0.
+
+    Args:
+        q: (B, Tq, H, D), fp32 | fp16 | bf16, any strides.
+        k: (B, Tk, K, D), dtype of `q`; H is a multiple of K.
+        v: (B, Tk, K, D), dtype of `q`.
+        causal: query i sees keys j <= i + Tk - Tq.
+        scale: factor on the scores; D**-0.5 by default.
+        window: see only the last `window` keys, the query's own place included.
+        dropout_p: probability with which each attention weight is dropped.
+        doc_ids: (B, Tk) integers, non-decreasing in each row; no look across documents.
+
+    Returns:
+        Tensor: (B, Tq, H, D), dtype of `q`.
+    """
+    B, Tq, H, D = q.shape
+    Tk, K = k.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    qf = q.float().unflatten(2, (K, H // K))
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", qf, k.float()) * scale
+    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
+    if mask is not None:
+        mask = mask[:, :, None]  # broadcast over the group
+        # A finite floor, not -inf: a row that sees nothing would be NaN in the softmax's backward.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    weights = torch.nn.functional.dropout(weights, dropout_p)
+    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v.float())
+    return out.reshape(B, Tq, H, D).to(q.dtype)
