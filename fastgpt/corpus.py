@@ -26,7 +26,7 @@ from fastgpt.shards import (
     temporary_name,
     write_atomically,
     write_shard,
-)
+)  # fmt: skip
 from fastgpt.sources import Source, cache_dir, data_dir, read_source, unknown_name
 from fastgpt.tokenizer import FILE_NAME as TOKENIZER
 from fastgpt.tokenizer import KINDS, ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
@@ -171,9 +171,9 @@ def _read_prepared(path: Path) -> Corpus:
             python=manifest["python"],
             path=path,
         )
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
 
 
@@ -193,7 +193,7 @@ def _read_if_whole(path: Path) -> Corpus | None:
         return None
     try:
         return _read_prepared(path)
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: replaced by another process as we read it
         logger.warning("preparing the cached corpus again: %s", error)
         return None
 
