@@ -27,7 +27,7 @@ def awkward(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random numbers that hide nothing: none near 0, a mean that is not 0, gaps between the rows."""
+    """Random numbers that hide nothing: none near 0, a mean other than 0, gaps between rows."""
     *rows, N = shape or (1,)
     x = torch.randn(*rows, N, generator=generator)  # drawn on the CPU: the same for every device
     x += torch.where(x < 0, -0.05, 0.35)
