@@ -3,6 +3,8 @@
 import os
 import random
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,3 +46,58 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+# --- tiny runs ------------------------------------------------------------------------------------
+
+TINY = (
+    "--model.num-layers 1 --model.num-heads 2 --model.dim 32 --model.context 16"
+    " --model.vocab-multiple 100"  # 256 bytes padded to 300: whatever shows the padding is seen
+    " --train.batch-tokens 128 --train.precision fp32 --train.sample-tokens 4"
+    " --steps 8 --log-every 1 --eval-every 4 --optim.warmup-steps 2"
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text so short that 8 sequences a step pass the end of an epoch every 5 steps."""
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat, and the dog sat on the log. " * 14)
+    return path
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For models so small that threads only wait for each other; what is started has one, too."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(text: Path, tmp_path: Path, one_thread: None) -> Callable[..., list[str]]:
+    """A command line of a run that takes a blink, in `tmp_path / "run"`; flags given later win."""
+
+    def argv(*flags: str) -> list[str]:
+        place = ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]
+        return ["baby", *TINY.split(), *place, *" ".join(flags).split()]
+
+    return argv
+
+
+@pytest.fixture
+def fit(tiny: Callable[..., list[str]]) -> Callable[..., Path]:
+    """Trains a tiny run in this process; the run directory."""
+
+    def run(*flags: str) -> Path:
+        from fastgpt.cli import parse
+        from fastgpt.trainer import Trainer
+
+        config = parse(tiny(*flags))
+        Trainer(config).fit()
+        assert config.run_dir is not None
+        return config.run_dir
+
+    return run

@@ -1,0 +1,231 @@
+"""Training itself: the loss falls, and what a run writes about itself is true."""
+
+import hashlib
+import json
+import math
+import platform
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgpt import checkpoint, device, distributed
+from fastgpt.cli import parse
+from fastgpt.config import from_json
+from fastgpt.loader import IGNORED, eval_batches
+from fastgpt.metrics import read_records
+from fastgpt.model import GPT
+from fastgpt.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+
+
+def series(run, key):
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_loss_falls(fit, kind, precision):
+    run = fit(f"--optim.kind {kind} --train.precision {precision} --steps 40 --optim.lr 1e-2")
+    train, val = series(run, "train_loss"), series(run, "val_loss")
+    assert train[1] == pytest.approx(math.log(256), abs=0.15)
+    assert val[0] == pytest.approx(math.log(256), abs=0.15)
+    # the letters of the text alone, whatever their order, have an entropy of 2.7 nats
+    assert train[40] < 2
+    assert val[40] < 2
+
+
+def test_bf16_rounds_and_stays_close(fit, tmp_path):
+    """bf16 that silently were fp32 would pass every other test."""
+    runs = [fit(f"--train.precision {p} --run-dir {tmp_path / p}") for p in ("fp32", "bf16")]
+    full, rounded = (list(series(run, "train_loss").values()) for run in runs)
+    assert full != rounded
+    assert full == pytest.approx(rounded, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
+    """Sums in another order, nothing else: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
+    whole, split = (
+        fit(f"--optim.kind {kind} --train.micro-batch {size} --run-dir {tmp_path / str(size)}")
+        for size in (8, 3)  # 3 does not divide 8: 2 is taken
+    )
+    for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
+        assert series(split, key) == pytest.approx(series(whole, key), rel=tolerance)
+
+
+def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
+    """Whatever reads a number out of a tensor waits for the device; only a log line may."""
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(func) or "nonzero" in str(func):
+                reads.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def counted(name):
+        real = getattr(torch.Tensor, name)
+
+        def call(*args, **kwargs):
+            reads.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("tolist", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    # ranks agree on stopping through a tensor that never leaves the host
+    monkeypatch.setattr(distributed.StopSignal, "agreed", lambda *_: False)
+    monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
+    flags = "--steps 12 --log-every 4 --eval-every 0 --save-every 0 --optim.kind muon"
+    trainer = Trainer(parse(tiny(flags, "--train.sample-tokens 0 --train.micro-batch 4")))
+    at_log = []
+    monkeypatch.setattr(trainer.display, "step", lambda *_: at_log.append(len(reads)))
+    with Reads():
+        trainer.fit()
+    between = [after - before for before, after in pairwise(at_log)]
+    assert between == [1, 1]
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_metrics_have_the_promised_keys(fit):
+    records = read_records(fit("--log-every 2") / "metrics.jsonl")
+    train = {"step", "train_loss", "tokens", "tok_per_s", "mfu", "lr", "grad_norm"}
+    val = {"step", "val_loss", "val_bits_per_byte", "val_tokens", "tokens"}
+    kinds = [(0, val), (2, train), (4, train), (4, val), (6, train), (8, train), (8, val)]
+    assert [(r["step"], set(r)) for r in records] == kinds
+    assert all(r["tokens"] == 128 * r["step"] for r in records)
+
+
+def test_first_val_loss_is_of_the_untrained_model_over_every_held_out_token(tiny):
+    trainer = Trainer(parse(tiny("--data.eval-tokens 0")))
+    val = trainer.corpus.val
+    trainer.model.requires_grad_(False)
+    batches = eval_batches(val, context=16, micro_batch=1, rank=0, world_size=1, max_tokens=0)
+    total = sum(float(trainer.model(x, y)) * int((y != IGNORED).sum()) for x, y in batches)
+    trainer.model.requires_grad_(True)
+    trainer.fit()
+    first = read_records(trainer.run_dir / "metrics.jsonl")[0]
+    assert first["val_tokens"] == len(val) - 1
+    assert first["val_loss"] == pytest.approx(total / (len(val) - 1), rel=1e-6)
+    assert first["val_bits_per_byte"] == pytest.approx(first["val_loss"] / math.log(2))
+
+
+def test_bits_per_byte_count_bytes_and_not_characters(fit, text):
+    text.write_text("grün, öd, süß: " * 60, encoding="utf-8")
+    run = fit("--data.tokenizer chars --train.sample-prompt g --steps 1")
+    held_out = text.read_text(encoding="utf-8")[int(900 * 0.9) :]
+    factor = len(held_out) / len(held_out.encode()) / math.log(2)
+    last = read_records(run / "metrics.jsonl")[-1]
+    assert last["val_bits_per_byte"] == pytest.approx(last["val_loss"] * factor)
+
+
+def test_schedule_and_clipping_reach_the_metrics(fit):
+    run = fit("--optim.lr 1e-3 --optim.warmup-steps 4 --optim.schedule constant")
+    rates = [r["lr"] for r in read_records(run / "metrics.jsonl") if "lr" in r]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, *[1e-3] * 5])
+    assert all(norm > 1 for norm in series(run, "grad_norm").values())  # before clipping to 1
+
+
+def test_throughput_is_of_training_alone(tiny, monkeypatch):
+    """A step is made to last 0.1 s, and a save 0.5 s that must not count."""
+    forward, save = GPT.forward, checkpoint.save
+
+    def slow_step(self, *args):
+        time.sleep(0.1 if self.training else 0.3)
+        return forward(self, *args)
+
+    def slow_save(*args, **kwargs):
+        time.sleep(0.5)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", slow_step)
+    monkeypatch.setattr(checkpoint, "save", slow_save)
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: 1e9)
+    flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
+    Trainer(parse(argv := tiny(flags))).fit()
+    run = Path(argv[argv.index("--run-dir") + 1])
+    for r in read_records(run / "metrics.jsonl"):
+        if "tok_per_s" in r:
+            assert 0.6 * 1280 < r["tok_per_s"] <= 1280
+            # 1 block: 12 C^2 weights; head: C x 300; attention: 12 H D (T + 1) / 2
+            flops = 6 * (12 * 32**2 + 32 * 300) + 12 * 32 * 17 / 2
+            assert r["mfu"] == pytest.approx(r["tok_per_s"] * flops / 1e9, abs=1e-4)
+
+
+# --- the run directory's other files are in test_run_dir.py; what they say of training is here ----
+
+
+def test_tensorboard_holds_what_metrics_hold(fit):
+    run = fit()
+    board = EventAccumulator(str(run)).Reload()
+    for tag in ("train_loss", "val_loss", "val_bits_per_byte", "tok_per_s", "mfu", "lr"):
+        written = {event.step: event.value for event in board.Scalars(tag)}
+        assert written == pytest.approx(series(run, tag), rel=1e-6)
+
+
+def test_manifest_says_what_ran(tiny, text):
+    trainer = Trainer(parse(tiny("--steps 1")))
+    trainer.fit()
+    manifest = json.loads((trainer.run_dir / "manifest.json").read_text())
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["python"] == platform.python_version()
+    assert (manifest["precision"], manifest["compile"], manifest["ranks"]) == ("fp32", False, 1)
+    assert set(manifest["ops"]) == {"attention", "dropout"}
+    assert "auto" not in manifest["ops"].values()
+    assert "6N + causal attention" in manifest["mfu"]
+    assert manifest["peak_flops"] > 1e8
+    data = manifest["data"]
+    assert data["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
+    assert data["train_tokens"] + data["val_tokens"] == text.stat().st_size
+    weights = load_file(trainer.run_dir / "checkpoints/step_00000001/model.safetensors")
+    assert manifest["parameters"] == sum(weight.numel() for weight in weights.values())
+
+
+def test_manifest_names_the_commit(fit):
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True)
+    if head.returncode:
+        pytest.skip("not a git checkout")
+    commit = json.loads((fit("--steps 1") / "manifest.json").read_text())["commit"]
+    assert commit.removesuffix("-dirty") == head.stdout.strip()
+
+
+def test_loss_png_shows_both_curves(fit):
+    image = imread(fit() / "loss.png")
+    assert image.shape[0] > 300
+    assert image.shape[1] > 500
+    colours = np.unique(image[..., :3].reshape(-1, 3).round(2), axis=0)
+    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):
+        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
+
+
+def test_samples_continue_the_prompt(fit):
+    run = fit("--train.sample-prompt dog --train.sample-tokens 20")
+    parts = (run / "samples.txt").read_text().split("=== step ")[1:]
+    assert [part.split(" ===\n")[0] for part in parts] == ["4", "8"]
+    assert all(part.split(" ===\n")[1].startswith("dog") for part in parts)
+
+
+def test_config_is_kept_as_it_was_used(tiny):
+    trainer = Trainer(parse(tiny("--steps 1 --seed 7 --optim.lr 0.25")))
+    trainer.fit()
+    kept = from_json((trainer.run_dir / "config.json").read_text())
+    assert (kept.seed, kept.optim.lr, kept.model.vocab_size) == (7, 0.25, 256)
+    assert (kept.model, kept.optim, kept.train) == (
+        trainer.config.model,
+        trainer.config.optim,
+        trainer.config.train,
+    )
