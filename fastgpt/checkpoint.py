@@ -6,7 +6,8 @@ A checkpoint is a folder `step_00000500`:
     config.json         the run's settings
     tokenizer.json      so that a checkpoint can always decode its own output
     checkpoint.json     format version, step, and the sha256 of each file above; written last
-It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always complete.
+It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
+complete.
 """
 
 import hashlib
@@ -164,10 +165,12 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def find(resume: str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to go on from, and what is wrong with the newer ones that had to be passed over.
+    """The checkpoint to go on from, and what is wrong with the newer ones that had to be passed
+    over.
 
     Args:
-        resume: the path of a checkpoint, which must be good, or of a run, whose newest good one is taken.
+        resume: the path of a checkpoint, which must be good, or of a run, whose newest good one is
+            taken.
 
     Raises:
         UserError: there is no good one.
@@ -184,7 +187,7 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Renames the checkpoints of later steps, so that a run that goes on from `step` is never mixed with them."""
+    """Renames later checkpoints: a run that goes on from `step` must not mix with them."""
     for path in steps_on_disk(folder):
         if path > step_path(folder, step):
             aside = path.with_name(f"abandoned_{path.name}")

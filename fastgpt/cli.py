@@ -8,7 +8,7 @@ import torch
 import tyro
 
 from fastgpt.config import Config
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, unknown_name
 from fastgpt.recipes import RECIPES
 from fastgpt.run import find_run, saved_config
 
@@ -22,7 +22,7 @@ def parse(argv: Sequence[str]) -> Config:
     named = bool(argv) and not argv[0].startswith("-")
     recipe = argv[0] if named else ("gpt2-124m" if torch.cuda.is_available() else "baby")
     if recipe not in RECIPES:
-        raise UserError(f"unknown recipe {recipe!r}: {_nearest(recipe, RECIPES)}")
+        raise unknown_name("recipe", recipe, RECIPES)
     flags = list(argv[1:] if named else argv)
     config = _flags(RECIPES[recipe][1], flags)
     if config.resume is None:
@@ -43,14 +43,17 @@ def _flags(default: Config, flags: list[str]) -> Config:
     config, unknown = tyro.cli(
         Config,
         prog="python train.py [recipe]",
-        description=f"Trains a GPT. Recipes (no recipe: gpt2-124m with CUDA, baby without):\n\n{recipes}",
+        description="Trains a GPT. Recipes (none named: gpt2-124m with CUDA, baby without):\n\n"
+        + recipes,
         default=default,
         args=flags,
         return_unknown_args=True,
     )
     if unknown:
         name = unknown[0].split("=")[0]
-        raise UserError(f"unknown argument {name!r}: {_nearest(name, _flag_names(default))}")
+        near = difflib.get_close_matches(name.replace("_", "-"), _flag_names(default), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists the fields"
+        raise UserError(f"unknown argument {name!r}; {hint}")
     return config
 
 
@@ -61,10 +64,3 @@ def _flag_names(section: object, prefix: str = "--") -> list[str]:
         name = prefix + field.name.replace("_", "-")
         names += _flag_names(value, f"{name}.") if is_dataclass(value) else [name]
     return names
-
-
-def _nearest(given: str, known: Sequence[str] | dict) -> str:
-    near = difflib.get_close_matches(given.replace("_", "-"), known, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"expected one of {', '.join(known)}" if len(known) < 30 else "see --help"

@@ -1,6 +1,8 @@
-"""What a run is made of: frozen dataclasses, checked when they are built, and the command line that fills them.
+"""What a run is made of: frozen dataclasses, checked when they are built, and the command line that
+fills them.
 
-Every field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`; its docstring is its help.
+Every field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`; its docstring is its
+help.
 """
 
 import dataclasses
@@ -49,7 +51,7 @@ class ModelConfig:
     vocab_size: int | None = None
     """Tokens, V. None: as many as the tokenizer has."""
     vocab_multiple: int = 64
-    """The embedding table is padded to a multiple of this for speed; no one outside the model sees the padding."""
+    """The vocabulary is padded to a multiple of this for speed; only the model sees the padding."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation (eps 1e-5 and 1e-6)."""
     norm_position: Literal["pre", "post"] = "pre"
@@ -99,10 +101,10 @@ class ModelConfig:
             )
         if self.position == "rotary" and self.head_dim % 2:
             raise UserError(
-                f"head dimension is {self.head_dim} (dim / num_heads): rotary positions need it even"
+                f"model.dim / model.num_heads is {self.head_dim}: rotary positions need it even"
             )
         if self.position == "sinusoidal" and self.dim % 2:
-            raise UserError(f"model.dim is {self.dim}: sinusoidal positions need it even")
+            raise UserError(f"model.dim is {self.dim}: expected an even number for sinusoidal")
 
     @property
     def kv_heads(self) -> int:
@@ -136,7 +138,8 @@ class DataConfig:
     """What is read, and in which order."""
 
     source: str = "builtin"
-    """`builtin` (this Python's standard library), `shakespeare`, a prepared directory, or the path of a text file or folder."""
+    """`builtin` (this Python's standard library), `shakespeare`, or the path of a text file, a
+    folder of them, or a prepared directory; `prepared`: $FASTGPT_DATA/gpt2, else `builtin`."""
     tokenizer: str = "auto"
     """`bytes`, `chars`, `gpt2`; `auto` takes what suits the source."""
     val_fraction: float = 0.1
@@ -236,7 +239,7 @@ class OpsConfig:
     """Which implementation runs each op."""
 
     attention: Literal["auto", "torch", "sdpa", "blocked"] = "auto"
-    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: matmuls over blocks of queries, for CPUs."""
+    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 
@@ -260,7 +263,8 @@ class Config:
     save_every: int | None = None
     """Steps between two checkpoints; None: with each evaluation; 0: only after the last step."""
     resume: str | None = None
-    """`auto` (the newest checkpoint of `run_dir`, or of the recipe's newest run), or the path of a run or a checkpoint."""
+    """The path of a run or of a checkpoint to go on from; `auto`: `run_dir`, or the newest run of
+    the recipe, or a fresh start where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -286,7 +290,7 @@ class Config:
 
 
 def to_json(config: Config) -> str:
-    """The settings as JSON; `resume` and `run_dir` belong to a call, not to a run, and are left out."""
+    """The settings as JSON; `resume` and `run_dir` belong to a call, not to a run: left out."""
     values = dataclasses.asdict(config)
     del values["resume"], values["run_dir"]
     return json.dumps(values, indent=1)

@@ -19,7 +19,7 @@ from typing import Any, AnyStr
 
 import numpy as np
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, unknown_name
 from fastgpt.shards import (
     read_shard,
     sync_directory,
@@ -27,7 +27,7 @@ from fastgpt.shards import (
     write_atomically,
     write_shard,
 )  # fmt: skip
-from fastgpt.sources import Source, cache_dir, data_dir, read_source, unknown_name
+from fastgpt.sources import Source, cache_dir, data_dir, read_source
 from fastgpt.tokenizer import FILE_NAME as TOKENIZER
 from fastgpt.tokenizer import KINDS, ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 

@@ -1,4 +1,4 @@
-"""The machine: its device, the number formats it is fast in, whether it can compile, and how fast it multiplies."""
+"""The machine: its device, its fast number formats, its compiler, and how fast it multiplies."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def has_compiler() -> bool:
 
 
 def pick_compile(asked: str, device: str) -> tuple[bool, str]:
-    """Whether to compile, and where the answer is not what one would think, a line that says why."""
+    """Whether to compile, and where that is not what was asked for, a line that says why."""
     if asked == "off" or (asked == "auto" and device == "cpu"):
         return False, ""
     if not has_compiler():
@@ -82,19 +82,21 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
 
 
 def shares(device: str, ranks: int) -> float:
-    """How many times the measured peak `ranks` processes have: one GPU each, or this machine's cores between them."""
+    """How many measured peaks `ranks` processes have: a GPU each, or the cores between them."""
     if device == "cuda":
         return float(ranks)
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
 
 
 def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -> float:
-    """FLOP/s of the best plain square matrix product that this machine does, measured for `seconds` and remembered.
+    """FLOP/s of the best plain square matrix product that this machine does, measured for `seconds`
+    and remembered.
 
     Args:
         device: `cpu` or `cuda`.
         precision: `fp32`, `bf16` or `fp16`.
-        cache: folder of the file that remembers it, by device, threads, precision and torch version.
+        cache: folder of the file that remembers it, by device, threads, precision and torch
+            version.
         seconds: how long to measure.
     """
     key = f"{device_name(device)} {precision} torch {torch.__version__}"
@@ -108,7 +110,7 @@ def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, DTYPES[precision]) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + seconds
-    a @ b  # the first call sets the libraries up
+    torch.mm(a, b)  # the first call sets the libraries up
     while time.perf_counter() < end:
         start = time.perf_counter()
         c = a @ b

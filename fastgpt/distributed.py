@@ -1,4 +1,4 @@
-"""Ranks: started by torchrun, or one alone. Every collective of the project is here or in DistributedDataParallel."""
+"""Ranks, started by torchrun, or one alone. DDP aside, every collective of the project is here."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def stop() -> None:
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C as a flag that all ranks see at the same step; a second one ends the process at once."""
+    """SIGTERM and Ctrl-C as a flag that all ranks see at the same step; a second one kills."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -97,5 +97,5 @@ class StopSignal:
             signal.signal(number, handler)
 
     def agreed(self, world: World) -> bool:
-        """Whether any rank was told to stop; the exchange is between hosts and does not wait for the device."""
+        """Whether any rank was told to stop; the hosts ask each other, no device is waited for."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))

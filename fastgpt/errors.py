@@ -1,18 +1,28 @@
 """The one kind of error that is shown as a single line instead of a traceback."""
 
+import difflib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
-class UserError(ValueError):
-    """Something the person at the keyboard can mend: it names what was given and what was expected."""
+class UserError(Exception):
+    """What the person at the keyboard can mend: it names what was given and what was expected."""
+
+
+def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
+    """The error for a name that is not one of `known`: it lists them, the nearest one first."""
+    known = tuple(known)
+    nearest = difflib.get_close_matches(given, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    expected = ", ".join((*map(repr, known), *filter(None, [also])))
+    return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
 
 
 @contextmanager
 def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError` into one line on stderr and exit status 1; every other error is a bug and passes."""
+    """Turns a `UserError` into one line on stderr and exit status 1; any other error passes."""
     try:
         yield
     except UserError as error:

@@ -27,7 +27,8 @@ def generate(
         vocab_size: ids from here on are never drawn (the tokenizer has no text for them).
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens only.
-        top_p: draw from the smallest set of tokens whose probability reaches p only (Holtzman et al. 2019).
+        top_p: draw from the smallest set of tokens whose probability reaches p only (Holtzman et
+            al. 2019).
         generator: of random numbers, on the CPU.
 
     Returns:

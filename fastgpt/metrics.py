@@ -14,7 +14,8 @@ MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 def flops_per_token(config: ModelConfig) -> float:
     """FLOPs of forward and backward for one token: 6 N + 12 L H D * (mean keys a query sees).
 
-    N counts the weights of matrix products alone, the padded output head included: embeddings, positions, norms and
+    N counts the weights of matrix products alone, the padded output head included: embeddings,
+    positions, norms and
     biases are not multiplied. A causal query sees (T + 1) / 2 keys on average, fewer with a window.
     """
     C, D, F, T = config.dim, config.head_dim, config.ffn_width, config.context

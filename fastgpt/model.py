@@ -1,9 +1,11 @@
 """GPT-2, and what has been changed in it since, as options chosen when the model is built.
 
 Shapes
-    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width, V vocabulary
+    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
+    V vocabulary
 Source
-    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names are GPT-2's.
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names are
+    GPT-2's.
 """
 
 import math
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt import ops as op
@@ -69,7 +71,7 @@ NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries, keys and values come from one packed projection and are read in place."""
+    """Causal self-attention; q, k and v are views of one packed projection, never copied."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward: C -> F, activation, F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
+    """Feed-forward: C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -110,7 +112,8 @@ class MLP(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """GPT-2's block. `x` is what the last sub-layer put out and has yet to join the `residual` stream, so that each
+    """GPT-2's block. `x` is what the last sub-layer put out and has yet to join the `residual`
+    stream, so that each
     sum and the normalisation after it are one op."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -122,18 +125,18 @@ class PreNormBlock(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         y, residual = self.ln_1(x, residual)
         y, residual = self.ln_2(self.attn(y, turn), residual)
         return self.mlp(y), residual
 
 
 class PostNormBlock(PreNormBlock):
-    """The 2017 transformer's block: x = norm(x + attention(x)), then x = norm(x + feed_forward(x))."""
+    """The 2017 transformer's block: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         x, _ = self.ln_1(self.attn(x, turn), x)
         x, _ = self.ln_2(self.mlp(x), x)
         return x, None
@@ -146,6 +149,10 @@ class GPT(nn.Module):
         config: `vocab_size` must be set.
         ops: from `fastgpt.ops.select`.
     """
+
+    sinusoids: Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -183,7 +190,7 @@ class GPT(nn.Module):
             for table in self._vocab_tables():
                 table[self.config.vocab_size :] = 0
 
-    def _vocab_tables(self) -> list[nn.Parameter]:
+    def _vocab_tables(self) -> list[Tensor]:
         return [self.wte.weight] + ([] if self.lm_head is None else [self.lm_head.weight])
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -222,7 +229,7 @@ class GPT(nn.Module):
         return sum(tensor.numel() for tensor in dict(self.state_dict()).values())
 
 
-def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     assert isinstance(model, GPT)
     for name in ("wte.weight", "lm_head.weight"):
         if prefix + name in state:
@@ -239,7 +246,7 @@ def _restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_
 
 
 def sinusoids(config: ModelConfig) -> Tensor:
-    """(T, C) fixed positions, sines before cosines (Vaswani et al. 2017, section 3.5, up to the order of columns)."""
+    """(T, C) fixed positions: section 3.5 of Vaswani et al. 2017, sines before cosines."""
     angles = _angles(config.context, config.dim, 10_000.0)  # (T, C/2)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 

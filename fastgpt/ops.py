@@ -1,7 +1,9 @@
 """Which implementation of each op the model runs: the one place that chooses.
 
-`torch` is the plain form, `sdpa` PyTorch's fused attention; `blocked` and `lanes` are for CPUs. A name that cannot
-run on the device is an error, never a silent fallback; `auto` is resolved once, when the model is built, and the
+`torch` is the plain form, `sdpa` PyTorch's fused attention; `blocked` and `lanes` are for CPUs. A
+name that cannot
+run on the device is an error, never a silent fallback; `auto` is resolved once, when the model is
+built, and the
 choice is written to the run's manifest.
 """
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.config import OpsConfig
@@ -27,7 +29,7 @@ def sdpa(
     window: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Causal self-attention through F.scaled_dot_product_attention; contract: `kernels.attention.attention_ref`."""
+    """Causal self-attention by F.scaled_dot_product_attention; contract: `attention_ref`."""
     T = q.shape[1]
     mask = None
     if window is not None:
@@ -47,19 +49,21 @@ def sdpa(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """A sub-layer's output joins the residual stream and the sum is normalised: (norm(x + residual), x + residual)."""
+    """(layer_norm(x + residual), x + residual): a sub-layer's output joins the residual stream."""
     total = x + residual
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `add_layer_norm`, with root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """(rms_norm(x + residual), x + residual); Zhang & Sennrich 2019, arXiv:1910.07467."""
     total = x + residual
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns each pair (i, i + D/2) of q and k by its position's angle (Su et al. 2021, arXiv:2104.09864, eq. 34).
+    """Turns each pair (i, i + D/2) of q and k by its position's angle.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 34, with the halves as pairs.
 
     Args:
         q: (B, T, H, D).
@@ -80,7 +84,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 def head_logits(x: Tensor, weight: Tensor, *, valid_vocab: int, softcap: float | None) -> Tensor:
-    """Logits (..., valid_vocab) of x (..., C) under the head's (padded V, C) matrix; the padding's are cut off."""
+    """Logits (..., valid_vocab) of x (..., C) and weight (padded V, C); the padding's are cut."""
     logits = F.linear(x, weight)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
@@ -110,7 +114,7 @@ DROPOUT = {"torch": F.dropout, "lanes": dropout_lanes}
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The chosen implementation of every op of the model that has more than one, and their names."""
+    """The implementations chosen for the ops that have more than one, and their names."""
 
     attention: Callable[..., Tensor]
     dropout: Callable[[Tensor, float], Tensor]
@@ -120,7 +124,8 @@ class Ops:
 def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
     """Resolves `auto` and checks that what was asked for runs on `device`.
 
-    On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under torch.compile
+    On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
+    torch.compile
     they are left to Inductor.
     """
     on_cpu = torch.device(device).type == "cpu"

@@ -48,7 +48,7 @@ class Optimizers:
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float) -> Tensor:
-        """Clips, updates the weights at `ratio` of the peak learning rates and returns the gradient norm before clipping, ()."""
+        """Clips and updates at `ratio` of the peak learning rates; the norm before clipping, ()."""
         for optimizer, peaks in zip(self.all, self.peaks, strict=True):
             self.scaler.unscale_(optimizer)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):

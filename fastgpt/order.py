@@ -8,8 +8,7 @@ whole window sit that epoch out; over the epochs, every token is read.
 
 import numpy as np
 
-from fastgpt.errors import UserError
-from fastgpt.sources import unknown_name
+from fastgpt.errors import UserError, unknown_name
 
 SAMPLINGS = ("epoch", "random-windows")
 

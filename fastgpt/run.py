@@ -25,7 +25,7 @@ ROOT = Path("runs")
 
 
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
-    """The run to go on with and the place to take its checkpoint from (the run itself: its newest good one).
+    """The run to go on with, and where its checkpoint is: that path, or the run (its newest one).
 
     Args:
         resume: `auto`, or the path of a run or of a checkpoint.
@@ -55,7 +55,8 @@ def open_run_dir(config: Config, step: int) -> Path:
     """Makes the directory of a run that starts, or reopens that of one that goes on from `step`.
 
     Raises:
-        UserError: it holds a run already and nothing was said of going on with it, or cannot be written.
+        UserError: it holds a run already and nothing was said of going on with it, or cannot be
+        written.
     """
     path = config.run_dir
     if path is None:
@@ -64,7 +65,7 @@ def open_run_dir(config: Config, step: int) -> Path:
         path = next(ROOT / name for name in names if not (ROOT / name).exists())
     elif (path / "config.json").exists() and config.resume is None:
         raise UserError(
-            f"{path} holds a run already: expected another --run-dir, or --resume auto to go on with it"
+            f"{path} holds a run already: expected another --run-dir, or --resume auto to go on"
         )
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -76,21 +77,22 @@ def open_run_dir(config: Config, step: int) -> Path:
 
 
 def resolve_source(source: str, display: Display) -> str:
-    """The corpus to open; `prepared` is what has been prepared for GPT-2, or else the built-in one, with a warning."""
+    """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one."""
     if source != "prepared":
         return source
     prepared = data_dir() / "gpt2"
     if (prepared / "manifest.json").exists():
         return str(prepared)
     display.warn(
-        f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare real text: "
-        f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
+        f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare "
+        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
     )
     return "builtin"
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were asked for.
+    """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were
+    asked for.
 
     Raises:
         UserError: the model would have fewer.
@@ -104,7 +106,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` unless `config` can go on from a checkpoint: same tokenizer, network, optimizer and seed."""
+    """Raises `UserError` unless tokenizer, network, optimizer and seed are the checkpoint's."""
     kept = load_tokenizer(saved.path / "tokenizer.json")
     if _content(kept) != _content(tokenizer):
         raise UserError(
@@ -120,9 +122,7 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
     ]
     for name, old, new in pairs:
         if old != new:
-            raise UserError(
-                f"{name} is {new}, but checkpoint {saved.path} was trained with {old}: expected the same"
-            )
+            raise UserError(f"{name} is {new}: expected {old}, as in checkpoint {saved.path}")
 
 
 def _fields(section: str, old: ModelConfig, new: ModelConfig) -> list[tuple[str, Any, Any]]:

@@ -3,18 +3,17 @@
 A source is read whole, as bytes, before anything is tokenized: what it was is then one sha256.
 """
 
-import difflib
 import hashlib
 import http.client
 import os
 import platform
 import sysconfig
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, unknown_name
 from fastgpt.shards import write_atomically
 
 NAMES = ("builtin", "shakespeare")
@@ -113,15 +112,6 @@ def read_stdlib(root: Path) -> Source:
             f" only {len(data):,} bytes of it; give a text file or a folder instead"
         )
     return Source(name="builtin", data=data, files=len(paths), python=platform.python_version())
-
-
-def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
-    """The error for a name that is not one of `known`: it lists them, the nearest one first."""
-    known = tuple(known)
-    nearest = difflib.get_close_matches(given, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    expected = ", ".join((*map(repr, known), *filter(None, [also])))
-    return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
 
 
 def _stdlib_files(root: Path) -> Iterator[str]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, unknown_name
 from fastgpt.shards import MAX_ID, write_atomically
-from fastgpt.sources import data_dir, unknown_name
+from fastgpt.sources import data_dir
 
 KINDS = ("bytes", "chars", "gpt2")
 FILE_NAME = "tokenizer.json"

@@ -1,12 +1,14 @@
-"""The run itself: build everything from a config, then train, log, save and evaluate until done or told to stop."""
+"""The run: built from a config, then train, log, save and evaluate until done or told to stop."""
 
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt import checkpoint, device, distributed, ops, run
@@ -14,8 +16,8 @@ from fastgpt.config import Config, to_json
 from fastgpt.corpus import Corpus, cache_dir, open_corpus
 from fastgpt.display import Display
 from fastgpt.errors import UserError
-from fastgpt.generate import generate
-from fastgpt.loader import IGNORED, Loader, eval_batches
+from fastgpt.evaluate import encode_prompt, sample_text, validation_loss
+from fastgpt.loader import Loader
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog, flops_per_token
 from fastgpt.model import GPT
 from fastgpt.optim import Optimizers
@@ -48,9 +50,7 @@ class Trainer:
         self._build_model()
         self.step, self.best = 0, math.inf
         self._open_loader(self._restore())
-        self.prompt = torch.from_numpy(
-            self.corpus.tokenizer.encode(self.config.train.sample_prompt).astype(np.int64)
-        )
+        self.prompt = encode_prompt(self.config.train.sample_prompt, self.corpus.tokenizer)
         self._open_run()
 
     def _open_corpus(self, config: Config) -> Corpus:
@@ -68,13 +68,14 @@ class Trainer:
         self.model = GPT(config.model, self.ops).to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler)
-        self.loss: nn.Module = self.model
+        self.loss: Callable[..., Tensor] = self.model
         if self.compiled:
-            # The tokens come as the whole graph's input, so every batch has one shape: nothing is traced twice.
-            self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)  # type: ignore[assignment]
-        self.replica = self.loss
+            # training and evaluation batches have one shape, so one graph each is all there ever is
+            self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
+        self.replica = None
         if self.world.size > 1:
-            self.replica = DistributedDataParallel(self.loss, gradient_as_bucket_view=True)
+            module = cast(nn.Module, self.loss)
+            self.replica = DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def _restore(self) -> dict[str, int]:
         """Loads what `config.resume` names; the loader's state."""
@@ -99,8 +100,8 @@ class Trainer:
         config, ranks = self.config, self.world.size
         if config.global_batch % ranks:
             raise UserError(
-                f"train.batch_tokens is {config.train.batch_tokens} ({config.global_batch} sequences "
-                f"of {config.model.context}): expected a multiple of the {ranks} ranks in sequences"
+                f"train.batch_tokens is {config.train.batch_tokens}, {config.global_batch} sequences "
+                f"of {config.model.context}: expected a number of them that {ranks} ranks can share"
             )
         share = config.global_batch // ranks
         most = min(share, config.train.micro_batch)
@@ -129,9 +130,8 @@ class Trainer:
         )
         self.log = MetricsLog(self.run_dir, self.step) if self.world.is_main else None
         if self.log is not None:
-            self.best = min(
-                (r["val_loss"] for r in self.log.records if "val_loss" in r), default=math.inf
-            )
+            seen = [r["val_loss"] for r in self.log.records if "val_loss" in r]
+            self.best = min(seen, default=math.inf)
             manifest = run.manifest(self._facts())
             (self.run_dir / "manifest.json").write_text(manifest)
         self.display.header(self._header())
@@ -161,15 +161,16 @@ class Trainer:
     def _header(self) -> dict[str, str]:
         config, corpus = self.config, self.corpus
         python = f" of Python {corpus.python}" if corpus.python else ""
-        steps = f"{config.steps} steps" if not self.step else f"steps {self.step} to {config.steps}"
+        batch = f"{self.micro_batch} x {self.loader.accumulation} x {self.world.size}"
+        compiled = "on" if self.compiled else "off"
         return {
             "recipe": config.recipe,
-            "device": f"{device.device_name(self.device)}, {self.precision}, compile {'on' if self.compiled else 'off'}",
+            "device": f"{device.device_name(self.device)}, {self.precision}, compile {compiled}",
             "model": f"{self.model.num_params():,} parameters, context {config.model.context}",
-            "data": f"{corpus.name}{python}: {len(corpus.train):,} + {len(corpus.val):,} tokens "
-            f"({corpus.tokenizer.kind}), sha256 {corpus.sha256[:16]}",
-            "training": f"{steps} of {config.train.batch_tokens:,} tokens = {self.micro_batch} sequences "
-            f"x {self.loader.accumulation} micro-steps x {self.world.size} ranks, {config.optim.kind}",
+            "data": f"{corpus.name}{python}: {len(corpus.train):,} + {len(corpus.val):,} "
+            f"{corpus.tokenizer.kind} tokens, sha256 {corpus.sha256[:16]}",
+            "training": f"steps {self.step} to {config.steps} of {config.train.batch_tokens:,} "
+            f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
             "ops": ", ".join(f"{op} {name}" for op, name in self.ops.names.items()),
             "MFU": f"{MFU_CONVENTION}, {self.peak / 1e12:.2f} TFLOP/s",
             "run": str(self.run_dir),
@@ -178,10 +179,11 @@ class Trainer:
     # --- training ---------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Trains up to `config.steps`, or to SIGTERM or Ctrl-C, and leaves the run directory complete.
+        """Trains to `config.steps`, or to SIGTERM or Ctrl-C; the run directory is complete then.
 
         Raises:
-            UserError: the loss or a gradient is not finite, or the disk is full; the last checkpoint is good.
+            UserError: the loss or a gradient is not finite, or the disk is full; what was saved
+                before is good.
         """
         try:
             self._fit()
@@ -200,7 +202,8 @@ class Trainer:
         self.logged_step = self.step
         while self.step < self.config.steps:
             if self.stop.agreed(self.world):
-                return self._leave()
+                self._leave()
+                return
             self._train_step()
             last = self.step == self.config.steps
             if last or self.step % self.config.log_every == 0:
@@ -215,7 +218,7 @@ class Trainer:
         self.display.line(f"done: {self.run_dir}")
 
     def _lacks_evaluation(self) -> bool:
-        """Before the first step; and after a resume, where the unbroken run would have had an evaluation here."""
+        """Before the first step, or where a resumed run lost the evaluation of its step."""
         if self.step == 0:
             return True
         due = self.step >= self.config.steps or _due(self.step, self.config.eval_every)
@@ -230,18 +233,23 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for micro_step in range(micro_steps):
             x, y = self.loader.next()
-            if self.world.size > 1:
-                # read by DDP in its forward: setting it later would leave this micro-step's gradients unsynced
-                self.replica.require_backward_grad_sync = micro_step == micro_steps - 1
-            with device.autocast(self.device, self.precision):
-                loss = self.replica(x, y) / micro_steps
-            self.optimizers.scaler.scale(loss).backward()
+            # Not synced before the last micro-step. DDP decides in its forward, so the forward is
+            # inside: around the backward alone, gradients would silently go unsynced.
+            last = micro_step == micro_steps - 1
+            quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
+            with quiet:
+                with self._autocast():
+                    loss = (self.replica or self.loss)(x, y) / micro_steps
+                self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
         self.train_loss = self.world.average(total)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
+
+    def _autocast(self) -> AbstractContextManager:
+        return device.autocast(self.device, self.precision)
 
     def _log(self) -> None:
         loss, grad_norm = self._finite_loss()
@@ -264,15 +272,16 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _finite_loss(self) -> tuple[float, float]:
-        """Loss and gradient norm of the last step; the one place of a step that waits for the device."""
+        """Loss and gradient norm of the last step; the only place that waits for the device."""
         loss, norm = torch.stack((self.train_loss, self.grad_norm)).tolist()
-        # fp16's scaler meets infinite gradients by design: it skips such a step and lowers its scale
+        # fp16's scaler meets infinite gradients by design: it skips the step, lowers its scale
         finite_norm = math.isfinite(norm) or self.optimizers.scaler.is_enabled()
         if math.isfinite(loss) and finite_norm:
             return loss, norm
         raise UserError(
-            f"step {self.step}: the training loss is {loss}, the gradient norm {norm}; first tensor that is not "
-            f"finite: {self._first_not_finite()}; {checkpoint.last_good(self.run_dir)}"
+            f"step {self.step}: the training loss is {loss}, the gradient norm {norm}; "
+            f"first tensor that is not finite: {self._first_not_finite()}; "
+            f"{checkpoint.last_good(self.run_dir)}"
         )
 
     def _first_not_finite(self) -> str:
@@ -291,7 +300,7 @@ class Trainer:
     def _save(self) -> None:
         """Saves on the main rank, unless something is not finite."""
         self._finite_loss()
-        if not torch.stack(torch._foreach_norm(self.optimizers.parameters)).isfinite().all():
+        if not nn.utils.get_total_norm(self.optimizers.parameters).isfinite():
             raise UserError(
                 f"step {self.step}: not saved, {self._first_not_finite()} is not finite; "
                 f"{checkpoint.last_good(self.run_dir)}"
@@ -319,7 +328,16 @@ class Trainer:
         """Validation loss (all of the held-out tokens at the end), and a sample."""
         data, last = self.config.data, self.step >= self.config.steps
         self.model.eval()
-        loss, tokens = self._validation(data.final_eval_tokens if last else data.eval_tokens)
+        loss, tokens = validation_loss(
+            self.loss,
+            self.corpus.val,
+            context=self.config.model.context,
+            micro_batch=self.micro_batch,
+            max_tokens=data.final_eval_tokens if last else data.eval_tokens,
+            world=self.world,
+            device=self.device,
+            autocast=self._autocast(),
+        )
         record: dict[str, Any] = {"step": self.step, "val_loss": loss, "val_tokens": tokens}
         bits = ""
         if self.corpus.val_bytes_per_token is not None:
@@ -337,38 +355,17 @@ class Trainer:
                 self.best = loss
         self.model.train()
 
-    @torch.no_grad()
-    def _validation(self, max_tokens: int) -> tuple[float, int]:
-        """(mean loss in nats, number of targets) over the first `max_tokens` fixed windows' worth of all ranks."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = eval_batches(
-            self.corpus.val,
-            context=self.config.model.context,
-            micro_batch=self.micro_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            max_tokens=max_tokens,
-        )
-        for x, y in batches:
-            count = int((y != IGNORED).sum())
-            with device.autocast(self.device, self.precision):
-                loss = self.loss(x.to(self.device), y.to(self.device))
-            totals += torch.stack((loss.double() * count, torch.tensor(count, device=self.device)))
-        total, count = self.world.sum(totals).tolist()
-        return total / count, int(count)
-
     def _sample(self) -> None:
-        generator = torch.Generator().manual_seed(self.config.seed)
-        with device.autocast(self.device, self.precision):
-            tokens = generate(
+        with self._autocast():
+            [text] = sample_text(
                 self.model,
-                self.prompt[None].to(self.device),
+                self.corpus.tokenizer,
+                self.prompt,
                 max_new_tokens=self.config.train.sample_tokens,
-                vocab_size=self.corpus.tokenizer.vocab_size,
                 temperature=0.8,
-                generator=generator,
+                seed=self.config.seed,
+                device=self.device,
             )
-        text = self.corpus.tokenizer.decode(tokens[0].cpu().numpy())
         self.display.sample(text)
         with (self.run_dir / "samples.txt").open("a") as file:
             file.write(f"=== step {self.step} ===\n{text}\n\n")
@@ -378,9 +375,8 @@ class Trainer:
         if self.step and not checkpoint.step_path(self.run_dir / "checkpoints", self.step).exists():
             self._save()
         self.display.stop()
-        self.display.line(
-            f"stopped after step {self.step}; to go on: {run.resume_command(self.run_dir, self.world.size)}"
-        )
+        command = run.resume_command(self.run_dir, self.world.size)
+        self.display.line(f"stopped after step {self.step}; to go on: {command}")
 
 
 def _due(step: int, every: int) -> bool:
@@ -388,5 +384,5 @@ def _due(step: int, every: int) -> bool:
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """A seed for one step's random numbers: a resumed run draws what an unbroken one would, with no state kept."""
+    """Of one step's random numbers: a resumed run draws what an unbroken one does, stateless."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

@@ -4,7 +4,8 @@ Shapes
     B batch, Tq queries, Tk keys, H query heads, K key/value heads (H a multiple of K), D head dim
     q: (B, Tq, H, D)   k, v: (B, Tk, K, D)   out: (B, Tq, H, D)
 Source
-    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023,
+    arXiv:2305.13245.
 """
 
 import torch
@@ -22,14 +23,15 @@ def attention_mask(
 ) -> Tensor | None:
     """Which key each query sees: True where it may look, None where it sees everything.
 
-    The last query stands beside the last key: with `i` a query and `j` a key, `distance = i + Tk - Tq - j`.
+    The last query stands beside the last key: distance = i + Tk - Tq - j, query i and key j.
 
     Args:
         Tq: number of queries.
         Tk: number of keys.
         causal: keep distance >= 0.
         window: keep 0 <= distance < window (implies causal).
-        doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq places.
+        doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq
+            places.
         device: where the mask is made.
 
     Returns:
@@ -80,9 +82,9 @@ def attention_ref(
     """
     B, Tq, H, D = q.shape
     Tk, K = k.shape[1:3]
-    scale = D**-0.5 if scale is None else scale
+    factor = D**-0.5 if scale is None else scale
     qf = q.float().unflatten(2, (K, H // K))
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", qf, k.float()) * scale
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", qf, k.float()) * factor
     mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
     if mask is not None:
         mask = mask[:, :, None]  # broadcast over the group

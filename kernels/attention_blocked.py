@@ -1,8 +1,11 @@
 """Causal attention as plain matrix products over blocks of queries: the fast way on a CPU.
 
-A block of queries meets only the keys up to its own end, so about half the square is never computed, and each
-block's scores stay in cache. PyTorch's fused CPU attention runs its products at a tenth of the matmul rate: at
-(16, 256, 6, 64) in bf16 on two AVX-512 cores it takes 10.7 + 24.2 ms (forward + backward), this 5.5 + 8.6 ms.
+A block of queries meets only the keys up to its own end, so about half the square is never
+computed, and each
+block's scores stay in cache. PyTorch's fused CPU attention runs its products at a tenth of the
+matmul rate: at
+(16, 256, 6, 64) in bf16 on two AVX-512 cores it takes 10.7 + 24.2 ms (forward + backward),
+this 5.5 + 8.6 ms.
 
 Shapes
     q, k, v, out: (B, T, H, D); inside (B*H, T, D); weights of one block: (B*H, rows, keys)
@@ -16,7 +19,7 @@ from kernels.dropout import dropout_keep
 
 
 def _blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
-    """(first key, first query, end) of each block; 64 rows (128 for long rows) were fastest or near it everywhere."""
+    """(first key, first query, end) of each block; 64 rows (long T: 128) measured fastest."""
     rows = 64 if T <= 512 else 128
     starts = range(0, T, rows)
     return [
@@ -70,7 +73,7 @@ class _BlockedAttention(torch.autograd.Function):
                 kept = (weight * keeps[i]).mul_(ctx.keep_scale)
                 dweight.mul_(keeps[i]).mul_(ctx.keep_scale)
             dv[:, low:end].baddbmm_(kept.transpose(1, 2), rows)
-            dscores = torch._softmax_backward_data(dweight, weight, -1, weight.dtype)
+            dscores = torch.ops.aten._softmax_backward_data(dweight, weight, -1, weight.dtype)
             dscores.mul_(ctx.scale)
             dq[:, start:end] = torch.bmm(dscores, k[:, low:end])
             dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, start:end])
@@ -86,7 +89,8 @@ def attention_blocked(
     window: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Causal self-attention on CPU tensors, forward and backward; `kernels.attention.attention_ref` is its contract.
+    """Causal self-attention on CPU tensors, forward and backward; `kernels.attention.attention_ref`
+    is its contract.
 
     Args:
         q: (B, T, H, D), fp32 | bf16 | fp16, any strides.
@@ -97,7 +101,8 @@ def attention_blocked(
         dropout_p: probability with which each attention weight is dropped.
 
     Returns:
-        Tensor: (B, T, H, D), dtype of `q`. The weights are kept for the backward: B*H*T*T/2 elements or so.
+        Tensor: (B, T, H, D), dtype of `q`. The weights are kept for the backward: B*H*T*T/2
+        elements or so.
 
     Raises:
         ValueError: `k` or `v` has another length than `q`.

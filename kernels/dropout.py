@@ -1,7 +1,9 @@
 """Dropout from 16-bit random lanes: four draws from every 64-bit random number.
 
-On a CPU PyTorch draws one random number an element (6 ns each on one AVX-512 core pair); lanes cost under 1 ns.
-The probability is rounded to a multiple of 2**-16, and the scale is that of the rounded probability, so the mean
+On a CPU PyTorch draws one random number an element (6 ns each on one AVX-512 core pair); lanes cost
+under 1 ns.
+The probability is rounded to a multiple of 2**-16, and the scale is that of the rounded
+probability, so the mean
 is kept exactly.
 """
 
@@ -24,7 +26,8 @@ def dropout_keep(
         device: where the mask is made.
 
     Returns:
-        tuple[Tensor, float]: bool mask of `shape`, True where kept, and the factor 1 / (kept share).
+        tuple[Tensor, float]: bool mask of `shape`, True where kept, and the factor 1 / (kept
+        share).
     """
     numel = math.prod(shape)
     lanes = torch.empty((numel + 3) // 4, dtype=torch.int64, device=device)
@@ -34,6 +37,6 @@ def dropout_keep(
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zeroes elements of `x` (any shape, floating) with probability `p` and scales the others to keep the mean."""
+    """Zeroes elements of floating `x` (any shape) with probability `p`, scales the rest up."""
     keep, scale = dropout_keep(tuple(x.shape), p, x.device)
     return x * keep.to(x.dtype).mul_(scale)

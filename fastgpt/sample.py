@@ -1,0 +1,91 @@
+"""Text from a trained model: `python -m fastgpt.sample RUN --prompt "To be" [--n 3]`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from fastgpt import checkpoint, device, ops
+from fastgpt.config import from_json
+from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.model import GPT
+from fastgpt.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Continues a prompt with a trained model."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run's directory (its newest good checkpoint is taken) or a checkpoint's, such as
+    RUN/checkpoints/best."""
+    prompt: str = "\n"
+    """What to go on from."""
+    n: int = 1
+    """Samples."""
+    tokens: int = 300
+    """New tokens in each."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from this many likeliest tokens only."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together reach this probability only."""
+    seed: int = 1337
+    """Of the draws."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+
+    def __post_init__(self) -> None:
+        for name in ("n", "tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
+        if self.temperature < 0:
+            raise UserError(f"--temperature is {self.temperature}: expected 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k is {self.top_k}: expected 1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p is {self.top_p}: expected a number in (0, 1]")
+
+
+def load_model(path: Path, on: str) -> GPT:
+    """The model of a checkpoint, in evaluation mode on device `on`."""
+    found = checkpoint.load(path)
+    config = from_json((path / "config.json").read_text())
+    model = GPT(config.model, ops.select(config.ops, on, compiled=False))
+    model.load_state_dict(found.weights)
+    return model.to(on).eval()
+
+
+def main(argv: list[str]) -> None:
+    config = tyro.cli(SampleConfig, prog="python -m fastgpt.sample", args=argv)
+    on = device.pick_device(config.device)
+    found, complaints = checkpoint.find(str(config.run))
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
+    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    prompt = encode_prompt(config.prompt, tokenizer)
+    model = load_model(found.path, on)
+    with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
+        texts = sample_text(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=config.tokens,
+            temperature=config.temperature,
+            seed=config.seed,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            count=config.n,
+            device=on,
+        )
+    print("\n---\n".join(texts))
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])
