@@ -1,0 +1,186 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from fastgpt import ops
+from fastgpt.config import ModelConfig, OpsConfig, OptimConfig
+from fastgpt.model import GPT
+from fastgpt.optim import Optimizers
+
+KINDS = ("adamw", "muon")
+
+
+def tiny_model(**options) -> GPT:
+    config = ModelConfig(num_layers=2, num_heads=2, dim=16, context=8, vocab_size=64, **options)
+    return GPT(config, ops.select(OpsConfig(), "cpu", compiled=False))
+
+
+def optimizers(model: GPT, *, fp16: bool = False, **options) -> Optimizers:
+    scaler = torch.amp.GradScaler("cpu", enabled=fp16, init_scale=4.0)
+    return Optimizers(model, OptimConfig(**options), scaler)
+
+
+def set_gradients(model: GPT, step: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = scale * torch.randn(p.shape, generator=generator)
+
+
+def weights(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changes(model: GPT, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
+    model = tiny_model(tied=tied)
+    adamw, muon = optimizers(model, kind="muon").all
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = [{names[id(p)] for g in o.param_groups for p in g["params"]} for o in (adamw, muon)]
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert taken[1] == {f"h.{i}.{layer}.weight" for i in range(2) for layer in layers}
+    assert taken[0] == set(names.values()) - taken[1]
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, torch.optim.Muon)
+    (only,) = optimizers(model, kind="adamw").all
+    assert sum(len(g["params"]) for g in only.param_groups) == len(names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_matrices_decay(kind):
+    model = tiny_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(2.0)
+    optimizer = optimizers(model, kind=kind, lr=0.1, muon_lr=0.2, weight_decay=0.5)
+    set_gradients(model, scale=0.0)
+    optimizer.step(1.0)
+    for name, p in model.named_parameters():
+        lr = 0.2 if kind == "muon" and name.startswith("h.") else 0.1
+        expected = 2.0 * (1 - lr * 0.5) if p.dim() == 2 else 2.0
+        torch.testing.assert_close(p.detach(), torch.full_like(p, expected), msg=name)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_step_scales_each_groups_own_peak(ratio):
+    model = tiny_model()
+    before = weights(model)
+    optimizer = optimizers(model, kind="muon", lr=1e-3, muon_lr=0.02, weight_decay=0.0)
+    set_gradients(model)
+    optimizer.step(0.5)  # an earlier ratio must leave no trace in the next
+    model.load_state_dict(before)
+    for o in optimizer.all:
+        o.state.clear()
+    set_gradients(model)
+    optimizer.step(ratio)
+    for name, change in changes(model, before).items():
+        if name.startswith("h.") and change.dim() == 2:
+            rows, columns = change.shape
+            # Muon's update is nearly orthogonal: its singular values are near 1 (0.7 to 1.2).
+            rms = math.sqrt(min(rows, columns) / change.numel())
+            size = 0.02 * math.sqrt(max(1, rows / columns)) * rms
+            assert change.square().mean().sqrt().item() == pytest.approx(ratio * size, rel=0.3)
+        else:
+            # Adam's first update has the size of its learning rate, whatever the gradient.
+            moved = change.abs()
+            torch.testing.assert_close(
+                moved, torch.full_like(moved, ratio * 1e-3), rtol=1e-2, atol=0
+            )
+
+
+@pytest.mark.parametrize("grad_clip", [1.0, 0.0, 1e9])
+def test_adamw_equals_pytorchs_own_loop(grad_clip):
+    ours, twin = tiny_model(), tiny_model()
+    twin.load_state_dict(ours.state_dict())
+    settings = {"lr": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
+    optimizer = optimizers(ours, grad_clip=grad_clip, **settings)
+    matrices = [p for p in twin.parameters() if p.dim() >= 2]
+    vectors = [p for p in twin.parameters() if p.dim() < 2]
+    plain = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=False,
+    )  # fmt: skip
+    for step in range(5):
+        set_gradients(ours, step, scale=step + 1.0)
+        set_gradients(twin, step, scale=step + 1.0)
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in twin.parameters()))
+        if grad_clip and norm > grad_clip:
+            for p in twin.parameters():
+                p.grad *= grad_clip / norm
+        plain.step()
+        returned = optimizer.step(1.0)
+        assert returned.shape == ()
+        assert returned.item() == pytest.approx(norm)  # before clipping
+    for a, b in zip(ours.parameters(), twin.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fp16", [False, True])
+def test_state_restores_to_the_same_steps(kind, fp16):
+    model = tiny_model()
+    options = {"kind": kind, "fp16": fp16, "lr": 1e-2}
+    optimizer = optimizers(model, **options)
+
+    def advance(model, optimizer, steps):
+        for step in steps:
+            set_gradients(model, step, scale=4.0 if fp16 else 1.0)
+            optimizer.scaler.scale(torch.zeros(()))  # as the loss, before each backward
+            optimizer.step(1 / (1 + step))
+
+    advance(model, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    other = tiny_model()
+    other.load_state_dict(model.state_dict())
+    resumed = optimizers(other, **options)
+    resumed.load_state_dict(state)
+    before = weights(model)
+    advance(model, optimizer, range(3, 6))
+    advance(other, resumed, range(3, 6))
+    for name, p in other.named_parameters():
+        assert torch.equal(p, model.get_parameter(name)), name
+        assert not torch.equal(p, before[name]), name
+    assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
+
+
+def test_zero_grad_frees_the_gradients():
+    model = tiny_model()
+    optimizer = optimizers(model, kind="muon")
+    set_gradients(model)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fp16_gradients_are_unscaled_before_clipping():
+    model, twin = tiny_model(), tiny_model()
+    twin.load_state_dict(model.state_dict())
+    scaled, plain = optimizers(model, fp16=True, kind="muon"), optimizers(twin, kind="muon")
+    scaled.scaler.scale(torch.zeros(()))
+    set_gradients(model, scale=4.0)
+    set_gradients(twin)
+    torch.testing.assert_close(scaled.step(1.0), plain.step(1.0))
+    for a, b in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("where", ["wte.weight", "h.0.attn.c_proj.weight"])
+def test_fp16_step_with_a_gradient_that_is_not_finite_is_skipped_whole(kind, value, where):
+    model = tiny_model()
+    optimizer = optimizers(model, fp16=True, kind=kind)
+    for step in range(2):  # the second one would move by momentum alone
+        before = weights(model)
+        optimizer.scaler.scale(torch.zeros(()))
+        set_gradients(model, step, scale=4.0)
+        if step == 1:
+            model.get_parameter(where).grad[0, 0] = value
+        optimizer.step(1.0)
+    assert optimizer.scaler.get_scale() == 2.0
+    for name, change in changes(model, before).items():
+        assert (change == 0).all(), name
