@@ -4,9 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError
+from fastgpt.generate import generate
 from fastgpt.model import GPT, rotary_angles
 from fastgpt.ops import Ops
 from fastgpt.recipes import RECIPES
@@ -488,3 +491,54 @@ def test_default_widths():
     assert configure().ffn_width == 128
     assert configure(activation="swiglu", dim=768).ffn_width == 2048
     assert configure(activation="swiglu", dim=800).ffn_width == 2176  # 2133.3 rounded up
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+def loss_and_gradients(net, model: GPT, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)  # the same dropout for each
+    loss = net(tokens, targets)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("option_set", "attention"),
+    [("gpt2", "sdpa"), ("gpt2", "torch"), ("modern", "sdpa"), ("original", "sdpa")],
+)
+def test_compiles_fullgraph_and_only_once(option_set, attention):
+    chosen = ops.select(OpsConfig(attention=attention), "cpu", compiled=True)
+    model = build(chosen=chosen, num_layers=1, dropout=0.1, **OPTIONS[option_set])
+    torch.compiler.reset()
+    backend = CompileCounterWithBackend("aot_eager")  # no code is built, so this is fast
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    graphs = []
+    for _ in range(2):
+        tokens, targets = draw_tokens(), draw_tokens()
+        model.train()
+        got, expected = (loss_and_gradients(f, model, tokens, targets) for f in (compiled, model))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
+        generate(model, tokens[:, :3], max_new_tokens=3, vocab_size=50)
+        graphs.append(backend.frame_count)
+    assert graphs == [2, 2]  # training and evaluation, one graph each
+
+
+def test_ops_for_compiled_models():
+    assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
+        "attention": "sdpa", "dropout": "torch",
+    }  # fmt: skip
+    assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
+        "attention": "blocked", "dropout": "lanes",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "lanes")])
+@pytest.mark.parametrize(
+    ("device", "compiled", "where"), [("cpu", True, "torch.compile"), ("cuda", False, "cuda")]
+)
+def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
+    with pytest.raises(UserError, match=f"ops.{op} is {name}: .*, not on {where}"):
+        ops.select(OpsConfig(**{op: name}), device, compiled=compiled)
