@@ -10,16 +10,16 @@ from rich.table import Table
 
 
 class Display:
-    """The main rank's terminal.
+    """The main rank's terminal."""
 
-    Args:
-        quiet: shows nothing (every other rank).
-    """
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-        self.live = self.console.is_terminal and not quiet
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.live = self.console.is_terminal
         self.bar: Progress | None = None
+
+    def mute(self) -> None:
+        """Shows nothing from here on: what every other rank does."""
+        self.console.quiet, self.live = True, False
 
     def header(self, facts: dict[str, str]) -> None:
         """Names and values, one a line."""

@@ -31,23 +31,21 @@ _MUON = OptimConfig(
     kind="muon",
     lr=1e-2,
     muon_lr=0.04,
-    beta2=0.98,
-    weight_decay=0.0,
     schedule="linear",
     min_lr_ratio=0.0,
     warmup_steps=20,
 )
-"""For runs of a few hundred steps, too short for decay to matter."""
+"""For runs of a few hundred steps."""
 
 RECIPES: dict[str, tuple[str, Config]] = {
     "baby": (
         "a small GPT on the source of this Python's library: minutes on a laptop CPU",
         Config(
             recipe="baby",
-            steps=1500,
+            steps=1000,
             eval_every=250,
             model=ModelConfig(num_layers=4, num_heads=4, dim=128, context=256),
-            data=DataConfig(),
+            data=DataConfig(val_fraction=0.05, eval_tokens=2**16),
             optim=_MUON,
             train=TrainConfig(batch_tokens=16 * 256, sample_prompt="def "),
         ),

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, ModelConfig, from_json, to_json
 from fastgpt.corpus import data_dir
-from fastgpt.display import Display
 from fastgpt.errors import UserError
 from fastgpt.tokenizer import Tokenizer, load_tokenizer
 
@@ -76,14 +76,14 @@ def open_run_dir(config: Config, step: int) -> Path:
     return path
 
 
-def resolve_source(source: str, display: Display) -> str:
+def resolve_source(source: str, warn: Callable[[str], None]) -> str:
     """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one."""
     if source != "prepared":
         return source
     prepared = data_dir() / "gpt2"
     if (prepared / "manifest.json").exists():
         return str(prepared)
-    display.warn(
+    warn(
         f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare "
         f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
     )
