@@ -102,8 +102,8 @@ class Engine:
         config, ranks = self.config, self.world.size
         if config.global_batch % ranks:
             raise UserError(
-                f"train.batch_tokens is {config.train.batch_tokens}, {config.global_batch} sequences "
-                f"of {config.model.context}: expected a number that {ranks} ranks can share"
+                f"train.batch_tokens is {config.train.batch_tokens}: {config.global_batch} "
+                f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks"
             )
         share = config.global_batch // ranks
         most = min(share, config.train.micro_batch)

@@ -1,5 +1,6 @@
 """A run's directory: its name, what is kept about it, and how it is found again."""
 
+import importlib.metadata
 import itertools
 import json
 import platform
@@ -153,23 +154,27 @@ def saved_config(run: Path) -> Config:
 
 
 def manifest(facts: dict[str, Any]) -> str:
-    """JSON of what a run depends on beyond its config: versions, commit, and the `facts` given."""
-    try:
-        import triton
+    """JSON of what a run depends on beyond its config: `provenance`, and the `facts` given."""
+    return json.dumps({"command": sys.argv, **provenance(), **facts}, indent=1)
 
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
+
+def provenance() -> dict[str, Any]:
+    """Versions of what computes, and the commit of this checkout."""
     versions = {
         "fastgpt": fastgpt.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version,
+        "triton": _installed("triton"),
         "cuda": torch.version.cuda,
     }
-    return json.dumps(
-        {"command": sys.argv, "versions": versions, "commit": _commit(), **facts}, indent=1
-    )
+    return {"versions": versions, "commit": _commit()}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

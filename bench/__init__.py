@@ -1,0 +1,1 @@
+"""Measures training beside its peers; raw records go to `bench/results/`."""

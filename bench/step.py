@@ -1,0 +1,157 @@
+"""A training step beside nanoGPT's, in turn, in one process: `python -m bench.step --nanogpt PATH`.
+
+Both do what their own train.py does between two log lines: a batch, forward, backward, clipping,
+AdamW. nanoGPT runs its own model.py as it is, in the precision it has on that device and in the one
+fastgpt takes. The order of the two alternates, so that a machine whose speed drifts hurts both.
+"""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bench import records
+from fastgpt import device
+from fastgpt.config import Config
+from fastgpt.engine import Engine
+from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.recipes import RECIPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBench:
+    """Times training steps of fastgpt and nanoGPT in alternating rounds."""
+
+    recipe: Annotated[str, tyro.conf.Positional] = "shakespeare-char"
+    """Whose network, batch and data."""
+    nanogpt: Path
+    """A checkout of nanoGPT; its model.py is imported."""
+    dropout: float | None = None
+    """For both; None: the recipe's."""
+    batch: int | None = None
+    """Sequences of a step, for both; None: the recipe's."""
+    rounds: int = 7
+    """Timed rounds of one step each, after one that is not."""
+
+
+def nanogpt_step(
+    config: Config, checkout: Path, on: str, autocast: AbstractContextManager
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A training step of nanoGPT's model with `config`'s sizes, optimizer settings and dropout."""
+    path = checkout / "model.py"
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no model.py")
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    sizes = config.model
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=sizes.context,
+            vocab_size=sizes.vocab_size,
+            n_layer=sizes.num_layers,
+            n_head=sizes.num_heads,
+            n_embd=sizes.dim,
+            dropout=sizes.dropout,
+            bias=sizes.bias,
+        )
+    ).to(on)
+    optim = config.optim
+    adamw = model.configure_optimizers(optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), on)
+    forward = torch.compile(model) if on == "cuda" else model
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with autocast:
+            _, loss = forward(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(bench: StepBench) -> list[dict[str, Any]]:
+    """A row for each implementation: tokens/s, and seconds per step as quantiles."""
+    if bench.recipe not in RECIPES:
+        raise UserError(f"unknown recipe {bench.recipe!r}: expected one of {', '.join(RECIPES)}")
+    config = RECIPES[bench.recipe][1]
+    model, train = config.model, config.train
+    if bench.dropout is not None:
+        model = replace(model, dropout=bench.dropout)
+    if bench.batch is not None:
+        train = replace(train, batch_tokens=bench.batch * model.context, micro_batch=bench.batch)
+    engine = Engine(replace(config, model=model, train=train))
+    on, config = engine.device, engine.config
+    if engine.loader.accumulation > 1:
+        raise UserError(
+            f"{bench.recipe} takes {config.global_batch} sequences in micro-steps of "
+            f"{engine.micro_batch}: pass --batch {engine.micro_batch} or less to compare one step"
+        )
+    x, y = engine.loader.next()
+    implementations: dict[str, Callable[[], None]] = {
+        f"fastgpt {engine.precision}": engine.train_step
+    }
+    contexts = {"fp32": nullcontext(), engine.precision: engine.autocast()}
+    for precision, autocast in contexts.items():
+        step = nanogpt_step(config, bench.nanogpt, on, autocast)
+        implementations[f"nanogpt {precision}"] = lambda step=step: step(x, y)
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
+    for turn in range(bench.rounds + 1):
+        for name, step in list(implementations.items())[:: 1 if turn % 2 else -1]:
+            start = time.perf_counter()
+            step()
+            if on == "cuda":
+                torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    tokens = config.train.batch_tokens
+    common = {
+        "recipe": bench.recipe,
+        "shape": {"B": config.global_batch, "T": config.model.context},
+        "dropout": config.model.dropout,
+        "compile": engine.compiled,
+    }
+    ours = seconds[f"fastgpt {engine.precision}"]
+    return [
+        {
+            "implementation": name,
+            **common,
+            "seconds": records.quantiles(times),
+            "tok_per_s": tokens / records.quantiles(times)["p50"],
+            # the ratio of each round, so that a slow spell counts for both
+            "fastgpt_speedup": records.quantiles([b / a for a, b in zip(ours, times, strict=True)]),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def main(argv: list[str]) -> None:
+    bench = tyro.cli(StepBench, prog="python -m bench.step", args=argv)
+    rows = measure(bench)
+    table = Table("implementation", "tok/s", "ms per step (p20 p50 p80)", "fastgpt is faster by")
+    for row in rows:
+        times = row["seconds"]
+        table.add_row(
+            row["implementation"],
+            f"{row['tok_per_s']:,.0f}",
+            " ".join(f"{times[p] * 1e3:.1f}" for p in ("p20", "p50", "p80")),
+            f"{row['fastgpt_speedup']['p50']:.2f}x",
+        )
+    Console().print(table)
+    print(records.write("step", device.pick_device("auto"), rows))
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])
