@@ -91,6 +91,21 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
     assert weights == expected_weights
 
 
+def test_told_to_stop_before_the_first_step(fit, unbroken, monkeypatch):
+    start = Display.start
+
+    def interrupted(self, *args):
+        monkeypatch.setattr(Display, "start", start)
+        terminate()
+        start(self, *args)
+
+    monkeypatch.setattr(Display, "start", interrupted)
+    run = fit(STEPS)
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0]
+    Trainer(parse(["--resume", str(run)])).fit()
+    assert outcome(run) == unbroken()
+
+
 def test_dropout_is_at_work(fit, unbroken):
     """Without this, equal runs with dropout would say nothing of its random numbers."""
     assert unbroken()[1] != outcome(fit(STEPS, "--model.dropout 0"))[1]

@@ -111,11 +111,11 @@ def test_metrics_have_the_promised_keys(fit):
 
 def test_first_val_loss_is_of_the_untrained_model_over_every_held_out_token(tiny):
     trainer = Trainer(parse(tiny("--data.eval-tokens 0")))
-    val = trainer.corpus.val
-    trainer.model.requires_grad_(False)
+    val = trainer.engine.corpus.val
+    trainer.engine.model.requires_grad_(False)
     batches = eval_batches(val, context=16, micro_batch=1, rank=0, world_size=1, max_tokens=0)
-    total = sum(float(trainer.model(x, y)) * int((y != IGNORED).sum()) for x, y in batches)
-    trainer.model.requires_grad_(True)
+    total = sum(float(trainer.engine.model(x, y)) * int((y != IGNORED).sum()) for x, y in batches)
+    trainer.engine.model.requires_grad_(True)
     trainer.fit()
     first = read_records(trainer.run_dir / "metrics.jsonl")[0]
     assert first["val_tokens"] == len(val) - 1

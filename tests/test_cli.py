@@ -1,0 +1,103 @@
+"""The command line: a recipe, then a flag for every field."""
+
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgpt.cli import parse
+from fastgpt.config import Config, from_json, to_json
+from fastgpt.recipes import RECIPES
+from fastgpt.trainer import Trainer
+
+TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
+
+
+def flag_names(section, prefix=""):
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from flag_names(value, f"{prefix}{field.name}.")
+        elif field.name != "recipe":
+            yield prefix + field.name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_whole_config(recipe):
+    config = parse([recipe])
+    assert config.recipe == recipe
+    assert config == RECIPES[recipe][1]
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(("cuda", "recipe"), [(False, "baby"), (True, "gpt2-124m")])
+def test_recipe_without_a_name(monkeypatch, cuda, recipe):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert parse([]) == parse([recipe])
+    assert parse(["--steps", "3"]) == parse([recipe, "--steps", "3"])
+
+
+def test_flags_go_over_the_recipe_and_nothing_else_changes():
+    flags = "--model.num-layers 2 --optim.kind adamw --optim.lr 1e-4 --steps 7"
+    config = parse(["baby", *flags.split()])
+    values = to_json(parse(["baby"])).splitlines()
+    changed = [line.strip() for line in to_json(config).splitlines() if line not in values]
+    assert changed == ['"steps": 7,', '"num_layers": 2,', '"kind": "adamw",', '"lr": 0.0001,']
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL.split())
+def test_top_level_flags(name):
+    value = "somewhere" if name == "run_dir" else "auto" if name == "resume" else "3"
+    dashes, underscores = (parse(["baby", f"--{n}", value]) for n in (name.replace("_", "-"), name))
+    assert dashes == underscores
+    if name != "resume":  # with nothing to resume, `auto` is a fresh start
+        assert str(getattr(dashes, name)) == value
+
+
+@pytest.mark.parametrize("spelling", ["--model.num-layers 3", "--model.num_layers=3"])
+def test_spellings_of_a_field(spelling):
+    assert parse(["baby", *spelling.split()]).model.num_layers == 3
+
+
+def test_help_has_a_line_for_every_field_and_lists_the_recipes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for name in flag_names(Config()):
+        assert f"--{name.replace('_', '-')}" in out, name
+    for recipe, (about, _) in RECIPES.items():
+        assert any(recipe in line and about in line for line in out.splitlines()), recipe
+    assert "--recipe" not in out
+
+
+def test_every_field_has_a_help_text(capsys, monkeypatch):
+    """tyro takes it from the string below the field, which is easily forgotten."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    for name in flag_names(Config()):
+        flag = f"--{name.replace('_', '-')}"
+        at = next(i for i, line in enumerate(lines) if line.split(" ")[0].strip(",") == flag)
+        # what may take a value is wrapped below the flag; then comes the text, and its default last
+        text = " ".join(lines[at + 1 : at + 3])
+        assert re.search(r"(^|[}] )[`\w][^{}]* ", text.split("(default")[0]), flag
+
+
+def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
+    """GPT-2's whole vocabulary, so that the model is the one that real data will need."""
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))
+    small = "--model.num-layers 1 --model.num-heads 1 --model.dim 8 --model.context 32"
+    data = "--data.eval-tokens 64 --data.final-eval-tokens 64 --train.batch-tokens 64"
+    argv = f"gpt2-124m {small} {data} --steps 1 --train.sample-tokens 0 --train.precision fp32"
+    Trainer(parse([*argv.split(), "--run-dir", str(tmp_path / "run")])).fit()
+    out = capfd.readouterr().out
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {tmp_path}" in warning
+    assert "built-in corpus as bytes" in warning
+    weights = load_file(tmp_path / "run/checkpoints/step_00000001/model.safetensors")
+    assert weights["wte.weight"].shape == (50_257, 8)

@@ -1,0 +1,165 @@
+"""Ranks under torchrun: batches, losses and weights of one process, and one sync a step."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgpt import checkpoint
+from fastgpt.loader import Loader
+from fastgpt.metrics import read_records
+
+ROOT = Path(__file__).parents[1]
+
+# train.py, but each rank says in the end what it was given and how often it synced.
+COUNTED = """
+import json, os
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+syncs, batches = [], []
+
+def hook(group, bucket):
+    syncs.append(bucket.buffer().numel())
+    return allreduce_hook(group, bucket)
+
+class Counted(DistributedDataParallel):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, hook)
+
+    def forward(self, x, y):
+        batches.append(x.tolist())
+        return super().forward(x, y)
+
+torch.nn.parallel.DistributedDataParallel = Counted
+import train
+train.main()
+with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
+    json.dump({"syncs": len(syncs), "numbers": sum(syncs), "batches": batches}, file)
+"""
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def torchrun(ranks, *argv, cwd=ROOT, **environment):
+    """Starts `torchrun --nproc_per_node=RANKS ARGV`, on a port of its own, in a session of its own.
+
+    The port comes through torchrun's own environment variable, so that the command is as typed.
+    """
+    scripts = sysconfig.get_path("scripts")
+    own = {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
+    own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
+    own["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        ["torchrun", f"--nproc_per_node={ranks}", *argv],
+        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process, timeout=150):
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def series(run, key):
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
+    """2 ranks x 2 micro-steps x 2 sequences beside 1 x 2 x 4 and 1 x 4 x 2, in fp32.
+
+    The sums run in another order, nothing else differs: losses agree to 1e-5, as measured 3e-7.
+    """
+    (tmp_path / "counted.py").write_text(COUNTED)
+    flags = "--train.micro-batch 2 --optim.kind adamw --data.eval-tokens 0"
+    argv = tiny(flags, f"--run-dir {tmp_path / 'two'}")
+    process = torchrun(2, str(tmp_path / "counted.py"), *argv, SEEN=str(tmp_path / "rank"))
+    finish(process)
+    for size in (4, 2):
+        one = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / f'one-{size}'}")
+        for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
+            assert series(tmp_path / "two", key) == pytest.approx(series(one, key), rel=tolerance)
+        two = tmp_path / "two" / "checkpoints" / "step_00000008" / "model.safetensors"
+        weights = load_file(one / "checkpoints" / "step_00000008" / "model.safetensors")
+        for name, weight in load_file(two).items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-5)
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text())["ranks"] == 2
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    # one bucket holds this model: 8 steps of 2 micro-steps are 8 syncs of every weight
+    total = sum(weight.numel() for weight in weights.values()) + 44 * 32
+    for rank in ranks:
+        assert (rank["syncs"], rank["numbers"]) == (8, 8 * total)
+        assert len(rank["batches"]) == 16
+    tokens = np.frombuffer(text.read_bytes(), np.uint8)[:655]  # all but the tenth that is held out
+    with Loader(tokens, context=16, global_batch=8, micro_batch=8, seed=1337) as loader:
+        expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
+    pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
+    assert [row for pair in pairs for batch in pair for row in batch] == expected
+
+
+def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
+    flags = "--steps 3000 --eval-every 0 --log-every 5"
+    process = torchrun(2, str(ROOT / "train.py"), *tiny(flags))
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step") and "20/" in line:
+            break
+    else:
+        pytest.fail("".join(lines) + process.stderr.read())
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    stopped = [line for line in out.splitlines() if line.startswith("stopped after step ")]
+    assert len(stopped) == 1, out
+    assert "torchrun --nproc_per_node=2 train.py --resume" in stopped[0]
+    step = int(stopped[0].split()[3].rstrip(";"))
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    assert checkpoint.load(saved).step == step
+    run = fit(flags, f"--steps {step + 2} --resume auto")
+    assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_headline_command(tmp_path):
+    """As the README has it: 8 ranks, the recipe for this machine, built-in corpus, no flag more."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 8:
+        pytest.skip("8 ranks need 8 GPUs where there is one")
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    out = finish(torchrun(8, "train.py", "--steps", "2", cwd=tmp_path))
+    [run] = (tmp_path / "runs").iterdir()
+    assert out.splitlines()[-1] == f"done: runs/{run.name}"
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 2, 2]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
+    assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
+        "step_00000002"
+    ]
+    assert out.count("step      0  val loss") == 1, "only one rank speaks"
+
+
+@pytest.mark.slow
+def test_batch_that_ranks_cannot_share(tiny):
+    process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "error: train.batch_tokens is 48" in err
+    assert "2 ranks" in err

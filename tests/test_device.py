@@ -1,0 +1,169 @@
+"""What is made of the machine: number format, compiler, and how fast it multiplies."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from fastgpt import device
+from fastgpt.cli import parse
+from fastgpt.errors import UserError
+from fastgpt.metrics import read_records
+from fastgpt.trainer import Trainer
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "fast", "expected"),
+    [
+        ("auto", "cpu", True, "bf16"),
+        ("auto", "cpu", False, "fp32"),
+        ("auto", "cuda", True, "bf16"),
+        ("auto", "cuda", False, "fp32"),
+        ("bf16", "cpu", False, "bf16"),
+        ("fp32", "cpu", True, "fp32"),
+        ("fp16", "cuda", True, "fp16"),
+    ],
+)
+def test_precision(monkeypatch, asked, kind, fast, expected):
+    monkeypatch.setattr(device, "has_fast_bf16", lambda _: fast)
+    assert device.pick_precision(asked, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "fast"),
+    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)],
+)
+def test_cpus_with_fast_bf16(monkeypatch, features, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    assert device.has_fast_bf16("cpu") is fast
+
+
+def test_cuda_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.pick_device("auto") == "cpu"
+    with pytest.raises(UserError, match="sees no CUDA device"):
+        device.pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "expected"),
+    [
+        ("auto", "cpu", False),
+        ("auto", "cuda", True),
+        ("on", "cpu", True),
+        ("off", "cuda", False),
+    ],
+)
+def test_compile(monkeypatch, asked, kind, expected):
+    monkeypatch.setattr(device, "has_compiler", lambda: True)
+    assert device.pick_compile(asked, kind) == (expected, "")
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "cuda"), ("on", "cpu")])
+def test_compile_is_off_without_a_compiler(no_compiler, asked, kind):
+    compiled, line = device.pick_compile(asked, kind)
+    assert not compiled
+    assert "no C++ compiler" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++", "own"])
+def test_compilers_that_are_found(no_compiler, monkeypatch, tmp_path, name):
+    assert not device.has_compiler()
+    (tmp_path / name).touch(mode=0o755)
+    if name == "own":
+        monkeypatch.setenv("CXX", str(tmp_path / name))
+    assert device.has_compiler()
+
+
+def test_training_without_a_compiler_says_so_in_one_line(tiny, no_compiler, capfd):
+    trainer = Trainer(parse(tiny("--train.compile on --train.device cpu --steps 2")))
+    trainer.fit()
+    out, err = capfd.readouterr()
+    [line] = [line for line in (out + err).splitlines() if "compiler" in line]
+    assert line.startswith("warning: ")
+    assert json.loads((trainer.run_dir / "manifest.json").read_text())["compile"] is False
+
+
+# --- peak -----------------------------------------------------------------------------------------
+
+
+COLD = pytest.mark.xfail(
+    strict=True, reason="a first product longer than `seconds` leaves 0 FLOP/s"
+)
+
+
+@COLD
+def test_peak_where_the_first_product_takes_long(tmp_path):
+    """Libraries are loaded by then; on a GPU that takes a second."""
+    assert device.peak_flops("cpu", "fp32", tmp_path, seconds=0.0) > 1e8
+
+
+def test_peak_is_measured_once_and_remembered(tmp_path):
+    first = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
+    assert 1e8 < first < 1e15
+    begin = time.monotonic()
+    assert device.peak_flops("cpu", "fp32", tmp_path, seconds=60) == first
+    assert time.monotonic() - begin < 10
+    device.peak_flops("cpu", "bf16", tmp_path, seconds=0.5)
+    assert len(json.loads((tmp_path / "peak_flops.json").read_text())) == 2
+
+
+def test_peak_is_what_the_machine_does(tmp_path, one_thread):
+    """Within a factor of 3 of a product timed by hand: not FLOPs for MACs, nor n^2 for n^3."""
+    peak = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
+    a, b = torch.randn(2, 768, 768)
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - begin)
+    assert 1 / 1.8 < peak / (2 * 768**3 / min(times)) < 1.8
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "3", "null", '{"KEY": null}', '{"KEY": "x"}'])
+def test_damaged_memory_is_measured_again(tmp_path, damage):
+    memory = tmp_path / "peak_flops.json"
+    device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
+    [key] = json.loads(memory.read_text())
+    memory.write_text(damage.replace("KEY", key))
+    again = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
+    assert json.loads(memory.read_text()) == {key: again}
+
+
+def test_memory_that_cannot_be_written_is_done_without(tmp_path):
+    (tmp_path / "file").touch()
+    assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.3) > 1e8
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not device.has_compiler(), reason="no C++ compiler")
+def test_compiled_training_gives_the_losses_of_eager(fit, tmp_path):
+    """With evaluations and samples in between, which must not make the training graph anew."""
+    flags = "--train.device cpu --optim.kind adamw --run-dir"
+    eager = fit(flags, str(tmp_path / "eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled = fit(f"--train.compile on {flags}", str(tmp_path / "compiled"))
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], counters["graph_break"]
+    # training, evaluation, and the sampling that is not compiled
+    assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
+    assert json.loads((compiled / "manifest.json").read_text())["compile"] is True
+    for key in ("train_loss", "val_loss"):
+        losses = [
+            [r[key] for r in read_records(run / "metrics.jsonl") if key in r]
+            for run in (eager, compiled)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
