@@ -29,3 +29,6 @@ def shown_in_one_line() -> Iterator[None]:
         rank = int(os.environ.get("RANK", "0"))
         print(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

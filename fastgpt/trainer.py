@@ -28,7 +28,6 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
-        self.stop = StopSignal()
         self.display = Display()
         self.engine = Engine(config, self.display.warn)
         self.config, self.world = self.engine.config, self.engine.world
@@ -101,12 +100,13 @@ class Trainer:
             UserError: the loss or a gradient is not finite, or the disk is full; what was saved
                 before is good.
         """
+        self.stop = StopSignal()
         try:
             self._fit()
         finally:
+            self.stop.restore()
             self.display.stop()
             self.engine.loader.close()
-            self.stop.restore()
             if self.log is not None:
                 self.log.close()
 
