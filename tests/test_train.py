@@ -63,6 +63,16 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
         assert series(split, key) == pytest.approx(series(whole, key), rel=tolerance)
 
 
+def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
+    """Nor do saves: with dropout, a random number drawn or a mode left behind would show."""
+    runs = [
+        fit(f"--model.dropout 0.2 --eval-every {every} --run-dir {tmp_path / every}")
+        for every in ("2", "0")
+    ]
+    often, never = (series(run, "train_loss") for run in runs)
+    assert often == never
+
+
 def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
     """Whatever reads a number out of a tensor waits for the device; only a log line may."""
     reads = []
