@@ -188,7 +188,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps of linear rise to the peak."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the peak (not for `constant`)."""
+    """Where the fall ends, after the last step, over the peak (not for `constant`)."""
     decay_fraction: float = 0.2
     """`wsd`: share of all steps that the fall takes."""
 

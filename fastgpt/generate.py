@@ -49,8 +49,8 @@ def _top(logits: Tensor, k: int | None) -> Tensor:
     """Logits (B, V) with all but the k largest of each row at -inf."""
     if k is None or k >= logits.shape[-1]:
         return logits
-    floor = logits.topk(k).values[:, -1:]
-    return logits.masked_fill(logits < floor, float("-inf"))
+    values, ids = logits.topk(k)  # of tied tokens k in all, which a threshold would not keep to
+    return torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
 
 
 def _nucleus(logits: Tensor, p: float | None) -> Tensor:

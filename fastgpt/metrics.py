@@ -15,8 +15,8 @@ def flops_per_token(config: ModelConfig) -> float:
     """FLOPs of forward and backward for one token: 6 N + 12 L H D * (mean keys a query sees).
 
     N counts the weights of matrix products alone, the padded output head included: embeddings,
-    positions, norms and
-    biases are not multiplied. A causal query sees (T + 1) / 2 keys on average, fewer with a window.
+    positions, norms and biases are not multiplied. A causal query sees (T + 1) / 2 keys on average,
+    fewer with a window.
     """
     C, D, F, T = config.dim, config.head_dim, config.ffn_width, config.context
     H, K = config.num_heads, config.kv_heads

@@ -88,7 +88,8 @@ class Attention(nn.Module):
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
-            q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6) for t in (q, k))
+            # autocast may normalise in fp32
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
         if turn is not None:
             q, k = op.rotary(q, k, *turn)
         p = self.p if self.training else 0.0
@@ -112,9 +113,11 @@ class MLP(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """GPT-2's block. `x` is what the last sub-layer put out and has yet to join the `residual`
-    stream, so that each
-    sum and the normalisation after it are one op."""
+    """GPT-2's block.
+
+    `x` is what the last sub-layer put out and has yet to join the `residual` stream, so that each
+    sum and the normalisation after it are one op.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()

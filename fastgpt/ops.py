@@ -1,10 +1,8 @@
 """Which implementation of each op the model runs: the one place that chooses.
 
 `torch` is the plain form, `sdpa` PyTorch's fused attention; `blocked` and `lanes` are for CPUs. A
-name that cannot
-run on the device is an error, never a silent fallback; `auto` is resolved once, when the model is
-built, and the
-choice is written to the run's manifest.
+name that cannot run on the device is an error, never a silent fallback; `auto` is resolved once,
+when the model is built, and the choice is written to the run's manifest.
 """
 
 from collections.abc import Callable

@@ -54,8 +54,11 @@ class Optimizers:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * ratio
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or float("inf"))
-        for optimizer in self.all:
-            self.scaler.step(optimizer)
+        # Only fp16 waits for the norm: the scaler looks at each optimizer's gradients alone, but
+        # clipping has carried the infinity of one to the other.
+        if not self.scaler.is_enabled() or norm.isfinite():
+            for optimizer in self.all:
+                self.scaler.step(optimizer)
         self.scaler.update()
         return norm
 

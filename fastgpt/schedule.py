@@ -9,9 +9,8 @@ def lr_ratio(step: int, steps: int, config: OptimConfig) -> float:
     """Share of the peak learning rate that update `step` (0-based) of `steps` uses, in [0, 1].
 
     A linear warmup, then: `cosine` and `linear` fall to `min_lr_ratio` over the rest; `wsd`
-    (warmup, stable, decay;
-    Hu et al. 2024, arXiv:2404.06395) holds the peak and falls linearly over the last
-    `decay_fraction` of all steps.
+    (warmup, stable, decay; Hu et al. 2024, arXiv:2404.06395) holds the peak and falls linearly over
+    the last `decay_fraction` of all steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

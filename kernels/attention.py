@@ -52,6 +52,25 @@ def attention_mask(
     return keep
 
 
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises `ValueError` unless q is (B, Tq, H, D), k and v (B, Tk, K, D), H a multiple of K."""
+    if q.dim() != 4:
+        raise ValueError(f"q: expected (B, Tq, H, D), got {tuple(q.shape)}")
+    B, _, H, D = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[0] != B or x.shape[3] != D or x.shape[1:3] != k.shape[1:3]:
+            raise ValueError(
+                f"{name}: expected ({B}, Tk, K, {D}) for q {tuple(q.shape)} and the same Tk, K in "
+                f"k and v, got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
+            )
+    if k.shape[2] == 0 or H % k.shape[2]:
+        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
+
+
 def attention_ref(
     q: Tensor,
     k: Tensor,
@@ -79,7 +98,11 @@ def attention_ref(
 
     Returns:
         Tensor: (B, Tq, H, D), dtype of `q`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; see `check_qkv`.
     """
+    check_qkv(q, k, v)
     B, Tq, H, D = q.shape
     Tk, K = k.shape[1:3]
     factor = D**-0.5 if scale is None else scale
@@ -88,7 +111,7 @@ def attention_ref(
     mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
     if mask is not None:
         mask = mask[:, :, None]  # broadcast over the group
-        # A finite floor, not -inf: a row that sees nothing would be NaN in the softmax's backward.
+        # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1)
     if mask is not None:

@@ -1,11 +1,9 @@
 """Causal attention as plain matrix products over blocks of queries: the fast way on a CPU.
 
 A block of queries meets only the keys up to its own end, so about half the square is never
-computed, and each
-block's scores stay in cache. PyTorch's fused CPU attention runs its products at a tenth of the
-matmul rate: at
-(16, 256, 6, 64) in bf16 on two AVX-512 cores it takes 10.7 + 24.2 ms (forward + backward),
-this 5.5 + 8.6 ms.
+computed, and each block's scores stay in cache. PyTorch's fused CPU attention runs its products at
+a tenth of the matmul rate: at (16, 256, 6, 64) in bf16 on two AVX-512 cores it takes 10.7 + 24.2 ms
+(forward + backward), this 5.5 + 8.6 ms.
 
 Shapes
     q, k, v, out: (B, T, H, D); inside (B*H, T, D); weights of one block: (B*H, rows, keys)
@@ -14,7 +12,7 @@ Shapes
 import torch
 from torch import Tensor
 
-from kernels.attention import attention_mask
+from kernels.attention import attention_mask, check_qkv
 from kernels.dropout import dropout_keep
 
 
@@ -105,12 +103,11 @@ def attention_blocked(
         elements or so.
 
     Raises:
-        ValueError: `k` or `v` has another length than `q`.
+        ValueError: shapes, dtypes or devices do not fit, or `k` has another length than `q`.
     """
-    if not q.shape[1] == k.shape[1] == v.shape[1]:
-        raise ValueError(
-            f"k, v: expected {q.shape[1]} tokens as in q, got {k.shape[1]} and {v.shape[1]}"
-        )
+    check_qkv(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"k: expected {q.shape[1]} tokens as in q, got {k.shape[1]}")
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
