@@ -183,10 +183,29 @@ def test_large_scores_do_not_overflow(name):
     assert all(d.isfinite().all() for d in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+Q, KV = (2, 4, 6, 8), (2, 5, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "dtype", "message"),
+    [
+        ((2, 5, 4, 8), (2, 5, 4, 8), torch.float32, "q: expected a number of heads that 4 divides"),
+        ((1, 5, 3, 8), KV, torch.float32, r"k: expected \(2, Tk, K, 8\)"),
+        (KV, (2, 6, 3, 8), torch.float32, "v: expected .* the same Tk, K"),
+        (KV, (2, 5, 3, 4), torch.float32, r"v: expected .* got \(2, 5, 3, 4\)"),
+        (KV, KV, torch.bfloat16, "k: expected torch.float32 on cpu as q, got torch.bfloat16"),
+    ],
+    ids=["heads", "batch", "lengths", "head-dim", "dtype"],
+)
+@pytest.mark.parametrize("name", ["ref", "blocked"])
+def test_attention_rejects(name, k, v, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        ALL[name](torch.ones(Q), torch.ones(k, dtype=dtype), torch.ones(v, dtype=dtype))
+
+
 def test_attention_blocked_rejects_other_lengths():
-    q, k = torch.ones(1, 4, 1, 2), torch.ones(1, 5, 1, 2)
-    with pytest.raises(ValueError, match="expected 4 tokens as in q, got 5 and 5"):
-        attention_blocked(q, k, k)
+    with pytest.raises(ValueError, match="k: expected 4 tokens as in q, got 5"):
+        attention_blocked(torch.ones(Q), torch.ones(KV), torch.ones(KV))
 
 
 # --- dropout --------------------------------------------------------------------------------------
