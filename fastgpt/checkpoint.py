@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,15 @@ def save(
     final = step_path(folder, step)
     temporary = folder / f".writing_{step:08d}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left_over in folder.glob(".*"):  # by a process that was killed
+            shutil.rmtree(left_over)
         temporary.mkdir(parents=True)
         save_file(
             {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
             temporary / "model.safetensors",
         )
-        torch.save(state, temporary / "state.pt")
+        with (temporary / "state.pt").open("wb") as file:  # by its path, errors lose their reason
+            torch.save(state, file)
         (temporary / "config.json").write_text(config_json)
         save_tokenizer(temporary / "tokenizer.json")
         record = {
@@ -74,11 +77,11 @@ def save(
         (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
         for name in (*FILES, "checkpoint.json"):
             _fsync(temporary / name)
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         temporary.rename(final)
         _fsync(folder)
         for old in steps_on_disk(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
     # torch.save reports a failed write as RuntimeError, safetensors as its own error
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -99,6 +102,14 @@ def _cannot_save(folder: Path, step: int, error: Exception) -> str:
     )
 
 
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; cut short, nothing partial is left under its name."""
+    if path.exists():
+        hidden = path.with_name(f".removing_{path.name}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is, or would be."""
     return folder / f"step_{step:08d}"
@@ -117,13 +128,28 @@ def mark_best(checkpoint: Path) -> None:
     temporary.mkdir()
     for file in checkpoint.iterdir():
         os.link(file, temporary / file.name)
-    shutil.rmtree(best, ignore_errors=True)
+    _remove(best)
     temporary.rename(best)
+
+
+def kept_steps(folder: Path) -> set[int]:
+    """The steps whose checkpoints are in `folder`, the best one's included."""
+    found = set()
+    for path in (*steps_on_disk(folder), folder / "best"):
+        with suppress(UserError):
+            found.add(read_record(path)["step"])
+    return found
 
 
 def steps_on_disk(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     return sorted(folder.glob("step_*"))
+
+
+def _step(path: Path) -> int:
+    if path.name.startswith("step_"):
+        return int(path.name.removeprefix("step_"))
+    return read_record(path)["step"]
 
 
 def load(path: Path) -> Checkpoint:
@@ -155,8 +181,13 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / "checkpoint.json").read_text())
         version = record["format_version"]
-    except (OSError, ValueError, KeyError) as error:
+        whole = version != FORMAT_VERSION or (
+            isinstance(record["step"], int) and set(record["sha256"]) == set(FILES)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no checkpoint: its checkpoint.json cannot be read") from error
+    if not whole:
+        raise UserError(f"{path} is no checkpoint: its checkpoint.json is damaged")
     if version != FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
@@ -188,8 +219,8 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
 
 def set_aside_after(folder: Path, step: int) -> None:
     """Renames later checkpoints: a run that goes on from `step` must not mix with them."""
-    for path in steps_on_disk(folder):
-        if path > step_path(folder, step):
+    for path in (*steps_on_disk(folder), folder / "best"):
+        if path.exists() and _step(path) > step:
             aside = path.with_name(f"abandoned_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)

@@ -5,12 +5,13 @@ import os
 import platform
 import shutil
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 
 from fastgpt.errors import UserError
+from fastgpt.shards import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,8 +90,7 @@ def shares(device: str, ranks: int) -> float:
 
 
 def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -> float:
-    """FLOP/s of the best plain square matrix product that this machine does, measured for `seconds`
-    and remembered.
+    """FLOP/s of this machine's best plain square matrix product, measured once and remembered.
 
     Args:
         device: `cpu` or `cuda`.
@@ -101,29 +101,36 @@ def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -
     """
     key = f"{device_name(device)} {precision} torch {torch.__version__}"
     path = cache / "peak_flops.json"
-    known: dict[str, float] = {}
+    known = _remembered(path)
+    if key not in known:
+        known[key] = _measure_peak(device, DTYPES[precision], seconds)
+        with suppress(OSError):  # a cache that cannot be written costs a second next time
+            cache.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
+    return known[key]
+
+
+def _remembered(path: Path) -> dict[str, float]:
     try:
-        known = json.loads(path.read_text())
-        return float(known[key])
-    except (OSError, ValueError, KeyError, TypeError):
-        known = known if isinstance(known, dict) else {}
+        known = dict(json.loads(path.read_text()))
+        return {key: float(value) for key, value in known.items() if float(value) > 0}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _measure_peak(device: str, dtype: torch.dtype, seconds: float) -> float:
     n = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(n, n).to(device, DTYPES[precision]) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + seconds
-    torch.mm(a, b)  # the first call sets the libraries up
-    while time.perf_counter() < end:
+    a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
+
+    def product_seconds() -> float:
         start = time.perf_counter()
-        c = a @ b
+        torch.mm(a, b)
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-        del c
-    known[key] = 2 * n**3 / best
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written costs a second next time, nothing else
-    return known[key]
+        return time.perf_counter() - start
+
+    product_seconds()  # the first call sets the libraries up, which can take longer than all others
+    best, end = product_seconds(), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        best = min(best, product_seconds())
+    return 2 * n**3 / best

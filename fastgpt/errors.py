@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -18,6 +19,15 @@ def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") ->
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     expected = ", ".join((*map(repr, known), *filter(None, [also])))
     return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to write `path` (a full disk, say) into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """What a run measures and where it is written: metrics.jsonl, TensorBoard events, loss.png."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from fastgpt.config import ModelConfig
-from fastgpt.errors import UserError
+from fastgpt.errors import writing
+from fastgpt.shards import write_atomically
 
 MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 
@@ -43,28 +43,27 @@ class MetricsLog:
 
         self.path = run_dir / "metrics.jsonl"
         self.records = [r for r in read_records(self.path) if r["step"] <= from_step]
-        temporary = self.path.with_suffix(f".{os.getpid()}")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        temporary.replace(self.path)
+        kept = "".join(json.dumps(record) + "\n" for record in self.records)
+        with writing(self.path):
+            write_atomically(self.path, kept.encode())
         self.file = self.path.open("a", buffering=1)
         self.board = SummaryWriter(str(run_dir), purge_step=from_step + 1 if from_step else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line of JSON, flushed, and each number but the step as a TensorBoard scalar."""
         self.records.append(record)
-        try:
+        with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write to {self.path}: {error.strerror}") from error
         for name, value in record.items():
             if name != "step":
                 self.board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Flushes everything and draws loss.png."""
-        self.file.close()
-        self.board.close()
-        plot_losses(self.records, self.path.with_name("loss.png"))
+        with writing(self.path.with_name("loss.png")):
+            self.file.close()
+            self.board.close()
+            plot_losses(self.records, self.path.with_name("loss.png"))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ RECIPES: dict[str, tuple[str, Config]] = {
         "tiny shakespeare, 4 layers of 128, with Muon: seconds on a CPU",
         Config(
             recipe="shakespeare-cpu",
-            steps=360,
+            steps=330,
             eval_every=0,
             model=_SMALL,
             data=_SHAKESPEARE,

@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, ModelConfig, from_json, to_json
 from fastgpt.corpus import data_dir
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, writing
+from fastgpt.shards import write_atomically
 from fastgpt.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path("runs")
@@ -64,17 +66,19 @@ def open_run_dir(config: Config, step: int) -> Path:
         stem = f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
         path = next(ROOT / name for name in names if not (ROOT / name).exists())
-    elif (path / "config.json").exists() and config.resume is None:
+    elif (path / "config.json").exists() and not _is_inside(config.resume, path):
         raise UserError(
             f"{path} holds a run already: expected another --run-dir, or --resume auto to go on"
         )
-    try:
+    with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoint.set_aside_after(path / "checkpoints", step)
-        (path / "config.json").write_text(to_json(config))
-    except OSError as error:
-        raise UserError(f"cannot write to the run directory {path}: {error.strerror}") from error
+        write_atomically(path / "config.json", to_json(config).encode())
     return path
+
+
+def _is_inside(resume: str | None, run_dir: Path) -> bool:
+    return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
@@ -115,7 +119,7 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
             f"{kept.vocab_size} tokens, expected {tokenizer.kind} with {tokenizer.vocab_size} "
             "as in the data (or other characters among them)"
         )
-    before = from_json((saved.path / "config.json").read_text())
+    before = saved_config(saved.path)
     pairs = [
         *_fields("model", before.model, config.model),
         ("optim.kind", before.optim.kind, config.optim.kind),
@@ -138,19 +142,20 @@ def _content(tokenizer: Tokenizer) -> tuple[str, Any]:
 def resume_command(run_dir: Path, ranks: int) -> str:
     """What to type to go on with a run."""
     start = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
-    return f"{start} train.py --resume {run_dir}"
+    return f"{start} train.py --resume {shlex.quote(str(run_dir))}"
 
 
 def saved_config(run: Path) -> Config:
-    """The settings a run was started with.
+    """The settings in a run's or a checkpoint's config.json.
 
     Raises:
-        UserError: its config.json cannot be read.
+        UserError: it cannot be read.
     """
+    path = run / "config.json"
     try:
-        return from_json((run / "config.json").read_text())
+        return from_json(path.read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{run / 'config.json'} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def manifest(facts: dict[str, Any]) -> str:

@@ -9,10 +9,10 @@ import torch
 import tyro
 
 from fastgpt import checkpoint, device, ops
-from fastgpt.config import from_json
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.model import GPT
+from fastgpt.run import saved_config
 from fastgpt.tokenizer import load_tokenizer
 
 
@@ -55,7 +55,7 @@ class SampleConfig:
 def load_model(path: Path, on: str) -> GPT:
     """The model of a checkpoint, in evaluation mode on device `on`."""
     found = checkpoint.load(path)
-    config = from_json((path / "config.json").read_text())
+    config = saved_config(path)
     model = GPT(config.model, ops.select(config.ops, on, compiled=False))
     model.load_state_dict(found.weights)
     return model.to(on).eval()

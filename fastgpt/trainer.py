@@ -12,9 +12,10 @@ from fastgpt.corpus import cache_dir
 from fastgpt.display import Display
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
+from fastgpt.shards import write_atomically
 
 
 class Trainer:
@@ -33,7 +34,11 @@ class Trainer:
         self.config, self.world = self.engine.config, self.engine.world
         if not self.world.is_main:
             self.display.mute()
-        self.prompt = encode_prompt(self.config.train.sample_prompt, self.engine.corpus.tokenizer)
+        prompt = self.config.train.sample_prompt
+        try:
+            self.prompt = encode_prompt(prompt, self.engine.corpus.tokenizer)
+        except UserError as error:
+            raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
         self.best = math.inf
         self._open_run()
 
@@ -48,9 +53,13 @@ class Trainer:
         self.run_dir = self.world.from_main(run_dir)
         if is_main:
             self.log = MetricsLog(self.run_dir, engine.step)
-            seen = [r["val_loss"] for r in self.log.records if "val_loss" in r]
-            self.best = min(seen, default=math.inf)
-            (self.run_dir / "manifest.json").write_text(run.manifest(self._facts()))
+            # only what is on disk can be the best, as in a run that was never broken off
+            kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
+            losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
+            self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
+            with writing(self.run_dir / "manifest.json"):
+                manifest = run.manifest(self._facts()).encode()
+                write_atomically(self.run_dir / "manifest.json", manifest)
         self.display.header(self._header())
 
     def _facts(self) -> dict[str, Any]:
@@ -107,8 +116,15 @@ class Trainer:
             self.stop.restore()
             self.display.stop()
             self.engine.loader.close()
+            self._close_log()
+
+    def _close_log(self) -> None:
+        """Draws the curves; that this fails must not hide why a run ended."""
+        try:
             if self.log is not None:
                 self.log.close()
+        except UserError as error:
+            self.display.warn(str(error))
 
     def _fit(self) -> None:
         engine, config = self.engine, self.config
@@ -228,7 +244,8 @@ class Trainer:
             )
         engine.model.train()
         self.display.sample(text)
-        with (self.run_dir / "samples.txt").open("a") as file:
+        path = self.run_dir / "samples.txt"
+        with writing(path), path.open("a") as file:
             file.write(f"=== step {engine.step} ===\n{text}\n\n")
 
     def _leave(self) -> None:

@@ -206,7 +206,6 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
     assert "was trained on other text" in out
 
 
-@pytest.mark.xfail(strict=True, reason="a resume takes step 0's val_loss for a saved best")
 def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
     """At these learning rates the held-out loss rises above that of the untrained model."""
     flags = f"{STEPS} --optim.kind adamw --optim.lr 3 --optim.grad-clip 0 --eval-every 2"
@@ -241,10 +240,7 @@ def read_until(process, pattern):
     raise AssertionError("".join(lines) + process.stderr.read())
 
 
-QUOTED = pytest.mark.xfail(strict=True, reason="the resume command does not quote the directory")
-
-
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=QUOTED)])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
     """The space in the directory's name must survive being copied to a shell."""
     flags = "--model.dropout 0.2 --eval-every 0 --log-every 5"

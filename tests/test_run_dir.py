@@ -63,7 +63,6 @@ def test_saved_before_it_is_evaluated(fit, monkeypatch):
     assert saved == [True, True]
 
 
-@pytest.mark.xfail(strict=True, reason="a resume writes config.json over itself")
 def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatch):
     fit("--steps 4")
     write = Path.write_text
