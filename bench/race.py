@@ -5,6 +5,7 @@ that its README gives for small computers, on the same text; each recipe runs as
 """
 
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import records
-from fastgpt.corpus import data_dir
+from fastgpt.corpus import data_dir, open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
 
@@ -70,15 +71,17 @@ def _timed(command: list[str], cwd: Path) -> tuple[float, str]:
 
 
 def prepare_nanogpt(checkout: Path, folder: Path) -> Path:
-    """A copy of the checkout with its shakespeare data prepared from our copy of the text."""
-    text = data_dir() / "tinyshakespeare.txt"
-    if not (checkout / "train.py").exists() or not text.exists():
-        raise UserError(f"expected a checkout of nanoGPT at {checkout} and the text at {text}")
+    """A copy of the checkout with tiny shakespeare laid out as its train.py reads it."""
+    if not (checkout / "train.py").exists():
+        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
     copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
     data = copy / "data" / "shakespeare_char"
-    shutil.copy(text, data / "input.txt")
-    _timed([sys.executable, str(data / "prepare.py")], copy)
+    corpus.train.tofile(data / "train.bin")
+    corpus.val.tofile(data / "val.bin")
+    characters = {"vocab_size": corpus.tokenizer.vocab_size}
+    (data / "meta.pkl").write_bytes(pickle.dumps(characters))
     return copy
 
 
