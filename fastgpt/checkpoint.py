@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, writing
 
 FORMAT_VERSION = 1
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
@@ -75,22 +76,16 @@ def save(
             "sha256": {name: _sha256(temporary / name) for name in FILES},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
-        for name in (*FILES, "checkpoint.json"):
+        for name in (*FILES, "checkpoint.json", "."):
             _fsync(temporary / name)
         _remove(final)
         temporary.rename(final)
         _fsync(folder)
         for old in steps_on_disk(folder)[:-keep]:
             _remove(old)
-    # torch.save reports a failed write as RuntimeError, safetensors as its own error
-    except Exception as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeErrors
         shutil.rmtree(temporary, ignore_errors=True)
-        if (
-            isinstance(error, OSError | RuntimeError)
-            or "safetensor" in type(error).__name__.lower()
-        ):
-            raise UserError(_cannot_save(folder, step, error)) from error
-        raise
+        raise UserError(_cannot_save(folder, step, error)) from error
     return final
 
 
@@ -106,6 +101,7 @@ def _remove(path: Path) -> None:
     """Removes a checkpoint; cut short, nothing partial is left under its name."""
     if path.exists():
         hidden = path.with_name(f".removing_{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of an earlier one that was cut short
         path.rename(hidden)
         shutil.rmtree(hidden)
 
@@ -122,14 +118,24 @@ def last_good(run_dir: Path) -> str:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Makes `best` beside `checkpoint` its hard-linked twin."""
+    """Makes `best` beside `checkpoint` its hard-linked twin (a copy where links are not to be had).
+
+    Raises:
+        UserError: the disk is full or cannot be written.
+    """
     best, temporary = checkpoint.parent / "best", checkpoint.parent / ".best"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    for file in checkpoint.iterdir():
-        os.link(file, temporary / file.name)
-    _remove(best)
-    temporary.rename(best)
+    with writing(best):
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(checkpoint, temporary, copy_function=_link)
+        _remove(best)
+        temporary.rename(best)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def kept_steps(folder: Path) -> set[int]:

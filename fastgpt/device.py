@@ -1,5 +1,6 @@
 """The machine: its device, its fast number formats, its compiler, and how fast it multiplies."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -79,6 +80,8 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
         return False, ""
     if not has_compiler():
         return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed: torch.compile is off"
     return True, ""
 
 

@@ -45,6 +45,7 @@ class Trainer:
     def _open_run(self) -> None:
         """Makes or reopens the run directory, and says what is about to happen."""
         engine, is_main = self.engine, self.world.is_main
+        self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
         peak = run_dir = self.log = None
         if is_main:
             peak = device.peak_flops(engine.device, engine.precision, cache_dir())
