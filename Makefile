@@ -11,7 +11,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity lint fmt clean .python .fresh
+.PHONY: help setup train test test-full parity gpu lint fmt clean .python .fresh
 .NOTPARALLEL:
 .SUFFIXES:
 
@@ -88,6 +88,11 @@ test-full: $(call env,dev) ## run all tests that this machine can run
 
 parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and says so, without it
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+gpu: $(call env,dev) ## all that needs CUDA: parity, then GPT-2 124M for 50 steps; records in runs/gpu
+	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+	$(PY) train.py gpt2-124m --steps 50 --eval-every 0 --data.final-eval-tokens 1048576 \
+	--run-dir runs/gpu/$$(date +%Y%m%d-%H%M%S)
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .

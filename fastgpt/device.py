@@ -85,6 +85,13 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
     return True, ""
 
 
+def peak_memory(device: str) -> dict[str, float]:
+    """`peak_memory_gib`: the most that tensors took on this rank's GPU so far; nothing on a CPU."""
+    if device == "cpu":
+        return {}
+    return {"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
+
+
 def shares(device: str, ranks: int) -> float:
     """How many measured peaks `ranks` processes have: a GPU each, or the cores between them."""
     if device == "cuda":

@@ -59,6 +59,8 @@ class Display:
             f"loss {record['train_loss']:.4f}  {_short(record['tok_per_s'])} tok/s  "
             f"MFU {record['mfu']:.1%}"
         )
+        if "peak_memory_gib" in record:
+            text += f"  {record['peak_memory_gib']:.1f} GiB"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
         else:

@@ -185,6 +185,7 @@ class Trainer:
             "mfu": round(per_second * engine.flops_per_token / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm,
+            **device.peak_memory(engine.device),
         }
         if self.log is not None:
             self.log.write(record)

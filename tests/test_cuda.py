@@ -1,0 +1,107 @@
+"""What only a GPU can show: `make parity` runs these; without CUDA each is skipped and says so."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgpt import ops
+from fastgpt.cli import parse
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.engine import Engine
+from fastgpt.metrics import read_records
+from fastgpt.model import GPT
+from fastgpt.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[1]
+
+SMALL = ModelConfig(num_layers=2, num_heads=4, dim=64, context=64, vocab_size=257)
+
+
+def on_cuda(tiny, *flags: str) -> list[str]:
+    return tiny("--train.device cuda --train.precision bf16", *flags)
+
+
+def loss_and_gradients(model, x, y, precision):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        loss = model(x, y)
+    loss.backward()
+    return loss.detach().cpu(), [p.grad.cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "position": "rotary"},
+        {"num_kv_heads": 2, "qk_norm": True, "window": 9, "tied": False, "softcap": 15.0},
+        {"norm_position": "post", "activation": "gelu_erf", "position": "sinusoidal"},
+    ],
+    ids=["gpt2", "modern", "grouped-window", "post-norm"],
+)
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
+def test_gpt_on_cuda_is_the_gpt_on_the_cpu(options, precision, bound):
+    config = replace(SMALL, **options)
+    truth = GPT(config, ops.select(OpsConfig(attention="torch"), "cpu", compiled=False))
+    model = GPT(config, ops.select(OpsConfig(), "cuda", compiled=True)).cuda()
+    model.load_state_dict(truth.state_dict())
+    x, y = torch.randint(0, 257, (2, 3, 64))
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    got, got_gradients = loss_and_gradients(compiled, x.cuda(), y.cuda(), precision)
+    want, want_gradients = loss_and_gradients(truth, x, y, "fp32")
+    torch.testing.assert_close(got, want, rtol=bound, atol=0)
+    for d, true in zip(got_gradients, want_gradients, strict=True):
+        assert (d - true).norm() <= bound * max(true.norm(), 1e-3)
+
+
+def test_a_step_waits_for_nothing(tiny):
+    engine = Engine(parse(on_cuda(tiny, "--train.compile off")))
+    for _ in range(2):
+        engine.train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.loader.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_trains_compiled_and_resumes_bit_for_bit(tiny, tmp_path, kind, precision):
+    flags = f"--optim.kind {kind} --train.precision {precision} --model.dropout 0.1 --save-every 4"
+    Trainer(parse(on_cuda(tiny, flags))).fit()
+    whole = read_records(tmp_path / "run" / "metrics.jsonl")
+    losses = {r["step"]: r["train_loss"] for r in whole if "train_loss" in r}
+    assert losses[8] < losses[1]
+    again = tmp_path / "again"
+    at = tmp_path / "run" / "checkpoints" / "step_00000004"
+    Trainer(parse(["--resume", str(at), "--run-dir", str(again)])).fit()
+    resumed = read_records(again / "metrics.jsonl")
+    assert {r["step"]: r["train_loss"] for r in resumed if "train_loss" in r} == {
+        step: loss for step, loss in losses.items() if step > 4
+    }
+
+
+@pytest.mark.slow
+def test_gpt2_runs_compiled_in_bf16_under_torchrun(tmp_path):
+    command = (
+        "train.py gpt2-124m --steps 10 --log-every 5 --eval-every 0 --train.batch-tokens 16384"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1",
+         *command.split(), "--train.micro-batch", "16", "--data.final-eval-tokens", "16384",
+         "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT, check=True, timeout=500,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (manifest["precision"], manifest["compile"]) == ("bf16", True)
+    last = read_records(tmp_path / "run" / "metrics.jsonl")[-2]
+    assert last["tok_per_s"] > 0
+    assert last["mfu"] > 0
+    assert last["peak_memory_gib"] > 0
