@@ -4,13 +4,16 @@ A tokenizer is saved as a small `tokenizer.json` beside the data and the weights
 Decoding shows an id that stands for nothing as U+FFFD: a sample must never end a training run.
 """
 
+import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import tiktoken
+import tiktoken.load
 
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.shards import MAX_ID, write_atomically
@@ -135,43 +138,45 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's 50,257 tokens, through `tiktoken`, from the two files that OpenAI published.
+    """GPT-2's 50,257 tokens, through `tiktoken`.
 
     The text `<|endoftext|>` is encoded as the ordinary text it is; only `eot_id` ends a document.
     Round trip: every text without lone surrogates.
 
-    Raises:
-        UserError: `tiktoken` is not installed, or `encoder.json` or `vocab.bpe` is missing from
-            `data_dir()` or is another file of that name.
+    Args:
+        tokens: the bytes of ids 0 to 50,255, which are also the order of the merges.
     """
 
     kind: str = "gpt2"
     vocab_size: int = 50_257
     eot_id: int | None = 50_256
 
-    def __init__(self) -> None:
-        try:
-            import tiktoken  # pyright: ignore[reportMissingImports]
-            from tiktoken import load  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError(
-                "the gpt2 tokenizer needs tiktoken, of the `hf` extra: pip install tiktoken"
-            ) from error
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tuple(tokens)
+        self._encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks={token: rank for rank, token in enumerate(self.tokens)},
+            special_tokens={"<|endoftext|>": len(self.tokens)},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    @classmethod
+    def published(cls) -> "GPT2Tokenizer":
+        """From the two files that OpenAI published, which lie in `data_dir()`.
+
+        Raises:
+            UserError: `encoder.json` or `vocab.bpe` is missing, or is another file of that name.
+        """
         for name in GPT2_SHA256:
             _check_gpt2_file(data_dir() / name)
-        ranks = load.data_gym_to_mergeable_bpe_ranks(
+        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
             vocab_bpe_file=str(data_dir() / "vocab.bpe"),
             encoder_json_file=str(data_dir() / "encoder.json"),
             vocab_bpe_hash=GPT2_SHA256["vocab.bpe"],
             encoder_json_hash=GPT2_SHA256["encoder.json"],
         )
-        self._encoding = tiktoken.Encoding(
-            "gpt2",
-            pat_str=GPT2_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={"<|endoftext|>": self.eot_id},
-            explicit_n_vocab=self.vocab_size,
-        )
+        return cls(sorted(ranks, key=ranks.__getitem__))
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`: (N,) uint16."""
@@ -187,8 +192,9 @@ class GPT2Tokenizer:
         return b"".join(pieces).decode(errors="replace")
 
     def save(self, path: Path) -> None:
-        """Writes `tokenizer.json`; loading it needs OpenAI's two files again."""
-        _save(path, {"kind": self.kind, "sha256": GPT2_SHA256})
+        """Writes `tokenizer.json`, 0.8 MB that need no other file to be read again."""
+        tokens = [base64.b64encode(token).decode() for token in self.tokens]
+        _save(path, {"kind": self.kind, "tokens": tokens})
 
 
 def make_tokenizer(kind: str, text: str | None) -> Tokenizer:
@@ -196,7 +202,7 @@ def make_tokenizer(kind: str, text: str | None) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "gpt2":
-        return GPT2Tokenizer()
+        return GPT2Tokenizer.published()
     if kind != "chars":
         raise unknown_name("tokenizer", kind, KINDS)
     if text is None:
@@ -214,7 +220,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         kind = saved["kind"]
-        return CharTokenizer(saved["chars"]) if kind == "chars" else make_tokenizer(kind, None)
+        if kind == "chars":
+            return CharTokenizer(saved["chars"])
+        if kind == "gpt2":
+            return GPT2Tokenizer([base64.b64decode(token) for token in saved["tokens"]])
+        return make_tokenizer(kind, None)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such tokenizer file") from error
     except UserError as error:

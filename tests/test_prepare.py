@@ -49,11 +49,9 @@ def test_wrong_command_line_exits_with_usage(argv, capsys):
 
 
 def test_gpt2_works_offline_from_its_two_files(text_file, tmp_path, capsys):
-    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken (of the hf extra) is not installed")
     folder = Path(os.environ.get("FASTGPT_DATA", "data"))
     if missing := [name for name in GPT2_SHA256 if not (folder / name).is_file()]:
         pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
-    assert tiktoken
     prepare.main([str(text_file), "--out", str(tmp_path / "out"), "--tokenizer", "gpt2"])
     assert "(gpt2, vocabulary 50,257)" in capsys.readouterr().out
     corpus = open_corpus(str(tmp_path / "out"), tokenizer="gpt2", val_fraction=0.1)

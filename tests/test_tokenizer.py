@@ -1,4 +1,3 @@
-import builtins
 import json
 import os
 from pathlib import Path
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgpt import tokenizer as tokenizer_module
 from fastgpt.errors import UserError
 from fastgpt.tokenizer import (
     GPT2_SHA256,
@@ -33,11 +31,10 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def gpt2():
-    pytest.importorskip("tiktoken", reason="tiktoken (of the hf extra) is not installed")
     folder = Path(os.environ.get("FASTGPT_DATA", "data"))
     if missing := [name for name in GPT2_SHA256 if not (folder / name).is_file()]:
         pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
-    return GPT2Tokenizer()
+    return GPT2Tokenizer.published()
 
 
 @given(TEXTS)
@@ -150,29 +147,16 @@ def test_gpt2_round_trip_and_decoding_never_fails(gpt2, text, ids):
     assert isinstance(gpt2.decode(ids), str)
 
 
-def test_gpt2_is_saved_and_loaded(gpt2, tmp_path):
+def test_gpt2_is_saved_and_loaded_without_any_other_file(gpt2, tmp_path, monkeypatch):
     gpt2.save(tmp_path)
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
     assert load_tokenizer(tmp_path).encode(HARD[3]).tolist() == gpt2.encode(HARD[3]).tolist()
 
 
 def test_gpt2_says_what_is_missing_or_wrong(tmp_path, monkeypatch):
-    pytest.importorskip("tiktoken", reason="tiktoken (of the hf extra) is not installed")
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
     with pytest.raises(UserError, match=r"vocab\.bpe.*FASTGPT_DATA"):
-        GPT2Tokenizer()
+        GPT2Tokenizer.published()
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
     with pytest.raises(UserError, match=rf"not GPT-2's.*{GPT2_SHA256['vocab.bpe']}"):
-        GPT2Tokenizer()
-
-
-def test_gpt2_without_tiktoken_names_the_extra(monkeypatch):
-    real_import = builtins.__import__
-
-    def without_tiktoken(name, *args, **kwargs):
-        if name.startswith("tiktoken"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_tiktoken)
-    with pytest.raises(UserError, match="`hf` extra"):
-        tokenizer_module.make_tokenizer("gpt2", None)
+        GPT2Tokenizer.published()
