@@ -91,7 +91,7 @@ parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and sa
 
 gpu: $(call env,dev) ## all that needs CUDA: parity, then GPT-2 124M for 50 steps; records in runs/gpu
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
-	$(PY) train.py gpt2-124m --steps 50 --eval-every 0 --data.final-eval-tokens 1048576 \
+	$(PY) train.py gpt2-124m --train.device cuda --steps 50 --eval-every 0 --data.final-eval-tokens 1048576 \
 	--run-dir runs/gpu/$$(date +%Y%m%d-%H%M%S)
 
 lint: $(call env,dev) ## check style and types

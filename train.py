@@ -7,14 +7,14 @@ from fastgpt.errors import shown_in_one_line
 
 
 def main() -> None:
-    with shown_in_one_line():
-        config = cli.parse(sys.argv[1:])
-        from fastgpt.trainer import Trainer
+    try:
+        with shown_in_one_line():
+            config = cli.parse(sys.argv[1:])
+            from fastgpt.trainer import Trainer  # after --help and wrong flags had their answer
 
-        try:
             Trainer(config).fit()
-        finally:
-            distributed.stop()
+    finally:
+        distributed.stop()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ complete.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgpt.errors import UserError, writing
+from fastgpt.shards import sync_directory
 
 FORMAT_VERSION = 1
+STEP = re.compile(r"step_\d{8,}")
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
 
 
@@ -59,8 +62,9 @@ def save(
     final = step_path(folder, step)
     temporary = folder / f".writing_{step:08d}"
     try:
-        for left_over in folder.glob(".*"):  # by a process that was killed
-            shutil.rmtree(left_over)
+        for pattern in (".writing_*", ".removing_*", ".best"):  # left by a process that was killed
+            for left_over in folder.glob(pattern):
+                shutil.rmtree(left_over)
         temporary.mkdir(parents=True)
         save_file(
             {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
@@ -76,11 +80,13 @@ def save(
             "sha256": {name: _sha256(temporary / name) for name in FILES},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
-        for name in (*FILES, "checkpoint.json", "."):
-            _fsync(temporary / name)
+        for name in (*FILES, "checkpoint.json"):
+            with (temporary / name).open("rb+") as file:
+                os.fsync(file.fileno())
+        sync_directory(temporary)
         _remove(final)
         temporary.rename(final)
-        _fsync(folder)
+        sync_directory(folder)
         for old in steps_on_disk(folder)[:-keep]:
             _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeErrors
@@ -149,13 +155,15 @@ def kept_steps(folder: Path) -> set[int]:
 
 def steps_on_disk(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
-    return sorted(folder.glob("step_*"))
+    return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
 
 
-def _step(path: Path) -> int:
-    if path.name.startswith("step_"):
-        return int(path.name.removeprefix("step_"))
-    return read_record(path)["step"]
+def _step(path: Path) -> float:
+    """The step that a folder claims to be of; later than all where it cannot be read."""
+    try:
+        return read_record(path)["step"] if path.name == "best" else int(path.name[len("step_") :])
+    except UserError:
+        return float("inf")
 
 
 def load(path: Path) -> Checkpoint:
@@ -235,11 +243,3 @@ def set_aside_after(folder: Path, step: int) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

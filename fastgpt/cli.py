@@ -1,8 +1,10 @@
 """The command line: `train.py [recipe] [--section.field value ...]` to a `Config`."""
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 import torch
 import tyro
@@ -24,18 +26,28 @@ def parse(argv: Sequence[str]) -> Config:
     if recipe not in RECIPES:
         raise unknown_name("recipe", recipe, RECIPES)
     flags = list(argv[1:] if named else argv)
-    config = _flags(RECIPES[recipe][1], flags)
-    if config.resume is None:
-        return config
-    found = find_run(config.resume, config.run_dir, recipe)
+    resume, run_dir = _resume_flags(flags)
+    found = None if resume is None else find_run(resume, run_dir, recipe)
     if found is None:
-        return replace(config, resume=None)
+        return _flags(RECIPES[recipe][1], flags)
     run, source = found
     saved = saved_config(run)
     if named and saved.recipe != recipe:
         raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, got {recipe!r}")
-    resumed = _flags(saved, flags)
-    return replace(resumed, run_dir=resumed.run_dir or run, resume=str(source))
+    config = _flags(saved, flags)
+    return replace(config, run_dir=config.run_dir or run, resume=str(source))
+
+
+def _resume_flags(flags: list[str]) -> tuple[str | None, Path | None]:
+    """--resume and --run-dir, which say what the defaults of all other flags are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--resume")
+    parser.add_argument("--run-dir", "--run_dir", type=Path)
+    try:
+        known, _ = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}") from error
+    return known.resume, known.run_dir
 
 
 def _flags(default: Config, flags: list[str]) -> Config:
@@ -51,6 +63,8 @@ def _flags(default: Config, flags: list[str]) -> Config:
     )
     if unknown:
         name = unknown[0].split("=")[0]
+        if name in RECIPES:
+            raise UserError(f"recipe {name!r} comes first: python train.py {name} --flag value ...")
         near = difflib.get_close_matches(name.replace("_", "-"), _flag_names(default), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists the fields"
         raise UserError(f"unknown argument {name!r}; {hint}")

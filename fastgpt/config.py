@@ -20,7 +20,7 @@ def positive(section: str, config: object, *names: str) -> None:
     """Raises `UserError` unless each named field is greater than zero."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{section}{name} is {value}: expected a number greater than 0")
 
 
@@ -196,7 +196,7 @@ class OptimConfig:
         positive("optim.", self, "lr", "muon_lr", "eps", "decay_fraction")
         fraction("optim.", self, "muon_momentum", "beta1", "beta2")
         for name in ("weight_decay", "grad_clip", "warmup_steps"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"optim.{name} is {getattr(self, name)}: expected 0 or more")
         for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
@@ -260,8 +260,8 @@ class Config:
     """Steps between two log lines, the only ones that wait for the device."""
     eval_every: int = 250
     """Steps between two evaluations; 0: only before the first and after the last step."""
-    save_every: int | None = None
-    """Steps between two checkpoints; None: with each evaluation; 0: only after the last step."""
+    save_every: int = 0
+    """Steps between two checkpoints, beside those before each evaluation; 0: only those."""
     resume: str | None = None
     """The path of a run or of a checkpoint to go on from; `auto`: `run_dir`, or the newest run of
     the recipe, or a fresh start where there is none."""
@@ -274,9 +274,10 @@ class Config:
     def __post_init__(self) -> None:
         positive("", self, "steps", "log_every")
         for name in ("seed", "eval_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserError(f"{name} is {value}: expected 0 or more")
+            if not 0 <= getattr(self, name) < 2**63:
+                raise UserError(f"{name} is {getattr(self, name)}: expected 0 to 2^63 - 1")
+        if self.run_dir is not None and self.run_dir == Path():
+            raise UserError("run_dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
             raise UserError(
                 f"train.batch_tokens is {self.train.batch_tokens}: expected a multiple of "

@@ -109,7 +109,8 @@ def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -
             version.
         seconds: how long to measure.
     """
-    key = f"{device_name(device)} {precision} torch {torch.__version__}"
+    rounded = torch.get_float32_matmul_precision()  # TF32 or not
+    key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
     path = cache / "peak_flops.json"
     known = _remembered(path)
     if key not in known:

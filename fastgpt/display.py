@@ -1,5 +1,7 @@
 """What a person sees: a live bar with rich on a terminal, plain lines everywhere else."""
 
+import io
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,8 @@ class Display:
     """The main rank's terminal."""
 
     def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a sample must not end a run
         self.console = Console(highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
@@ -61,12 +65,13 @@ class Display:
         )
         if "peak_memory_gib" in record:
             text += f"  {record['peak_memory_gib']:.1f} GiB"
+        norm = record["grad_norm"]
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
         else:
             self.line(
                 f"step {record['step']:>6}/{steps}  {text}  lr {record['lr']:.2e}  "
-                f"grad norm {record['grad_norm']:.3f}"
+                f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"
             )
 
     def sample(self, text: str) -> None:

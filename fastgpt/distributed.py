@@ -2,15 +2,18 @@
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgpt.errors import UserError
+from fastgpt.errors import OtherRankError, UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,31 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
-        self.from_main(None)
+        self.sum(torch.zeros(())).item()
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the main rank, on every rank; its `UserError` is raised on all."""
+        value, problem = None, None
+        if self.is_main:
+            try:
+                value = work()
+            except UserError as error:
+                problem = error
+        value, message = self.from_main((value, None if problem is None else str(problem)))
+        if message is not None:
+            raise problem or OtherRankError(message)
+        return value
 
 
 def start(device_type: str) -> World:
     """Joins torchrun's process group where there is one: gloo for CPU tensors, NCCL for CUDA's."""
     if "RANK" not in os.environ:
         return World()
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
+        raise UserError(
+            f"RANK is set, but {', '.join(missing)} not: expected all that torchrun sets, or none"
+        )
     world = World(
         rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),

@@ -1,7 +1,7 @@
 """What computes: device, data, model, optimizers, and one training step over all ranks.
 
 The step is forward only: batches come from the loader, losses and norms stay on the device, and
-nothing waits for it but `Engine.finite_loss`, once a log interval.
+nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, every step).
 """
 
 import math
@@ -53,6 +53,7 @@ class Engine:
         self._build_model()
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
+        self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
         self._open_loader(self._restore())
 
     def _open_corpus(self, config: Config) -> Corpus:
@@ -72,16 +73,19 @@ class Engine:
         self.optimizers = Optimizers(self.model, config.optim, scaler)
         self.loss: Callable[..., Tensor] = self.model
         if self.compiled:
+            torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets
             # training and evaluation batches have one shape, so one graph each is all there ever is
             self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.replica = None
         if self.world.size > 1:
             module = cast(nn.Module, self.loss)
-            self.replica = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            self.replica = DistributedDataParallel(
+                module, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
 
     def _restore(self) -> dict[str, int]:
         """Loads what `config.resume` names; the loader's state."""
-        if self.config.resume is None:
+        if self.config.resume in (None, "auto"):  # `auto` that found nothing to go on from
             return {"epoch": 0, "index": 0}
         found, complaints = checkpoint.find(self.config.resume)
         for complaint in complaints:
@@ -90,6 +94,10 @@ class Engine:
         self.model.load_state_dict(found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
+        if self.step > self.config.steps:
+            raise UserError(
+                f"--steps is {self.config.steps}: {found.path} has taken {self.step} already"
+            )
         if found.state["corpus"] != self.corpus.sha256:
             self.warn(
                 f"{found.path} was trained on other text ({found.state['corpus'][:12]}): "
@@ -108,6 +116,11 @@ class Engine:
         share = config.global_batch // ranks
         most = min(share, config.train.micro_batch)
         self.micro_batch = next(size for size in range(most, 0, -1) if share % size == 0)
+        if 2 * self.micro_batch <= most:
+            self.warn(
+                f"{share} sequences a rank divide into micro-batches of {self.micro_batch} at most "
+                f"(train.micro_batch is {config.train.micro_batch}): another batch would be faster"
+            )
         self.loader = Loader(
             self.corpus.train,
             context=config.model.context,
@@ -120,6 +133,12 @@ class Engine:
             device=self.device,
             **state,
         )
+        if len(self.corpus.val) < 2:
+            self.loader.close()
+            raise UserError(
+                f"{self.corpus.name}: {len(self.corpus.val)} token held out, expected at least 2: "
+                "give more text or a larger --data.val-fraction"
+            )
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -142,6 +161,10 @@ class Engine:
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
+        # on the device: which step was the first with a gradient that is not finite, and which one
+        fine = self.first_norms.isfinite().all()
+        self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
+        self.first_step = torch.where(fine, self.step + 1, self.first_step)
         self.train_loss = self.world.average(total)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
@@ -179,32 +202,33 @@ class Engine:
     # --- is everything finite? --------------------------------------------------------------------
 
     def finite_loss(self) -> tuple[float, float]:
-        """Loss and gradient norm of the last step; the only place that waits for the device.
+        """Loss and gradient norm of the last step, waiting for the device.
+
+        With fp16 the norm may be infinite: that step was skipped, and the scale is lower now.
 
         Raises:
-            UserError: one of them is not finite; the first such tensor is named.
+            UserError: one of them is not finite; the step and the tensor where it began are named.
         """
         loss, norm = torch.stack((self.train_loss, self.grad_norm)).tolist()
-        # fp16's scaler meets infinite gradients by design: it skips the step, lowers its scale
-        finite_norm = math.isfinite(norm) or self.optimizers.scaler.is_enabled()
-        if math.isfinite(loss) and finite_norm:
+        scaler = self.optimizers.scaler
+        norm_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(norm)
+        if math.isfinite(loss) and norm_is_fine:
             return loss, norm
+        bad = (~self.first_norms.isfinite()).nonzero()
+        names = [name for name, _ in self.model.named_parameters()]
         raise UserError(
-            f"step {self.step}: the training loss is {loss}, the gradient norm {norm}; "
-            f"first tensor that is not finite: {self._first_not_finite()}"
+            f"step {int(self.first_step)}: not finite; at step {self.step} the training loss is "
+            f"{loss}, the gradient norm {norm}; first tensor that is not finite: "
+            + (f"the gradient of {names[int(bad[0])]}" if len(bad) else "the loss itself")
         )
-
-    def _first_not_finite(self) -> str:
-        for name, weight in self.model.named_parameters():
-            for kind, tensor in (("", weight), (" (gradient)", weight.grad)):
-                if tensor is not None and not tensor.isfinite().all():
-                    return name + kind
-        return "none among weights and gradients"
 
     def check_weights(self) -> None:
         """Raises `UserError` with the first weight that is not finite, if there is one."""
-        if not nn.utils.get_total_norm(self.optimizers.parameters).isfinite():
-            raise UserError(f"step {self.step}: {self._first_not_finite()} is not finite")
+        finite = torch.stack([weight.isfinite().all() for weight in self.optimizers.parameters])
+        if not finite.all():
+            names = [name for name, _ in self.model.named_parameters()]
+            first = names[int((~finite).nonzero()[0])]
+            raise UserError(f"step {self.step}: first tensor that is not finite: {first}")
 
 
 def _say_nothing(_: str) -> None:

@@ -12,6 +12,10 @@ class UserError(Exception):
     """What the person at the keyboard can mend: it names what was given and what was expected."""
 
 
+class OtherRankError(UserError):
+    """A `UserError` of another rank, which shows it; this one ends without a word."""
+
+
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
     """The error for a name that is not one of `known`: it lists them, the nearest one first."""
     known = tuple(known)
@@ -32,12 +36,19 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError` into one line on stderr and exit status 1; any other error passes."""
+    """Turns a `UserError`, and what the system refuses, into one line on stderr and exit status 1.
+
+    Every other error is a bug, and passes.
+    """
     try:
         yield
-    except UserError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        print(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}", file=sys.stderr)
+    except OtherRankError:
+        sys.exit(1)
+    except (UserError, OSError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}", file=sys.stderr
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -46,17 +46,18 @@ class MetricsLog:
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-        self.file = self.path.open("a", buffering=1)
-        self.board = SummaryWriter(str(run_dir), purge_step=from_step + 1 if from_step else None)
+            self.file = self.path.open("a", buffering=1)
+            purge = from_step + 1 if from_step else None
+            self.board = SummaryWriter(str(run_dir), purge_step=purge)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line of JSON, flushed, and each number but the step as a TensorBoard scalar."""
         self.records.append(record)
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if name != "step":
-                self.board.add_scalar(name, value, record["step"])
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Flushes everything and draws loss.png."""
@@ -91,5 +92,6 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
             )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=120)

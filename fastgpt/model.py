@@ -109,7 +109,8 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+        y = self.activation(self.c_fc(x))  # (B, T, F)
+        return self.dropout(self.c_proj(y))  # (B, T, C)
 
 
 class PreNormBlock(nn.Module):
@@ -145,6 +146,55 @@ class PostNormBlock(PreNormBlock):
         return x, None
 
 
+class LearnedPositions(nn.Module):
+    """x (B, T, C) plus a trained vector for each place."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.shape[1]]
+
+
+class SinusoidalPositions(nn.Module):
+    """x (B, T, C) plus fixed waves: section 3.5 of Vaswani et al. 2017, sines before cosines."""
+
+    waves: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
+        self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.waves[: x.shape[1]]
+
+
+class Rotary(nn.Module):
+    """Cosines and sines (T, D/2) of the angles by which `ops.rotary` turns queries and keys."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        angles = _angles(config.context, config.head_dim, config.rotary_base)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, T: int) -> tuple[Tensor, Tensor]:
+        return self.cos[:T], self.sin[:T]
+
+
+def _angles(T: int, width: int, base: float) -> Tensor:
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
+
+
+POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+
+
 class GPT(nn.Module):
     """Tokens in, logits or loss out.
 
@@ -153,23 +203,14 @@ class GPT(nn.Module):
         ops: from `fastgpt.ops.select`.
     """
 
-    sinusoids: Tensor
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
-        if config.position == "learned":
-            self.wpe = nn.Embedding(config.context, config.dim)
-        elif config.position == "sinusoidal":
-            self.register_buffer("sinusoids", sinusoids(config), persistent=False)
-        elif config.position == "rotary":
-            cos, sin = rotary_angles(config)
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
+        add = POSITIONS.get(config.position)
+        self.wpe = nn.Identity() if add is None else add(config)
+        self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
         self.h = nn.ModuleList(block(config, ops) for _ in range(config.num_layers))
@@ -206,16 +247,9 @@ class GPT(nn.Module):
         Returns:
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
         """
-        T = tokens.shape[1]
-        x = self.wte(tokens)  # (B, T, C)
-        turn = None
-        if self.config.position == "learned":
-            x = x + self.wpe.weight[:T]
-        elif self.config.position == "sinusoidal":
-            x = x + self.sinusoids[:T]
-        elif self.config.position == "rotary":
-            turn = (self.cos[:T], self.sin[:T])  # (T, D/2) each
-        x, residual = self.dropout(x), None
+        x = self.dropout(self.wpe(self.wte(tokens)))  # (B, T, C)
+        turn = None if self.rotary is None else self.rotary(tokens.shape[1])
+        residual = None
         for block in self.h:
             x, residual = block(x, residual, turn)
         if self.ln_f is not None:
@@ -246,20 +280,3 @@ def _restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_
         if table is not None and table.shape[0] == model.config.vocab_size:
             missing = model.config.padded_vocab - table.shape[0]
             state[prefix + name] = F.pad(table, (0, 0, 0, missing))
-
-
-def sinusoids(config: ModelConfig) -> Tensor:
-    """(T, C) fixed positions: section 3.5 of Vaswani et al. 2017, sines before cosines."""
-    angles = _angles(config.context, config.dim, 10_000.0)  # (T, C/2)
-    return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
-def rotary_angles(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, D/2) of rotary positions."""
-    angles = _angles(config.context, config.head_dim, config.rotary_base)
-    return angles.cos(), angles.sin()
-
-
-def _angles(T: int, width: int, base: float) -> Tensor:
-    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()

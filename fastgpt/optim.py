@@ -1,6 +1,6 @@
 """Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class Optimizers:
                 weight_decay=config.weight_decay,
             )
             self.all.append(muon)
+        self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
+        """Of each parameter's gradient at the last step, before clipping."""
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float) -> Tensor:
@@ -53,7 +55,11 @@ class Optimizers:
             self.scaler.unscale_(optimizer)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * ratio
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or float("inf"))
+        gradients = [cast(Tensor, weight.grad) for weight in self.parameters]
+        self.norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore
+        norm = self.norms.norm()
+        if self.config.grad_clip:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
         # Only fp16 waits for the norm: the scaler looks at each optimizer's gradients alone, but
         # clipping has carried the infinity of one to the other.
         if not self.scaler.is_enabled() or norm.isfinite():

@@ -66,7 +66,7 @@ def open_run_dir(config: Config, step: int) -> Path:
         stem = f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
         path = next(ROOT / name for name in names if not (ROOT / name).exists())
-    elif (path / "config.json").exists() and not _is_inside(config.resume, path):
+    elif (path / "config.json").exists() and not _goes_on(config.resume, path):
         raise UserError(
             f"{path} holds a run already: expected another --run-dir, or --resume auto to go on"
         )
@@ -77,7 +77,10 @@ def open_run_dir(config: Config, step: int) -> Path:
     return path
 
 
-def _is_inside(resume: str | None, run_dir: Path) -> bool:
+def _goes_on(resume: str | None, run_dir: Path) -> bool:
+    """Whether `resume` is of this run; `auto` is what stays where it has no checkpoint yet."""
+    if resume == "auto":
+        return True
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
@@ -123,7 +126,9 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
     pairs = [
         *_fields("model", before.model, config.model),
         ("optim.kind", before.optim.kind, config.optim.kind),
-        ("seed", before.seed, config.seed),
+        ("data.val_fraction", before.data.val_fraction, config.data.val_fraction),
+        ("data.sampling", before.data.sampling, config.data.sampling),
+        ("seed", saved.state["rng"]["seed"], config.seed),
     ]
     for name, old, new in pairs:
         if old != new:

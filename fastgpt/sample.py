@@ -3,12 +3,13 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
 
 from fastgpt import checkpoint, device, ops
+from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.model import GPT
@@ -37,14 +38,16 @@ class SampleConfig:
     """Draw from the likeliest tokens that together reach this probability only."""
     seed: int = 1337
     """Of the draws."""
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where it is visible."""
 
     def __post_init__(self) -> None:
         for name in ("n", "tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
-        if self.temperature < 0:
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed is {self.seed}: expected 0 to 2^63 - 1")
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"--temperature is {self.temperature}: expected 0 or more")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k is {self.top_k}: expected 1 or more")
@@ -52,11 +55,9 @@ class SampleConfig:
             raise UserError(f"--top-p is {self.top_p}: expected a number in (0, 1]")
 
 
-def load_model(path: Path, on: str) -> GPT:
+def load_model(found: checkpoint.Checkpoint, on: str) -> GPT:
     """The model of a checkpoint, in evaluation mode on device `on`."""
-    found = checkpoint.load(path)
-    config = saved_config(path)
-    model = GPT(config.model, ops.select(config.ops, on, compiled=False))
+    model = GPT(saved_config(found.path).model, ops.select(OpsConfig(), on, compiled=False))
     model.load_state_dict(found.weights)
     return model.to(on).eval()
 
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
         print(f"warning: {complaint}", file=sys.stderr)
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
     prompt = encode_prompt(config.prompt, tokenizer)
-    model = load_model(found.path, on)
+    model = load_model(found, on)
     with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
         texts = sample_text(
             model,

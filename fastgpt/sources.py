@@ -81,8 +81,12 @@ def read_source(source: str) -> Source:
         return read_stdlib(Path(sysconfig.get_path("stdlib")))
     if source == "shakespeare":
         return Source(name=source, data=_read_shakespeare())
+    if not source:
+        raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
     path = Path(source).expanduser()
     if path.is_dir():
+        if any(path.glob("train_*.bin")):
+            raise UserError(f"{path} has token shards but no manifest.json: prepare it again")
         found = _read_folder(path)
     elif path.is_file():
         found = Source(name=_file_name(path), data=_read_file(path))

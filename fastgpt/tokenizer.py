@@ -223,7 +223,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if kind == "chars":
             return CharTokenizer(saved["chars"])
         if kind == "gpt2":
-            return GPT2Tokenizer([base64.b64decode(token) for token in saved["tokens"]])
+            tokens = [base64.b64decode(token) for token in saved["tokens"]]
+            if len(set(tokens)) != GPT2Tokenizer.vocab_size - 1:
+                raise ValueError(f"{len(set(tokens))} tokens")
+            return GPT2Tokenizer(tokens)
         return make_tokenizer(kind, None)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such tokenizer file") from error

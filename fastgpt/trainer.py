@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from fastgpt import checkpoint, device, run
 from fastgpt.config import Config, to_json
 from fastgpt.corpus import cache_dir
@@ -38,30 +40,36 @@ class Trainer:
         try:
             self.prompt = encode_prompt(prompt, self.engine.corpus.tokenizer)
         except UserError as error:
+            self.engine.loader.close()
             raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
-        self.best = math.inf
-        self._open_run()
+        self.best, self.log = math.inf, None
+        try:
+            self._open_run()
+        except UserError:
+            self.engine.loader.close()
+            raise
 
     def _open_run(self) -> None:
         """Makes or reopens the run directory, and says what is about to happen."""
-        engine, is_main = self.engine, self.world.is_main
+        engine = self.engine
         self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
-        peak = run_dir = self.log = None
-        if is_main:
-            peak = device.peak_flops(engine.device, engine.precision, cache_dir())
-            run_dir = run.open_run_dir(self.config, engine.step)
-        self.peak = self.world.from_main(peak) * device.shares(engine.device, self.world.size)
-        self.run_dir = self.world.from_main(run_dir)
-        if is_main:
-            self.log = MetricsLog(self.run_dir, engine.step)
-            # only what is on disk can be the best, as in a run that was never broken off
-            kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
-            losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
-            self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
-            with writing(self.run_dir / "manifest.json"):
-                manifest = run.manifest(self._facts()).encode()
-                write_atomically(self.run_dir / "manifest.json", manifest)
+        self.run_dir = self.world.on_main(lambda: run.open_run_dir(self.config, engine.step))
+        peak = self.world.on_main(
+            lambda: device.peak_flops(engine.device, engine.precision, cache_dir())
+        )
+        self.peak = peak * device.shares(engine.device, self.world.size)
+        self.world.on_main(self._open_log)
         self.display.header(self._header())
+
+    def _open_log(self) -> None:
+        self.log = MetricsLog(self.run_dir, self.engine.step)
+        # only what is on disk can be the best, as in a run that was never broken off
+        kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
+        losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
+        self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
+        with writing(self.run_dir / "manifest.json"):
+            manifest = run.manifest(self._facts()).encode()
+            write_atomically(self.run_dir / "manifest.json", manifest)
 
     def _facts(self) -> dict[str, Any]:
         engine, corpus = self.engine, self.engine.corpus
@@ -113,6 +121,11 @@ class Trainer:
         self.stop = StopSignal()
         try:
             self._fit()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"step {self.engine.step}: no GPU memory left with micro-batches of "
+                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays)"
+            ) from error
         finally:
             self.stop.restore()
             self.display.stop()
@@ -141,18 +154,16 @@ class Trainer:
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
-            pause = time.perf_counter()
-            if last or _due(engine.step, self._save_every()):
+            evaluate = last or _due(engine.step, config.eval_every)
+            if evaluate or _due(engine.step, config.save_every):
+                self._finite_loss()  # what is still queued belongs to training, not to the pause
+                pause = time.perf_counter()
                 self._save()
-            if last or _due(engine.step, config.eval_every):
-                self._evaluate()
-            self.clock += time.perf_counter() - pause
+                if evaluate:
+                    self._evaluate()
+                self.clock += time.perf_counter() - pause
         self.display.stop()
         self.display.line(f"done: {self.run_dir}")
-
-    def _save_every(self) -> int:
-        every = self.config.save_every
-        return self.config.eval_every if every is None else every
 
     def _lacks_evaluation(self) -> bool:
         """Before the first step, or where a resumed run lost the evaluation of its step."""
@@ -169,10 +180,13 @@ class Trainer:
         except UserError as error:
             raise UserError(f"{error}; {checkpoint.last_good(self.run_dir)}") from error
 
+    def _finite_loss(self) -> tuple[float, float]:
+        with self._naming_last_checkpoint():
+            return self.engine.finite_loss()
+
     def _log(self) -> None:
         engine = self.engine
-        with self._naming_last_checkpoint():
-            loss, grad_norm = engine.finite_loss()
+        loss, grad_norm = self._finite_loss()
         now = time.perf_counter()
         tokens = (engine.step - self.logged_step) * self.config.train.batch_tokens
         per_second = tokens / (now - self.clock)
@@ -184,7 +198,7 @@ class Trainer:
             "tok_per_s": round(per_second, 1),
             "mfu": round(per_second * engine.flops_per_token / self.peak, 4),
             "lr": engine.lr,
-            "grad_norm": grad_norm,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
         }
         if self.log is not None:
@@ -194,11 +208,11 @@ class Trainer:
     def _save(self) -> None:
         """Saves on the main rank, unless something is not finite."""
         engine = self.engine
+        self._finite_loss()
         with self._naming_last_checkpoint():
-            engine.finite_loss()
             engine.check_weights()
-        if self.world.is_main:
-            checkpoint.save(
+        self.world.on_main(
+            lambda: checkpoint.save(
                 self.run_dir / "checkpoints",
                 engine.step,
                 weights=engine.model.state_dict(),
@@ -207,6 +221,7 @@ class Trainer:
                 save_tokenizer=engine.corpus.tokenizer.save,
                 keep=self.config.train.keep_checkpoints,
             )
+        )
 
     def _evaluate(self) -> None:
         """Validation loss, and a sample; the checkpoint of this step may be the best so far."""
@@ -247,7 +262,7 @@ class Trainer:
         engine.model.train()
         self.display.sample(text)
         path = self.run_dir / "samples.txt"
-        with writing(path), path.open("a") as file:
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(f"=== step {engine.step} ===\n{text}\n\n")
 
     def _leave(self) -> None:

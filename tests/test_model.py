@@ -10,7 +10,7 @@ from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
-from fastgpt.model import GPT, rotary_angles
+from fastgpt.model import GPT, LearnedPositions, Rotary
 from fastgpt.ops import Ops
 from fastgpt.recipes import RECIPES
 from kernels.attention import attention_ref
@@ -257,7 +257,7 @@ def test_with_positions_their_order_matters(position):
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    cos, sin = rotary_angles(configure(position="rotary", context=40))
+    cos, sin = Rotary(configure(position="rotary", context=40))(40)
     q, k = torch.randn(2, 1, 1, 3, 8).expand(2, 1, 40, 3, 8).unbind()
     turned_q, turned_k = ops.rotary(q, k, cos, sin)
     scores = torch.einsum("bihd,bjhd->hij", turned_q, turned_k)
@@ -406,6 +406,8 @@ def test_torch_init_is_what_pytorchs_modules_draw():
             fresh = nn.Linear(module.in_features, module.out_features, bias=bias)
         elif isinstance(module, nn.Embedding):
             fresh = nn.Embedding(module.num_embeddings, module.embedding_dim)
+        elif isinstance(module, LearnedPositions):
+            fresh = nn.Embedding(*module.weight.shape)
         else:
             continue
         for kind, weight in module.named_parameters():
