@@ -1,13 +1,11 @@
 """Whole processes to a loss, beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
 
 Start, imports, data, training, evaluation and exit are all in the time. nanoGPT runs the command
-that its README gives for small computers, on the same text; each recipe runs as `python train.py`.
+that its README gives for small computers, on the same text, and keeps its last checkpoint; each
+recipe runs as `python train.py`. Both losses are then over all windows of the held-out text.
 """
 
 import os
-import pickle
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,15 +18,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bench import records
-from fastgpt.corpus import data_dir, open_corpus
+from bench import nanogpt, records
+from fastgpt.corpus import Corpus, data_dir, open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
 
 NANOGPT_FLAGS = (
     "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64",
     "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000",
-    "--lr_decay_iters=2000", "--dropout=0.0",
+    "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True",
 )  # fmt: skip
 
 
@@ -44,11 +42,11 @@ class Race:
     """How often each one runs."""
 
 
-def run_nanogpt(checkout: Path) -> tuple[float, float]:
-    """(seconds, last validation loss)."""
+def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
+    """(seconds, validation loss over all windows of the held-out text)."""
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS]
-    seconds, output = _timed(command, checkout)
-    return seconds, float(re.findall(r"val loss ([0-9.]+)", output)[-1])
+    seconds, _ = _timed(command, checkout)
+    return seconds, nanogpt.validation_loss(checkout, corpus)
 
 
 def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
@@ -70,34 +68,20 @@ def _timed(command: list[str], cwd: Path) -> tuple[float, str]:
     return seconds, done.stdout
 
 
-def prepare_nanogpt(checkout: Path, folder: Path) -> Path:
-    """A copy of the checkout with tiny shakespeare laid out as its train.py reads it."""
-    if not (checkout / "train.py").exists():
-        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
-    copy = folder / "nanogpt"
-    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
-    corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
-    data = copy / "data" / "shakespeare_char"
-    corpus.train.tofile(data / "train.bin")
-    corpus.val.tofile(data / "val.bin")
-    characters = {"vocab_size": corpus.tokenizer.vocab_size}
-    (data / "meta.pkl").write_bytes(pickle.dumps(characters))
-    return copy
-
-
 def main(argv: list[str]) -> None:
     race = tyro.cli(Race, prog="python -m bench.race", args=argv)
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
     results: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkout = prepare_nanogpt(race.nanogpt.absolute(), folder)
+        corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
+        checkout = nanogpt.copy_with_data(race.nanogpt.absolute(), folder, corpus)
         for _ in range(race.rounds):
-            results.setdefault("nanogpt", []).append(run_nanogpt(checkout))
+            results.setdefault("nanogpt", []).append(run_nanogpt(checkout, corpus))
             for recipe in race.recipes:
                 results.setdefault(recipe, []).append(run_recipe(recipe, folder))
     rows: list[dict[str, Any]] = []
-    table = Table("run", "seconds (p20 p50 p80)", "val loss", "nanoGPT's time over it")
+    table = Table("run", "seconds", "val loss", "nanoGPT's time over it")
     for name, runs in results.items():
         ratios = [n / s for (n, _), (s, _) in zip(results["nanogpt"], runs, strict=True)]
         row = {

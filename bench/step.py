@@ -1,11 +1,10 @@
 """A training step beside nanoGPT's, in turn, in one process: `python -m bench.step --nanogpt PATH`.
 
-Both do what their own train.py does between two log lines: a batch, forward, backward, clipping,
-AdamW. nanoGPT runs its own model.py as it is, in the precision it has on that device and in the one
+Both do what their own train.py does between two log lines: forward, backward, clipping, AdamW
+(fastgpt also takes its next batch; nanoGPT gets the same one each time). nanoGPT runs its own model.py as it is, in the precision it has on that device and in the one
 fastgpt takes. The order of the two alternates, so that a machine whose speed drifts hurts both.
 """
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -19,11 +18,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bench import records
+from bench import nanogpt, records
 from fastgpt import device
 from fastgpt.config import Config
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, shown_in_one_line, unknown_name
 from fastgpt.recipes import RECIPES
 
 
@@ -47,13 +46,7 @@ def nanogpt_step(
     config: Config, checkout: Path, on: str, autocast: AbstractContextManager
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """A training step of nanoGPT's model with `config`'s sizes, optimizer settings and dropout."""
-    path = checkout / "model.py"
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    if not path.exists() or spec is None or spec.loader is None:
-        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no model.py")
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = nanogpt.load_model_module(checkout)
     sizes = config.model
     model = module.GPT(
         module.GPTConfig(
@@ -84,7 +77,9 @@ def nanogpt_step(
 def measure(bench: StepBench) -> list[dict[str, Any]]:
     """A row for each implementation: tokens/s, and seconds per step as quantiles."""
     if bench.recipe not in RECIPES:
-        raise UserError(f"unknown recipe {bench.recipe!r}: expected one of {', '.join(RECIPES)}")
+        raise unknown_name("recipe", bench.recipe, RECIPES)
+    if bench.rounds < 2:
+        raise UserError(f"--rounds is {bench.rounds}: expected 2 or more")
     config = RECIPES[bench.recipe][1]
     model, train = config.model, config.train
     if bench.dropout is not None:

@@ -59,9 +59,11 @@ class Engine:
     def _open_corpus(self, config: Config) -> Corpus:
         source = run.resolve_source(config.data.source, self.warn)
         arguments = {"tokenizer": config.data.tokenizer, "val_fraction": config.data.val_fraction}
-        if self.world.is_main:
-            open_corpus(source, **arguments)  # downloaded and prepared by one, read by all
-        self.world.barrier()
+
+        def prepare() -> None:
+            open_corpus(source, **arguments)
+
+        self.world.on_main(prepare)  # downloaded and prepared by one, read by all
         return open_corpus(source, **arguments)
 
     def _build_model(self) -> None:

@@ -30,7 +30,9 @@ _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
 _MUON = OptimConfig(
     kind="muon",
     lr=1e-2,
-    muon_lr=0.04,
+    muon_lr=0.06,
+    muon_momentum=0.9,
+    beta1=0.8,
     schedule="linear",
     min_lr_ratio=0.0,
     warmup_steps=20,
@@ -42,8 +44,8 @@ RECIPES: dict[str, tuple[str, Config]] = {
         "a small GPT on the source of this Python's library: minutes on a laptop CPU",
         Config(
             recipe="baby",
-            steps=1000,
-            eval_every=250,
+            steps=900,
+            eval_every=300,
             model=ModelConfig(num_layers=4, num_heads=4, dim=128, context=256),
             data=DataConfig(val_fraction=0.05, eval_tokens=2**16),
             optim=_MUON,
@@ -54,7 +56,7 @@ RECIPES: dict[str, tuple[str, Config]] = {
         "tiny shakespeare, 4 layers of 128, with Muon: seconds on a CPU",
         Config(
             recipe="shakespeare-cpu",
-            steps=330,
+            steps=300,
             eval_every=0,
             model=_SMALL,
             data=_SHAKESPEARE,
@@ -67,7 +69,7 @@ RECIPES: dict[str, tuple[str, Config]] = {
         Config(
             recipe="shakespeare-cpu-adamw",
             steps=2000,
-            eval_every=500,
+            eval_every=1000,
             model=_SMALL,
             data=_SHAKESPEARE,
             optim=OptimConfig(lr=1e-3, beta2=0.99, warmup_steps=100),
