@@ -1,4 +1,4 @@
-"""A checkout of nanoGPT as a peer: its model.py as it is, and its data laid out for its train.py."""
+"""A checkout of nanoGPT as a peer: its model.py as it is, and data laid out for its train.py."""
 
 import importlib.util
 import pickle

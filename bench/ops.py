@@ -33,7 +33,7 @@ def timed(step: Callable[[], torch.Tensor]) -> tuple[float, float]:
 
 
 def beside(case: dict[str, Any], steps: dict[str, Callable[[], torch.Tensor]]) -> list[dict]:
-    """A row for each implementation of `case`; the order alternates, the first round is not kept."""
+    """A row for each implementation; their order alternates, and the first round is not kept."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(ROUNDS + 1):
         for name in list(steps)[:: 1 if turn % 2 else -1]:

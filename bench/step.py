@@ -1,8 +1,9 @@
 """A training step beside nanoGPT's, in turn, in one process: `python -m bench.step --nanogpt PATH`.
 
 Both do what their own train.py does between two log lines: forward, backward, clipping, AdamW
-(fastgpt also takes its next batch; nanoGPT gets the same one each time). nanoGPT runs its own model.py as it is, in the precision it has on that device and in the one
-fastgpt takes. The order of the two alternates, so that a machine whose speed drifts hurts both.
+(fastgpt also takes its next batch; nanoGPT gets the same one each time). nanoGPT runs its own
+model.py as it is, in fp32 and in the precision that fastgpt takes. The order alternates, so that a
+machine whose speed drifts hurts both.
 """
 
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -38,6 +39,8 @@ class StepBench:
     """For both; None: the recipe's."""
     batch: int | None = None
     """Sequences of a step, for both; None: the recipe's."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of fastgpt's model; nanoGPT's is compiled on CUDA."""
     rounds: int = 7
     """Timed rounds of one step each, after one that is not."""
 
@@ -74,29 +77,34 @@ def nanogpt_step(
     return step
 
 
-def measure(bench: StepBench) -> list[dict[str, Any]]:
-    """A row for each implementation: tokens/s, and seconds per step as quantiles."""
+def engine_for(bench: StepBench) -> Engine:
+    """The recipe's engine, with the sizes that were asked for."""
     if bench.recipe not in RECIPES:
         raise unknown_name("recipe", bench.recipe, RECIPES)
-    if bench.rounds < 2:
-        raise UserError(f"--rounds is {bench.rounds}: expected 2 or more")
     config = RECIPES[bench.recipe][1]
-    model, train = config.model, config.train
+    model, train = config.model, replace(config.train, compile=bench.compile)
     if bench.dropout is not None:
         model = replace(model, dropout=bench.dropout)
     if bench.batch is not None:
         train = replace(train, batch_tokens=bench.batch * model.context, micro_batch=bench.batch)
     engine = Engine(replace(config, model=model, train=train))
-    on, config = engine.device, engine.config
     if engine.loader.accumulation > 1:
         raise UserError(
             f"{bench.recipe} takes {config.global_batch} sequences in micro-steps of "
             f"{engine.micro_batch}: pass --batch {engine.micro_batch} or less to compare one step"
         )
+    return engine
+
+
+def measure(bench: StepBench) -> list[dict[str, Any]]:
+    """A row for each implementation: tokens/s, and seconds per step as quantiles."""
+    if bench.rounds < 2:
+        raise UserError(f"--rounds is {bench.rounds}: expected 2 or more")
+    engine = engine_for(bench)
+    on, config = engine.device, engine.config
     x, y = engine.loader.next()
-    implementations: dict[str, Callable[[], None]] = {
-        f"fastgpt {engine.precision}": engine.train_step
-    }
+    ours = f"fastgpt {engine.precision}"
+    implementations: dict[str, Callable[[], None]] = {ours: engine.train_step}
     contexts = {"fp32": nullcontext(), engine.precision: engine.autocast()}
     for precision, autocast in contexts.items():
         step = nanogpt_step(config, bench.nanogpt, on, autocast)
@@ -117,7 +125,6 @@ def measure(bench: StepBench) -> list[dict[str, Any]]:
         "dropout": config.model.dropout,
         "compile": engine.compiled,
     }
-    ours = seconds[f"fastgpt {engine.precision}"]
     return [
         {
             "implementation": name,
@@ -125,7 +132,9 @@ def measure(bench: StepBench) -> list[dict[str, Any]]:
             "seconds": records.quantiles(times),
             "tok_per_s": tokens / records.quantiles(times)["p50"],
             # the ratio of each round, so that a slow spell counts for both
-            "fastgpt_speedup": records.quantiles([b / a for a, b in zip(ours, times, strict=True)]),
+            "fastgpt_speedup": records.quantiles(
+                [b / a for a, b in zip(seconds[ours], times, strict=True)]
+            ),
         }
         for name, times in seconds.items()
     ]
