@@ -1,16 +1,18 @@
-"""A training step beside nanoGPT's, in turn, in one process: `python -m bench.step --nanogpt PATH`.
+"""A training step beside nanoGPT's, in turn: `python -m bench.step --nanogpt PATH`.
 
 Both do what their own train.py does between two log lines: forward, backward, clipping, AdamW
-(fastgpt also takes its next batch; nanoGPT gets the same one each time). nanoGPT runs its own
-model.py as it is, in fp32 and in the precision that fastgpt takes. The order alternates, so that a
-machine whose speed drifts hurts both.
+(fastgpt also takes its next batch; nanoGPT gets one random batch each time). nanoGPT runs its own
+model.py as it is, in a process of its own, in fp32 and in the precision that fastgpt takes. The
+order alternates, so that a machine whose speed drifts hurts both.
 """
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +49,7 @@ class StepBench:
 
 def nanogpt_step(
     config: Config, checkout: Path, on: str, autocast: AbstractContextManager
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
+) -> Callable[[], None]:
     """A training step of nanoGPT's model with `config`'s sizes, optimizer settings and dropout."""
     module = nanogpt.load_model_module(checkout)
     sizes = config.model
@@ -65,8 +67,11 @@ def nanogpt_step(
     optim = config.optim
     adamw = model.configure_optimizers(optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), on)
     forward = torch.compile(model) if on == "cuda" else model
+    assert sizes.vocab_size is not None
+    shape = (2, config.global_batch, sizes.context)
+    x, y = torch.randint(sizes.vocab_size, shape, device=on)
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+    def step() -> None:
         with autocast:
             _, loss = forward(x, y)
         loss.backward()
@@ -75,6 +80,22 @@ def nanogpt_step(
         adamw.zero_grad(set_to_none=True)
 
     return step
+
+
+def serve_nanogpt(pipe: Connection, config: Config, checkout: Path, on: str, dtype: str) -> None:
+    """In a process of its own, so that nothing of fastgpt's is set there: a step for each word."""
+    step = nanogpt_step(config, checkout, on, device.autocast(on, dtype))
+    while pipe.recv():
+        pipe.send(timed(step, on))
+
+
+def timed(step: Callable[[], None], on: str) -> float:
+    """Seconds until it is done."""
+    start = time.perf_counter()
+    step()
+    if on == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def engine_for(bench: StepBench) -> Engine:
@@ -100,24 +121,28 @@ def measure(bench: StepBench) -> list[dict[str, Any]]:
     """A row for each implementation: tokens/s, and seconds per step as quantiles."""
     if bench.rounds < 2:
         raise UserError(f"--rounds is {bench.rounds}: expected 2 or more")
+    nanogpt.load_model_module(bench.nanogpt)  # a wrong path is an error before anything runs
     engine = engine_for(bench)
     on, config = engine.device, engine.config
-    x, y = engine.loader.next()
     ours = f"fastgpt {engine.precision}"
-    implementations: dict[str, Callable[[], None]] = {ours: engine.train_step}
-    contexts = {"fp32": nullcontext(), engine.precision: engine.autocast()}
-    for precision, autocast in contexts.items():
-        step = nanogpt_step(config, bench.nanogpt, on, autocast)
-        implementations[f"nanogpt {precision}"] = lambda step=step: step(x, y)
-    seconds: dict[str, list[float]] = {name: [] for name in implementations}
+    steps: dict[str, Callable[[], float]] = {ours: lambda: timed(engine.train_step, on)}
+    spawn = multiprocessing.get_context("spawn")
+    workers = []
+    for dtype in dict.fromkeys(("fp32", engine.precision)):
+        here, there = spawn.Pipe()
+        arguments = (there, config, bench.nanogpt, on, dtype)
+        workers.append((spawn.Process(target=serve_nanogpt, args=arguments, daemon=True), here))
+        workers[-1][0].start()
+        steps[f"nanogpt {dtype}"] = lambda pipe=here: (pipe.send(True), pipe.recv())[1]
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(bench.rounds + 1):
-        for name, step in list(implementations.items())[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
-            step()
-            if on == "cuda":
-                torch.cuda.synchronize()
+        for name, step in list(steps.items())[:: 1 if turn % 2 else -1]:
+            took = step()
             if turn:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(took)
+    for process, pipe in workers:
+        pipe.send(False)
+        process.join()
     tokens = config.train.batch_tokens
     common = {
         "recipe": bench.recipe,

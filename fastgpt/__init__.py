@@ -1,3 +1,3 @@
-"""fastgpt: a trainer for GPT-2-class language models on fused Triton kernels."""
+"""fastgpt: a small, fast trainer for GPT-2-class language models."""
 
 __version__ = "0.1.0"

@@ -1,5 +1,6 @@
 """The machine: its device, its fast number formats, its compiler, and how fast it multiplies."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -27,6 +28,22 @@ def pick_device(asked: str) -> str:
             "expected a GPU with its driver and a CUDA build of torch, or --train.device cpu"
         )
     return asked
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc's allocator to keep what tensors free, for the next step to use again.
+
+    By default it hands large blocks back to the system, which gives them out again page by page and
+    zeroed: 549 ms a step of 6 layers of 384 (B=16, T=256, bf16, two AVX-512 cores) against 463 ms.
+    The process then keeps its peak memory. Where there is another allocator nothing happens.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(M_TOP_PAD, 2**26)
 
 
 def device_name(device: str) -> str:

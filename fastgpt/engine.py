@@ -39,6 +39,8 @@ class Engine:
 
     def __init__(self, config: Config, warn: Callable[[str], None] = print) -> None:
         self.device = device.pick_device(config.train.device)
+        if self.device == "cpu":
+            device.keep_freed_memory()
         self.world = distributed.start(self.device)
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
-from kernels.attention import attention_mask, attention_ref
-from kernels.attention_blocked import attention_blocked
-from kernels.dropout import dropout as dropout_lanes
+from kernels import attention_blocked, attention_ref, dropout
+from kernels.attention import attention_mask
 
 
 def sdpa(
@@ -107,7 +106,7 @@ def linear_cross_entropy(
 
 
 ATTENTION = {"torch": attention_ref, "sdpa": sdpa, "blocked": attention_blocked}
-DROPOUT = {"torch": F.dropout, "lanes": dropout_lanes}
+DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,7 @@
-"""Fused ops of a GPT's training step, one op a file, each with its plain PyTorch reference."""
+"""The ops of a GPT's step, one a file; `<op>_ref` is the plain form that the others are held to."""
+
+from kernels.attention import attention_ref
+from kernels.attention_blocked import attention_blocked
+from kernels.dropout import dropout
+
+__all__ = ["attention_blocked", "attention_ref", "dropout"]

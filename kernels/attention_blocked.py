@@ -2,8 +2,7 @@
 
 A block of queries meets only the keys up to its own end, so about half the square is never
 computed, and each block's scores stay in cache. PyTorch's fused CPU attention runs its products at
-a tenth of the matmul rate: at (16, 256, 6, 64) in bf16 on two AVX-512 cores it takes 10.7 + 24.2 ms
-(forward + backward), this 5.5 + 8.6 ms.
+a tenth of the matmul rate; `python -m bench.ops` measures both.
 
 Shapes
     q, k, v, out: (B, T, H, D); inside (B*H, T, D); weights of one block: (B*H, rows, keys)
