@@ -90,7 +90,7 @@ def serve_nanogpt(pipe: Connection, config: Config, checkout: Path, on: str, dty
 
 
 def timed(step: Callable[[], None], on: str) -> float:
-    """Seconds of the second of two steps: the first finds the other process's data in the caches."""
+    """Seconds of the second of two steps; the first meets caches full of other data."""
     step()
     if on == "cuda":
         torch.cuda.synchronize()
