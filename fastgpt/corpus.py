@@ -171,9 +171,7 @@ def _read_prepared(path: Path) -> Corpus:
             python=manifest["python"],
             path=path,
         )
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
 
 

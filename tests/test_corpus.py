@@ -206,6 +206,15 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     assert len(set(paths)) == len(entries()) == 4
 
 
+def test_manifest_that_counts_no_held_out_token_is_named(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="bytes", val_fraction=0.1)
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["splits"]["val"]["tokens"] = 0
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        opened(out)
+
+
 @pytest.mark.parametrize("name", ["train_000000.bin", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_damaged_entry_is_prepared_again(text_file, caplog, name, damage):
