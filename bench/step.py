@@ -95,11 +95,7 @@ def serve_nanogpt(pipe: Connection, config: Config, checkout: Path, on: str, dty
 
 
 def timed(step: Callable[[], None], on: str) -> float:
-    """Seconds of a step at its steady pace: the median of three, after two that are not counted.
-
-    The first steps of a turn pay for the other process's: a single step of nanoGPT (6 layers of 384,
-    bf16, dropout 0) took 683 ms in turns, and 561 ms in a process that had the machine for itself.
-    """
+    """Seconds of a step at its steady pace: the median of three, after two that are not counted."""
     seconds = []
     for _ in range(WARM_STEPS + TIMED_STEPS):
         start = time.perf_counter()
