@@ -3,7 +3,7 @@
 #   VENV=dir     the environment (.venv), made and kept up to date as needed;
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
-#   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, hf)
+#   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
 #   ARGS="..."   handed on to train.py or pytest
 
 VENV ?= .venv

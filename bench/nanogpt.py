@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fastgpt.corpus import Corpus
+from fastgpt.data.corpus import Corpus
+from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.errors import UserError
-from fastgpt.loader import IGNORED, eval_batches
 
 
 def load_model_module(checkout: Path) -> Any:
@@ -33,8 +33,8 @@ def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
     copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
     data = copy / "data" / "shakespeare_char"
-    corpus.train.tofile(data / "train.bin")
-    corpus.val.tofile(data / "val.bin")
+    corpus.train[:].tofile(data / "train.bin")
+    corpus.val[:].tofile(data / "val.bin")
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
     return copy
 

@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import nanogpt, records
-from fastgpt.corpus import Corpus, data_dir, open_corpus
+from fastgpt.data.corpus import Corpus, open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
+from fastgpt.storage import data_dir
 
 NANOGPT_FLAGS = (
     "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64",

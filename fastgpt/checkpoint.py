@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgpt.errors import UserError, writing
-from fastgpt.shards import sync_directory
+from fastgpt.storage import sync_directory
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STEP = re.compile(r"step_\d{8,}")
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
 

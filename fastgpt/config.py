@@ -72,6 +72,10 @@ class ModelConfig:
     """Squash logits to (-softcap, softcap) by tanh."""
     window: int | None = None
     """Attend only to this many last tokens. None: to all."""
+    document_mask: bool = False
+    """Attend only within one's own document."""
+    eot_id: tyro.conf.Suppress[int | None] = None
+    """The token that begins a document, for `document_mask`; the data's tokenizer sets it."""
     init: Literal["gpt2", "torch"] = "gpt2"
     """GPT-2's N(0, 0.02) with residual projections scaled by 1/sqrt(2 L), or PyTorch's default."""
     dropout: float = 0.0
@@ -138,14 +142,18 @@ class DataConfig:
     """What is read, and in which order."""
 
     source: str = "builtin"
-    """`builtin` (this Python's standard library), `shakespeare`, or the path of a text file, a
-    folder of them, or a prepared directory; `prepared`: $FASTGPT_DATA/gpt2, else `builtin`."""
+    """`builtin` (this Python's standard library), `shakespeare`, or whatever fastgpt.prepare takes;
+    a prepared directory or llm.c's shards; `A=0.7,B=0.3` mixes; `prepared`: $FASTGPT_DATA/gpt2,
+    else `builtin`."""
     tokenizer: str = "auto"
-    """`bytes`, `chars`, `gpt2`; `auto` takes what suits the source."""
+    """`bytes`, `chars`, `gpt2`, or the path of a tokenizer.json; `auto`: what suits the source."""
     val_fraction: float = 0.1
-    """Share at the end of the text that is held out."""
+    """Held out: the end of a text, or so many of a set's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"
-    """Every window once an epoch, shuffled; or windows drawn with replacement."""
+    """Every sample once an epoch, shuffled; or samples drawn with replacement."""
+    align: Literal["none", "bos", "document"] = "none"
+    """What a sample is: a window anywhere; a window that begins with a document; or one document,
+    cut or filled up, the filling not scored."""
     eval_tokens: int = 131_072
     """Held-out tokens that each evaluation scores, always the same ones; 0: all."""
     final_eval_tokens: int = 0

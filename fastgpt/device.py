@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fastgpt.errors import UserError
-from fastgpt.shards import write_atomically
+from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

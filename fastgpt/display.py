@@ -2,13 +2,26 @@
 
 import io
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+
+QUIET_S = 3
+"""Text that is prepared in less than this is not worth a word."""
+LINE_S = 10
+"""Between two lines where there is no terminal to draw a bar on."""
 
 
 class Display:
@@ -60,8 +73,9 @@ class Display:
     def step(self, record: dict[str, Any], steps: int) -> None:
         """One log record: the bar moves, or a line is printed."""
         text = (
-            f"loss {record['train_loss']:.4f}  {_short(record['tok_per_s'])} tok/s  "
-            f"MFU {record['mfu']:.1%}"
+            f"loss {record['train_loss']:.4f}  {short(record['tok_per_s'])} tok/s  "
+            f"MFU {record['mfu']:.1%}  epoch {record['epoch']:.2f}  "
+            f"data wait {record['data_wait']:.1%}"
         )
         if "peak_memory_gib" in record:
             text += f"  {record['peak_memory_gib']:.1f} GiB"
@@ -88,7 +102,50 @@ class Display:
             self.bar = None
 
 
-def _short(number: float) -> str:
+class Preparing:
+    """How far the preparation of text is: share, tokens, tokens/s and time left, on stderr."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.live = self.console.is_terminal
+        columns = (
+            BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        self.bar = Progress(*columns, console=self.console)
+        self.task = self.bar.add_task("", total=1.0)
+        self.began, self.shown = time.monotonic(), 0.0
+        self.first: tuple[float, int] | None = None
+
+    def __enter__(self) -> "Preparing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar.live.is_started:  # else, without a terminal, it would print an empty line
+            self.bar.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self.began
+
+    def __call__(self, tokens: int, share: float) -> None:
+        """Args: tokens so far, and the share of the text that is behind."""
+        if self.first is None:
+            self.first = (share, tokens)  # not (0, 0) where a preparation goes on
+        fresh, rate = share - self.first[0], (tokens - self.first[1]) / max(self.seconds, 1e-9)
+        text = f"{tokens:,} tokens, {short(rate)} tokens/s"
+        if self.live and self.seconds >= QUIET_S:
+            self.bar.start()
+            self.bar.update(self.task, completed=share, description=text)
+        elif self.seconds - self.shown >= LINE_S:
+            self.shown = self.seconds
+            left = self.seconds * (1 - share) / max(fresh, 1e-9)
+            self.console.print(f"preparing text: {share:.1%}, {text}, about {left:.0f} s left")
+
+
+def short(number: float) -> str:
+    """Three digits or so: 12.3M, 4.5k, 678."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{suffix}"

@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt import checkpoint, device, distributed, ops, run
 from fastgpt.config import Config
-from fastgpt.corpus import Corpus, open_corpus
+from fastgpt.data.dataset import DataSet, open_data
+from fastgpt.data.loader import Loader
+from fastgpt.display import Preparing
 from fastgpt.errors import UserError
 from fastgpt.evaluate import validation_loss
-from fastgpt.loader import Loader
 from fastgpt.metrics import flops_per_token
 from fastgpt.model import GPT
 from fastgpt.optim import Optimizers
@@ -49,8 +50,8 @@ class Engine:
             self.warn(note)
         if config.train.tf32:
             torch.set_float32_matmul_precision("high")
-        self.corpus = self._open_corpus(config)
-        self.config = run.with_vocabulary(config, self.corpus.tokenizer)
+        self.data = self._open_data(config)
+        self.config = run.with_vocabulary(config, self.data.tokenizer)
         self.flops_per_token = flops_per_token(self.config.model)
         self._build_model()
         self.step, self.lr = 0, 0.0
@@ -58,15 +59,17 @@ class Engine:
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
         self._open_loader(self._restore())
 
-    def _open_corpus(self, config: Config) -> Corpus:
+    def _open_data(self, config: Config) -> DataSet:
         source = run.resolve_source(config.data.source, self.warn)
-        arguments = {"tokenizer": config.data.tokenizer, "val_fraction": config.data.val_fraction}
 
-        def prepare() -> None:
-            open_corpus(source, **arguments)
+        def open_once() -> None:
+            with Preparing() as report:
+                data = open_data(config.data, source, report)
+            data.orders(config.model.context, config.seed)
 
-        self.world.on_main(prepare)  # downloaded and prepared by one, read by all
-        return open_corpus(source, **arguments)
+        # downloaded, prepared and checked by one, and its documents found; read by all
+        self.world.on_main(open_once)
+        return open_data(config.data, source)
 
     def _build_model(self) -> None:
         config = self.config
@@ -87,14 +90,14 @@ class Engine:
                 module, gradient_as_bucket_view=True, broadcast_buffers=False
             )
 
-    def _restore(self) -> dict[str, int]:
-        """Loads what `config.resume` names; the loader's state."""
+    def _restore(self) -> dict[str, list[int]] | None:
+        """Loads what `config.resume` names; the loader's state, None where it begins."""
         if self.config.resume in (None, "auto"):  # `auto` that found nothing to go on from
-            return {"epoch": 0, "index": 0}
+            return None
         found, complaints = checkpoint.find(self.config.resume)
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
-        run.check_same(found, self.config, self.corpus.tokenizer)
+        run.check_same(found, self.config, self.data.tokenizer)
         self.model.load_state_dict(found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
@@ -102,15 +105,15 @@ class Engine:
             raise UserError(
                 f"--steps is {self.config.steps}: {found.path} has taken {self.step} already"
             )
-        if found.state["corpus"] != self.corpus.sha256:
+        if found.state["corpus"] != self.data.sha256:
             self.warn(
                 f"{found.path} was trained on other text ({found.state['corpus'][:12]}): "
-                f"this one ({self.corpus.sha256[:12]}) is read from its start"
+                f"this one ({self.data.sha256[:12]}) is read from its start"
             )
-            return {"epoch": 0, "index": 0}
+            return None
         return found.state["loader"]
 
-    def _open_loader(self, state: dict[str, int]) -> None:
+    def _open_loader(self, state: dict[str, list[int]] | None) -> None:
         config, ranks = self.config, self.world.size
         if config.global_batch % ranks:
             raise UserError(
@@ -125,24 +128,26 @@ class Engine:
                 f"{share} sequences a rank divide into micro-batches of {self.micro_batch} at most "
                 f"(train.micro_batch is {config.train.micro_batch}): another batch would be faster"
             )
+        for corpus in self.data.corpora:
+            if len(corpus.val) < 2:
+                raise UserError(
+                    f"{corpus.name}: {len(corpus.val)} token held out, expected at least 2: "
+                    "give more text or a larger --data.val-fraction"
+                )
+        orders = self.data.orders(config.model.context, config.seed)
+        self.epoch_sizes = [order.epoch_size(0) for order in orders]
+        self.coverage = [order.coverage() for order in orders]
         self.loader = Loader(
-            self.corpus.train,
+            [corpus.train for corpus in self.data.corpora],
+            self.data.mixture(orders, state),
             context=config.model.context,
             global_batch=config.global_batch,
             micro_batch=self.micro_batch,
             rank=self.world.rank,
             world_size=ranks,
-            seed=config.seed,
-            sampling=config.data.sampling,
+            pad_id=self.data.pad_id,
             device=self.device,
-            **state,
         )
-        if len(self.corpus.val) < 2:
-            self.loader.close()
-            raise UserError(
-                f"{self.corpus.name}: {len(self.corpus.val)} token held out, expected at least 2: "
-                "give more text or a larger --data.val-fraction"
-            )
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -160,7 +165,10 @@ class Engine:
             quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
             with quiet:
                 with self.autocast():
-                    loss = (self.replica or self.loss)(x, y) / micro_steps
+                    # of a mean over the global batch's targets, which samples that were filled up
+                    # share unevenly
+                    part = self.loader.share / micro_steps
+                    loss = (self.replica or self.loss)(x, y) * part
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
@@ -177,28 +185,39 @@ class Engine:
         """Around every forward."""
         return device.autocast(self.device, self.precision)
 
-    def validation(self, max_tokens: int) -> tuple[float, int]:
-        """(mean loss in nats, targets scored); see `validation_loss`."""
+    def validation(self, max_tokens: int) -> list[tuple[float, int]]:
+        """(mean loss in nats, targets scored) on each corpus; see `validation_loss`."""
         self.model.eval()
-        result = validation_loss(
-            self.loss,
-            self.corpus.val,
-            context=self.config.model.context,
-            micro_batch=self.micro_batch,
-            max_tokens=max_tokens,
-            world=self.world,
-            device=self.device,
-            autocast=self.autocast(),
-        )
+        results = [
+            validation_loss(
+                self.loss,
+                corpus.val,
+                context=self.config.model.context,
+                micro_batch=self.micro_batch,
+                max_tokens=max_tokens,
+                documents=self.data.validation_documents(corpus, self.config.model.context),
+                pad_id=self.data.pad_id,
+                world=self.world,
+                device=self.device,
+                autocast=self.autocast(),
+            )
+            for corpus in self.data.corpora
+        ]
         self.model.train()
-        return result
+        return results
+
+    def epochs(self) -> list[float]:
+        """How often each corpus has been read by the steps taken."""
+        state = self.loader.state()
+        places = zip(state["epoch"], state["index"], self.epoch_sizes)
+        return [epoch + index / size for epoch, index, size in places]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the weights."""
         return {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
-            "corpus": self.corpus.sha256,
+            "corpus": self.data.sha256,
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.config.seed, "step": self.step},
         }

@@ -7,22 +7,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpt.data.loader import IGNORED, eval_batches
+from fastgpt.data.order import SampleOrder
+from fastgpt.data.shards import Tokens
+from fastgpt.data.tokenizer import Tokenizer
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
-from fastgpt.loader import IGNORED, eval_batches
 from fastgpt.model import GPT
-from fastgpt.tokenizer import Tokenizer
 
 
 @torch.no_grad()
 def validation_loss(
     model: Callable[[Tensor, Tensor], Tensor],
-    tokens: np.ndarray,
+    tokens: np.ndarray | Tokens,
     *,
     context: int,
     micro_batch: int,
     max_tokens: int,
+    documents: SampleOrder | None = None,
+    pad_id: int = 0,
     world: World,
     device: str,
     autocast: AbstractContextManager,
@@ -35,6 +39,8 @@ def validation_loss(
         context: T.
         micro_batch: B; every batch has the shape (B, T) of training, so that nothing recompiles.
         max_tokens: how many targets, about; 0: all.
+        documents: see `eval_batches`.
+        pad_id: see `eval_batches`.
         world: the ranks.
         device: of the model.
         autocast: entered around each forward.
@@ -47,6 +53,8 @@ def validation_loss(
         rank=world.rank,
         world_size=world.size,
         max_tokens=max_tokens,
+        documents=documents,
+        pad_id=pad_id,
     )
     for x, y in batches:
         count = int((y != IGNORED).sum())
@@ -64,6 +72,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
         UserError: the prompt is empty, or has a character that the tokenizer does not know.
     """
     ids = tokenizer.encode(prompt)
+    if not len(ids) and tokenizer.eot_id is not None:
+        ids = np.array([tokenizer.eot_id])  # what a document begins with
     if not len(ids):
         raise UserError("the prompt is empty: expected at least one token to go on from")
     return torch.from_numpy(ids.astype(np.int64))[None]

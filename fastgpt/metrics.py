@@ -6,7 +6,7 @@ from typing import Any
 
 from fastgpt.config import ModelConfig
 from fastgpt.errors import writing
-from fastgpt.shards import write_atomically
+from fastgpt.storage import write_atomically
 
 MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 
@@ -51,12 +51,16 @@ class MetricsLog:
             self.board = SummaryWriter(str(run_dir), purge_step=purge)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line of JSON, flushed, and each number but the step as a TensorBoard scalar."""
+        """One line of JSON, flushed, and each number but the step as a TensorBoard scalar (those of
+        a list as `name/0`, `name/1`, ...)."""
         self.records.append(record)
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
             for name, value in record.items():
-                if name != "step" and value is not None:
+                if isinstance(value, list):
+                    for number, part in enumerate(value):
+                        self.board.add_scalar(f"{name}/{number}", part, record["step"])
+                elif name != "step" and value is not None:
                     self.board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

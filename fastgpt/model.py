@@ -84,7 +84,9 @@ class Attention(nn.Module):
         self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None
+    ) -> Tensor:
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
@@ -93,7 +95,7 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = op.rotary(q, k, *turn)
         p = self.p if self.training else 0.0
-        y = self.op(q, k, v, window=self.window, dropout_p=p)  # (B, T, H, D)
+        y = self.op(q, k, v, window=self.window, dropout_p=p, doc_ids=doc_ids)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -128,10 +130,14 @@ class PreNormBlock(nn.Module):
         self.mlp = MLP(config, ops)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        turn: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         y, residual = self.ln_1(x, residual)
-        y, residual = self.ln_2(self.attn(y, turn), residual)
+        y, residual = self.ln_2(self.attn(y, turn, doc_ids), residual)
         return self.mlp(y), residual
 
 
@@ -139,9 +145,13 @@ class PostNormBlock(PreNormBlock):
     """The 2017 transformer's block: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor] | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        turn: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.ln_1(self.attn(x, turn), x)
+        x, _ = self.ln_1(self.attn(x, turn, doc_ids), x)
         x, _ = self.ln_2(self.mlp(x), x)
         return x, None
 
@@ -206,6 +216,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         assert config.vocab_size is not None
+        assert config.eot_id is not None or not config.document_mask
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
         add = POSITIONS.get(config.position)
@@ -249,9 +260,11 @@ class GPT(nn.Module):
         """
         x = self.dropout(self.wpe(self.wte(tokens)))  # (B, T, C)
         turn = None if self.rotary is None else self.rotary(tokens.shape[1])
-        residual = None
+        residual = doc_ids = None
+        if self.config.document_mask:
+            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them
         for block in self.h:
-            x, residual = block(x, residual, turn)
+            x, residual = block(x, residual, turn, doc_ids)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
         head = self.wte.weight if self.lm_head is None else self.lm_head.weight

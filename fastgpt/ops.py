@@ -25,12 +25,13 @@ def sdpa(
     *,
     window: int | None = None,
     dropout_p: float = 0.0,
+    doc_ids: Tensor | None = None,
 ) -> Tensor:
     """Causal self-attention by F.scaled_dot_product_attention; contract: `attention_ref`."""
     T = q.shape[1]
     mask = None
-    if window is not None:
-        mask = attention_mask(T, T, causal=True, window=window, device=q.device)
+    if window is not None or doc_ids is not None:
+        mask = attention_mask(T, T, causal=True, window=window, doc_ids=doc_ids, device=q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
         k.transpose(1, 2),

@@ -19,10 +19,9 @@ import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, ModelConfig, from_json, to_json
-from fastgpt.corpus import data_dir
+from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, writing
-from fastgpt.shards import write_atomically
-from fastgpt.tokenizer import Tokenizer, load_tokenizer
+from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
 
@@ -100,23 +99,30 @@ def resolve_source(source: str, warn: Callable[[str], None]) -> str:
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were
-    asked for.
+    asked for; and the token that tells documents apart, if it masks them.
 
     Raises:
-        UserError: the model would have fewer.
+        UserError: the model would have fewer, or there is no such token.
     """
     asked, needed = config.model.vocab_size, tokenizer.vocab_size
     if asked is not None and asked < needed:
         raise UserError(
             f"model.vocab_size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
         )
-    return replace(config, model=replace(config.model, vocab_size=asked or needed))
+    eot_id = tokenizer.eot_id if config.model.document_mask else None
+    if config.model.document_mask and eot_id is None:
+        raise UserError(
+            f"model.document_mask: the {tokenizer.kind} tokenizer has no end-of-text token to tell"
+            " documents apart: prepare the data with another, gpt2 say"
+        )
+    model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
+    return replace(config, model=model)
 
 
 def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
     """Raises `UserError` unless tokenizer, network, optimizer and seed are the checkpoint's."""
     kept = load_tokenizer(saved.path / "tokenizer.json")
-    if _content(kept) != _content(tokenizer):
+    if not same_tokenizer(kept, tokenizer):
         raise UserError(
             f"checkpoint {saved.path} has another vocabulary than the data: {kept.kind} with "
             f"{kept.vocab_size} tokens, expected {tokenizer.kind} with {tokenizer.vocab_size} "
@@ -128,6 +134,7 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
         ("optim.kind", before.optim.kind, config.optim.kind),
         ("data.val_fraction", before.data.val_fraction, config.data.val_fraction),
         ("data.sampling", before.data.sampling, config.data.sampling),
+        ("data.align", before.data.align, config.data.align),
         ("seed", saved.state["rng"]["seed"], config.seed),
     ]
     for name, old, new in pairs:
@@ -138,10 +145,6 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
 def _fields(section: str, old: ModelConfig, new: ModelConfig) -> list[tuple[str, Any, Any]]:
     before, after = asdict(old), asdict(new)
     return [(f"{section}.{name}", before[name], after[name]) for name in before]
-
-
-def _content(tokenizer: Tokenizer) -> tuple[str, Any]:
-    return tokenizer.kind, getattr(tokenizer, "chars", tokenizer.vocab_size)
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:

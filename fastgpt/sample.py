@@ -10,11 +10,11 @@ import tyro
 
 from fastgpt import checkpoint, device, ops
 from fastgpt.config import OpsConfig
+from fastgpt.data.tokenizer import load_tokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.model import GPT
 from fastgpt.run import saved_config
-from fastgpt.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

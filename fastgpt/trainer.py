@@ -10,14 +10,13 @@ import torch
 
 from fastgpt import checkpoint, device, run
 from fastgpt.config import Config, to_json
-from fastgpt.corpus import cache_dir
 from fastgpt.display import Display
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
-from fastgpt.shards import write_atomically
+from fastgpt.storage import cache_dir, write_atomically
 
 
 class Trainer:
@@ -38,7 +37,7 @@ class Trainer:
             self.display.mute()
         prompt = self.config.train.sample_prompt
         try:
-            self.prompt = encode_prompt(prompt, self.engine.corpus.tokenizer)
+            self.prompt = encode_prompt(prompt, self.engine.data.tokenizer)
         except UserError as error:
             self.engine.loader.close()
             raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
@@ -72,7 +71,7 @@ class Trainer:
             write_atomically(self.run_dir / "manifest.json", manifest)
 
     def _facts(self) -> dict[str, Any]:
-        engine, corpus = self.engine, self.engine.corpus
+        engine = self.engine
         return {
             "device": device.device_name(engine.device),
             "ranks": self.world.size,
@@ -84,12 +83,15 @@ class Trainer:
             "mfu": MFU_CONVENTION,
             "resumed_from_step": engine.step or None,
             "data": {
-                "name": corpus.name,
-                "sha256": corpus.sha256,
-                "python": corpus.python,
-                "tokenizer": corpus.tokenizer.kind,
-                "train_tokens": len(corpus.train),
-                "val_tokens": len(corpus.val),
+                "name": engine.data.name,
+                "sha256": engine.data.sha256,
+                "python": engine.data.corpora[0].python,
+                "tokenizer": engine.data.tokenizer.kind,
+                "train_tokens": sum(len(corpus.train) for corpus in engine.data.corpora),
+                "val_tokens": sum(len(corpus.val) for corpus in engine.data.corpora),
+                "align": self.config.data.align,
+                "weights": engine.data.weights,
+                "samples_per_epoch": engine.epoch_sizes,
             },
         }
 
@@ -106,10 +108,23 @@ class Trainer:
             f"{data['tokenizer']} tokens, sha256 {data['sha256'][:16]}",
             "training": f"steps {engine.step} to {config.steps} of {config.train.batch_tokens:,} "
             f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
+            "epochs": self._epochs_planned(),
             "ops": ", ".join(f"{op} {name}" for op, name in facts["ops"].items()),
             "MFU": f"{MFU_CONVENTION}, {self.peak / 1e12:.2f} TFLOP/s",
             "run": str(self.run_dir),
         }
+
+    def _epochs_planned(self) -> str:
+        """How often a run of all steps reads each corpus."""
+        engine, config = self.engine, self.config
+        samples = config.steps * config.global_batch
+        data = engine.data
+        counts = zip(data.corpora, data.weights, engine.epoch_sizes, engine.coverage)
+        return ", ".join(
+            f"{samples * weight / size:.3g} of {corpus.name} ({size:,} samples,"
+            f" {covered:.0%} of its tokens)"
+            for corpus, weight, size, covered in counts
+        )
 
     def fit(self) -> None:
         """Trains to `config.steps`, or to SIGTERM or Ctrl-C; the run directory is complete then.
@@ -146,6 +161,7 @@ class Trainer:
             self._evaluate()
         self.display.start(engine.step, config.steps)
         self.clock, self.logged_step = time.perf_counter(), engine.step
+        self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
             if self.stop.agreed(self.world):
                 self._leave()
@@ -189,13 +205,17 @@ class Trainer:
         loss, grad_norm = self._finite_loss()
         now = time.perf_counter()
         tokens = (engine.step - self.logged_step) * self.config.train.batch_tokens
-        per_second = tokens / (now - self.clock)
+        seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
+        per_second = tokens / seconds
         self.clock, self.logged_step = now, engine.step
+        self.waited_s = engine.loader.waited_s
         record = {
             "step": engine.step,
             "train_loss": loss,
             "tokens": engine.step * self.config.train.batch_tokens,
             "tok_per_s": round(per_second, 1),
+            "epoch": round(max(engine.epochs()), 4),
+            "data_wait": round(waited / seconds, 4),
             "mfu": round(per_second * engine.flops_per_token / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
@@ -218,7 +238,7 @@ class Trainer:
                 weights=engine.model.state_dict(),
                 state=engine.state(),
                 config_json=to_json(self.config),
-                save_tokenizer=engine.corpus.tokenizer.save,
+                save_tokenizer=engine.data.tokenizer.save,
                 keep=self.config.train.keep_checkpoints,
             )
         )
@@ -227,11 +247,15 @@ class Trainer:
         """Validation loss, and a sample; the checkpoint of this step may be the best so far."""
         data, step = self.config.data, self.engine.step
         last = step >= self.config.steps
-        loss, tokens = self.engine.validation(data.final_eval_tokens if last else data.eval_tokens)
+        results = self.engine.validation(data.final_eval_tokens if last else data.eval_tokens)
+        weights, tokens = self.engine.data.weights, sum(count for _, count in results)
+        loss = math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
         record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        if len(results) > 1:
+            record["val_losses"] = [loss for loss, _ in results]
         bits = ""
-        if self.engine.corpus.val_bytes_per_token is not None:
-            bits_per_byte = loss / math.log(2) / self.engine.corpus.val_bytes_per_token
+        if self.engine.data.val_bytes_per_token is not None:
+            bits_per_byte = loss / math.log(2) / self.engine.data.val_bytes_per_token
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
         record["tokens"] = step * self.config.train.batch_tokens
@@ -252,7 +276,7 @@ class Trainer:
         with engine.autocast():
             [text] = sample_text(
                 engine.model,
-                engine.corpus.tokenizer,
+                engine.data.tokenizer,
                 self.prompt,
                 max_new_tokens=self.config.train.sample_tokens,
                 temperature=0.8,

@@ -28,7 +28,14 @@ def _blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dropout_p: float
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        dropout_p: float,
+        doc_ids: Tensor | None,
     ) -> Tensor:
         B, T, H, D = q.shape
         q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
@@ -36,11 +43,15 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.blocks, ctx.scale, ctx.keep_scale = _blocks(T, window), scale, 1.0
         weights, keeps = [], []
         for low, start, end in ctx.blocks:
-            mask = attention_mask(end - start, end - low, causal=True, window=window)
-            assert mask is not None
-            bias = torch.zeros_like(mask[0, 0], dtype=q.dtype).masked_fill_(
-                ~mask[0, 0], float("-inf")
+            documents = None if doc_ids is None else doc_ids[:, low:end]
+            mask = attention_mask(
+                end - start, end - low, causal=True, window=window, doc_ids=documents
             )
+            assert mask is not None
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+            if doc_ids is not None:
+                bias = bias.expand(B, H, -1, -1)
+            bias = bias.flatten(0, 1)  # (1 or B*H, rows, keys)
             scores = torch.baddbmm(
                 bias, q[:, start:end], k[:, low:end].transpose(1, 2), alpha=scale
             )
@@ -74,7 +85,7 @@ class _BlockedAttention(torch.autograd.Function):
             dscores.mul_(ctx.scale)
             dq[:, start:end] = torch.bmm(dscores, k[:, low:end])
             dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, start:end])
-        return *(x.view(B, H, T, D).transpose(1, 2) for x in (dq, dk, dv)), None, None, None
+        return *(x.view(B, H, T, D).transpose(1, 2) for x in (dq, dk, dv)), *(None,) * 4
 
 
 def attention_blocked(
@@ -85,6 +96,7 @@ def attention_blocked(
     scale: float | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
+    doc_ids: Tensor | None = None,
 ) -> Tensor:
     """Causal self-attention on CPU tensors, forward and backward; `kernels.attention.attention_ref`
     is its contract.
@@ -96,6 +108,7 @@ def attention_blocked(
         scale: factor on the scores; D**-0.5 by default.
         window: see only the last `window` keys, the query's own place included.
         dropout_p: probability with which each attention weight is dropped.
+        doc_ids: (B, T) integers, non-decreasing in each row; no look across documents.
 
     Returns:
         Tensor: (B, T, H, D), dtype of `q`. The weights are kept for the backward: B*H*T*T/2
@@ -111,4 +124,4 @@ def attention_blocked(
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _BlockedAttention.apply(q, k, v, scale, window, dropout_p)
+    return _BlockedAttention.apply(q, k, v, scale, window, dropout_p, doc_ids)

@@ -40,13 +40,15 @@ def one_by_one(q, k, v, *, causal=True, scale=None, window=None, doc_ids=None) -
     return torch.stack(rows).view(B, Tq, H, D)
 
 
-def dense(q, k, v, *, window=None, weight_factor=1.0) -> Tensor:
+def dense(q, k, v, *, window=None, doc_ids=None, weight_factor=1.0) -> Tensor:
     """Causal self-attention as four plain operations in the dtype of the inputs."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) for x in (k, v))))
     T = q.shape[2]
     far = torch.ones(T, T).tril(0 if window is None else -window).bool()
     hidden = torch.ones(T, T).triu(1).bool() | (far if window is not None else False)
+    if doc_ids is not None:
+        hidden = hidden | (doc_ids[:, None, :, None] != doc_ids[:, None, None, :])
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1) * weight_factor
     return (weights @ v).transpose(1, 2)
@@ -160,6 +162,17 @@ def test_attention_ref_matches_the_dense_form(dtype):
 def test_attention_matches_reference_on_separate_tensors(name):
     inputs = {"q": awkward(3, 70, 4, 16), "k": awkward(3, 70, 2, 16), "v": awkward(3, 70, 2, 16)}
     assert_parity(FUSED[name], dense, inputs)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("lengths", [(64, 1, 65), (3, 597)], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_attention_keeps_documents_apart(name, lengths, window):
+    """Documents that end where a block of queries does, beside it, and in another row elsewhere."""
+    doc_ids = torch.stack((docs(*lengths), docs(*reversed(lengths))))
+    T = sum(lengths)
+    inputs = {"q": awkward(2, T, 4, 8), "k": awkward(2, T, 2, 8), "v": awkward(2, T, 2, 8)}
+    assert_parity(FUSED[name], dense, inputs, doc_ids=doc_ids, window=window)
 
 
 def test_attention_blocked_takes_a_scale():

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train
 from fastgpt import checkpoint
 from fastgpt.cli import parse
+from fastgpt.data.shards import write_shard
 from fastgpt.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +54,7 @@ def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
     ("content", "said"),
     [
         pytest.param("", "empty", id="empty"),
-        pytest.param("0123456789", "one window", id="shorter-than-a-window"),
+        pytest.param("0123456789abcde", "one window", id="shorter-than-a-window"),
         pytest.param("x", "val_fraction", id="nothing-to-hold-out"),
     ],
 )
@@ -354,14 +356,22 @@ def test_confused_command_lines(error, argv, message):
 
 
 def test_shards_without_their_manifest_are_not_taken_for_text(error, tiny, tmp_path):
-    (tmp_path / "prepared").mkdir()
-    (tmp_path / "prepared" / "train_000000.bin").write_bytes(b"x" * 2000)
-    assert "no manifest.json" in error(tiny("--data.source", str(tmp_path / "prepared")))
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    (folder / "train_000000.bin").write_bytes(b"x" * 2000)
+    assert "no *val*.bin" in error(tiny("--data.source", str(folder)))
+    (folder / "val_000000.bin").write_bytes(b"x" * 2000)
+    line = error(tiny("--data.source", str(folder)))
+    assert "train_000000.bin: not a token shard: magic" in line
 
 
 def test_one_held_out_token_is_too_few_and_nothing_is_left_behind(error, tiny, tmp_path):
     (tmp_path / "short.txt").write_text("0123456789" * 2)
     line = error(tiny("--data.source", str(tmp_path / "short.txt"), "--data.val-fraction 0.05"))
+    assert "leaves nothing to validate on" in line
+    for split, count in (("train", 20), ("val", 1)):
+        write_shard(tmp_path / f"{split}_000000.bin", np.arange(count))
+    line = error(tiny("--data.source", str(tmp_path), "--data.tokenizer bytes"))
     assert "1 token held out" in line
     assert not (tmp_path / "run").exists()
 

@@ -20,7 +20,7 @@ def flag_names(section, prefix=""):
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield from flag_names(value, f"{prefix}{field.name}.")
-        elif field.name != "recipe":
+        elif field.name not in ("recipe", "eot_id"):  # set by the recipe's name, by the data
             yield prefix + field.name
 
 

@@ -1,21 +1,25 @@
 import hashlib
-import itertools
 import json
+import os
 import subprocess
 import sys
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastgpt import corpus as corpus_module
-from fastgpt import sources
-from fastgpt.corpus import cache_dir, data_dir, open_corpus, prepare
+from fastgpt.data import corpus as corpus_module
+from fastgpt.data import sources
+from fastgpt.data.build import build
+from fastgpt.data.corpus import open_corpus, prepare
+from fastgpt.data.shards import write_shard
+from fastgpt.data.sources import SHAKESPEARE_SHA256
+from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.shards import read_shard, write_shard
-from fastgpt.sources import SHAKESPEARE_SHA256
+from fastgpt.storage import cache_dir, data_dir
+from tests.prepared import read_ids
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
 
@@ -47,7 +51,21 @@ def entries():
 
 
 def text_of(corpus):
-    return corpus.tokenizer.decode(corpus.train) + corpus.tokenizer.decode(corpus.val)
+    return corpus.tokenizer.decode(corpus.train[:]) + corpus.tokenizer.decode(corpus.val[:])
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """What is built, one entry a time."""
+    calls = []
+
+    def counted(request, out, **options):
+        calls.append(out.name)
+        time.sleep(0.1)  # so that whoever does not wait is seen
+        build(request, out, **options)
+
+    monkeypatch.setattr(corpus_module, "build", counted)
+    return calls
 
 
 # --- splitting and tokenizing ---------------------------------------------------------------------
@@ -55,13 +73,13 @@ def text_of(corpus):
 
 def test_builtin_is_the_standard_library_without_its_tables():
     corpus = opened("builtin")
-    data = bytes(corpus.train.astype(np.uint8)) + bytes(corpus.val.astype(np.uint8))
+    data = b"".join(bytes(tokens[:].astype(np.uint8)) for tokens in (corpus.train, corpus.val))
     assert corpus.sha256 == hashlib.sha256(data).hexdigest()
     assert 7_000_000 < len(data) < 12_000_000
     assert corpus.python == "{}.{}.{}".format(*sys.version_info[:3])
     assert (corpus.name, corpus.tokenizer.kind) == ("builtin", "bytes")
     assert corpus.val_bytes_per_token == 1
-    assert corpus.val.size == pytest.approx(len(data) * 0.1, abs=1)
+    assert len(corpus.val) == pytest.approx(len(data) * 0.1, abs=1)
     assert b"class JSONDecoder" in data
     assert b"decoding_table = (" not in data
     assert b"DO NOT EDIT" not in data
@@ -69,14 +87,14 @@ def test_builtin_is_the_standard_library_without_its_tables():
 
 def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
     corpus = opened("shakespeare")
-    assert (corpus.train.size, corpus.val.size) == (1_003_854, 111_540)
+    assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
     assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("chars", 65)
     assert corpus.tokenizer.encode("\n").tolist() == [0]
     assert corpus.sha256 == SHAKESPEARE_SHA256
     assert corpus.val_bytes_per_token == 1.0
     assert corpus.python is None
     text = (data_dir() / sources.SHAKESPEARE_FILE).read_text()
-    assert corpus.tokenizer.decode(corpus.val) == text[-111_540:]
+    assert corpus.tokenizer.decode(corpus.val[:]) == text[-111_540:]
     assert text_of(corpus) == text
 
 
@@ -84,8 +102,8 @@ def test_any_single_file_can_be_learnt_as_bytes(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(range(256)))
     corpus = opened(path, val_fraction=0.5)
-    assert corpus.train.tolist() + corpus.val.tolist() == list(range(256))
-    with pytest.raises(UserError, match=r"'x' is not UTF-8 \(byte 0x80 at offset 128\)"):
+    assert corpus.train[:].tolist() + corpus.val[:].tolist() == list(range(256))
+    with pytest.raises(UserError, match=r"x\.bin is not UTF-8 \(byte 0x80 at offset 128\)"):
         opened(path, tokenizer="chars")
 
 
@@ -93,21 +111,20 @@ def test_skipped_files_are_told(tmp_path, caplog):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text(TEXT)
     (tmp_path / "notes" / "b.bin").write_bytes(b"\0")
-    manifest = json.loads((opened(tmp_path / "notes").path / "manifest.json").read_text())
-    assert (manifest["files"], manifest["skipped_files"]) == (1, 1)
+    source = opened(tmp_path / "notes").manifest["source"]
+    assert (source["files"], source["skipped_files"]) == (1, 1)
     assert "notes: 1 files read, 1 skipped" in caplog.text
 
 
 def test_split_counts_characters_and_bytes_are_known(text_file):
     chars = opened(text_file, tokenizer="chars", val_fraction=0.25)
     cut = int(len(TEXT) * 0.75)
-    assert chars.tokenizer.decode(chars.train) == TEXT[:cut]
-    assert chars.tokenizer.decode(chars.val) == TEXT[cut:]
+    assert chars.tokenizer.decode(chars.train[:]) == TEXT[:cut]
+    assert chars.tokenizer.decode(chars.val[:]) == TEXT[cut:]
     expected = len(TEXT[cut:].encode()) / len(TEXT[cut:])
     assert chars.val_bytes_per_token == pytest.approx(expected)
     assert expected > 1
     assert chars.name == "my-notes"
-    assert isinstance(chars.train, np.memmap)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
@@ -140,40 +157,20 @@ def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
     ]  # fmt: skip
     corpus = opened(out, val_fraction=0.5)  # it is split already
     assert corpus.path == out
-    assert corpus.val.size == len(TEXT) - int(len(TEXT) * 0.8)
+    assert len(corpus.val) == len(TEXT) - int(len(TEXT) * 0.8)
     assert text_of(corpus) == TEXT
     assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
-    assert not cache_dir().exists()
+    assert not (cache_dir() / "corpora").exists()
     with pytest.raises(UserError, match="prepared with tokenizer 'chars', not 'bytes'"):
         opened(out, tokenizer="bytes")
     with pytest.raises(UserError, match="prepared directory already"):
         prepare(str(out), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
 
 
-def test_manifest_tells_the_hash_of_each_shard(text_file, tmp_path):
-    out = prepare(str(text_file), tmp_path / "out", tokenizer="auto", val_fraction=0.2)
-    manifest = json.loads((out / "manifest.json").read_text())
-    for split in manifest["splits"].values():
-        [shard] = split["shards"]
-        data = (out / shard["file"]).read_bytes()
-        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-        assert split["tokens"] == shard["tokens"] == (len(data) - 1024) // 2
-
-
-def test_prepare_keeps_what_is_there(text_file, tmp_path):
-    (tmp_path / "out").mkdir()
-    prepare(str(text_file), tmp_path / "out", tokenizer="auto", val_fraction=0.2)
-    for taken in (tmp_path / "out", text_file):
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(UserError, match="is not an empty directory"):
-            prepare(str(text_file), taken, tokenizer="auto", val_fraction=0.2)
-        assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize(
     ("manifest", "complaint"),
-    [("", "damaged"), ("[]", "damaged"), ('{"format_version": 1}', "damaged"),
-     ('{"format_version": 99}', "format 99, expected 1")],
+    [("", "damaged"), ("[]", "damaged"), ('{"format_version": 2}', "damaged"),
+     ('{"format_version": 99}', "format 99, expected 2")],
 )  # fmt: skip
 def test_damaged_manifest_is_named(tmp_path, manifest, complaint):
     (tmp_path / "manifest.json").write_text(manifest)
@@ -191,11 +188,11 @@ def test_prepared_shard_of_another_length_is_named(text_file, tmp_path):
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def test_second_time_nothing_is_prepared(text_file, monkeypatch):
-    first = opened(text_file)
-    monkeypatch.setattr(corpus_module, "_build", None)
-    assert opened(text_file).path == first.path
-    assert entries() == [first.path.name]
+def test_second_time_nothing_is_prepared(text_file, builds):
+    assert [opened(text_file).path for _ in range(3)] == [
+        cache_dir() / "corpora" / entries()[0]
+    ] * 3
+    assert len(builds) == len(entries()) == 1
 
 
 def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
@@ -203,7 +200,12 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     paths.append(opened(text_file, val_fraction=0.2).path)
     text_file.write_text(TEXT + "more")
     paths.append(opened(text_file).path)
-    assert len(set(paths)) == len(entries()) == 4
+    tokenizer = text_file.with_name("tokenizer.json")
+    for chars in (TEXT + "more", TEXT + "more xyz"):
+        CharTokenizer.train(chars).save(tokenizer)
+        paths.append(opened(text_file, str(tokenizer.parent)).path)
+        assert opened(text_file, str(tokenizer.parent)).tokenizer.vocab_size == len(set(chars))
+    assert len(set(paths)) == len(entries()) == 6
 
 
 def test_manifest_that_counts_no_held_out_token_is_named(text_file, tmp_path):
@@ -225,52 +227,56 @@ def test_damaged_entry_is_prepared_again(text_file, caplog, name, damage):
         path.unlink()
     assert text_of(opened(text_file)) == TEXT
     assert "preparing the cached corpus again" in caplog.text
+    assert path.exists()
     assert len(entries()) == 1
 
 
 def test_entry_whose_counts_differ_is_prepared_again(text_file):
     path = opened(text_file).path / "train_000000.bin"
-    write_shard(path, read_shard(path)[:-1].copy())
+    write_shard(path, read_ids(path)[:-1])
     assert text_of(opened(text_file)) == TEXT
 
 
-@pytest.mark.parametrize("step", ["write_shard", "write_atomically"])
-def test_interrupted_preparation_leaves_nothing(text_file, monkeypatch, step):
+def test_flipped_bit_in_the_cache_is_noticed_and_prepared_again(text_file, caplog):
+    path = opened(text_file).path / "train_000000.bin"
+    data = bytearray(path.read_bytes())
+    data[1500] ^= 1
+    path.write_bytes(data)
+    assert text_of(opened(text_file)) == TEXT
+    assert "damaged between byte 0" in caplog.text
+
+
+def test_interrupted_preparation_leaves_nothing_that_looks_whole(text_file, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(corpus_module, step, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        opened(text_file)
-    assert entries() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened(text_file)
+    assert all(name.endswith(".incomplete") for name in entries())
+    assert text_of(opened(text_file)) == TEXT
+    assert [name for name in entries() if name.endswith(".incomplete")] == []
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_many_at_once_agree(text_file, damaged, monkeypatch):
+def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, builds):
     if damaged:
         (opened(text_file).path / "manifest.json").write_text("{")
-    barrier, builds = threading.Barrier(6), itertools.count()
-    real_build = corpus_module._build
-
-    def build_at_once(*args, **kwargs):
-        real_build(*args, **kwargs)
-        if next(builds) < 6:  # each of the six has a copy of its own to install
-            barrier.wait(timeout=10)
-
-    monkeypatch.setattr(corpus_module, "_build", build_at_once)
+        builds.clear()
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
     assert texts == [TEXT] * 6
-    assert len(entries()) == 1
+    assert len(builds) == len(entries()) == 1
 
 
 def test_two_processes_prepare_at_once(text_file):
     code = (
-        "import sys; from fastgpt.corpus import open_corpus; "
+        "import sys; from fastgpt.data.corpus import open_corpus; "
         "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
     )
     command = [sys.executable, "-c", code, str(text_file)]
-    root = Path(corpus_module.__file__).parents[1]
+    root = Path(corpus_module.__file__).parents[2]
     running = [
         subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

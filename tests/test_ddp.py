@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from fastgpt import checkpoint
-from fastgpt.loader import Loader
+from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.metrics import read_records
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +112,8 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
         assert (rank["syncs"], rank["numbers"]) == (8, 8 * total)
         assert len(rank["batches"]) == 16
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[:655]  # all but the tenth that is held out
-    with Loader(tokens, context=16, global_batch=8, micro_batch=8, seed=1337) as loader:
+    samples = Mixture([SampleOrder(655, context=16, seed=1337)], [1.0])
+    with Loader([tokens], samples, context=16, global_batch=8, micro_batch=8) as loader:
         expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
     pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
     assert [row for pair in pairs for batch in pair for row in batch] == expected

@@ -316,9 +316,9 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
     """Ops whose dropout drops everything, and the probabilities that attention was given."""
     seen = []
 
-    def attention(q, k, v, *, window, dropout_p):
+    def attention(q, k, v, *, window, dropout_p, doc_ids):
         seen.append(dropout_p)
-        return attention_ref(q, k, v, window=window)
+        return attention_ref(q, k, v, window=window, doc_ids=doc_ids)
 
     return Ops(attention, lambda x, p: x * 0, {}), seen
 

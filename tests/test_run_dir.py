@@ -95,8 +95,10 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    heads = [line.split("  ")[0] for line in lines[:8]]
-    assert heads == ["recipe", "device", "model", "data", "training", "ops", "MFU", "run"]
+    heads = [line.split("  ")[0] for line in lines[:9]]
+    assert heads == [
+        "recipe", "device", "model", "data", "training", "epochs", "ops", "MFU", "run",
+    ]  # fmt: skip
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
     assert "655 + 73" in lines[3]

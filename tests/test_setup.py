@@ -123,8 +123,8 @@ def test_an_environment_made_for_the_tests_serves_train(checkout):
 
 
 def test_setup_installs_and_runs_nothing(checkout):
-    checkout.make("setup", "EXTRAS=dev,hf")
-    assert checkout.calls == ["-m venv .venv", install("[dev,hf]")]
+    checkout.make("setup", "EXTRAS=dev,data")
+    assert checkout.calls == ["-m venv .venv", install("[dev,data]")]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])

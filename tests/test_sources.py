@@ -1,26 +1,39 @@
 import hashlib
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from fastgpt import sources
+from fastgpt.data import sources
+from fastgpt.data.files import File
+from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
-from fastgpt.sources import SHAKESPEARE_SHA256, cache_dir, data_dir, read_source, read_stdlib
+from fastgpt.storage import cache_dir, data_dir
+from tests.prepared import write_documents
 
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
-    """An empty cache, no files, and no network."""
+    """An empty cache, no files, and a network that must not be asked."""
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
+    for name in ("fetch", "hub_files"):
+        monkeypatch.setattr(sources, name, None)
 
-    def offline(url, timeout):
-        assert timeout
-        raise urllib.error.URLError("no route to host")
 
-    monkeypatch.setattr(urllib.request, "urlopen", offline)
+@pytest.fixture
+def hub(monkeypatch):
+    """Records what is asked of the hub."""
+    asked = []
+
+    def hub_files(source, instead):
+        asked.append((source, instead))
+        return (File(path=source, format="hub"),), "c0ffee"
+
+    monkeypatch.setattr(sources, "hub_files", hub_files)
+    return asked
+
+
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
@@ -35,92 +48,133 @@ def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
     for name, content in {**kept, **dict.fromkeys(dropped, "?")}.items():
         (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "lib" / name).write_text(content)
-    found = read_stdlib(tmp_path / "lib")
-    assert found.data == b"ATXBJ"  # "." sorts before "/"
-    assert found.files == len(kept)
+    found = stdlib_source(tmp_path / "lib")
+    assert "".join(Path(file.path).read_text() for file in found.files) == "ATXBJ"
+    assert (found.name, found.split, found.ends_lines) == ("builtin", "tail", False)
 
 
 def test_builtin_without_sources_says_so(tmp_path):
     with pytest.raises(UserError, match=r"python311\.zip holds only 0 bytes.*text file"):
-        read_stdlib(tmp_path / "python311.zip")
+        stdlib_source(tmp_path / "python311.zip")
 
 
-def test_wrong_local_shakespeare_names_both_hashes(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "tinyshakespeare.txt").write_text("To be")
+@pytest.mark.parametrize("place", ["mine", "cache"])
+def test_wrong_shakespeare_names_both_hashes(tmp_path, place):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "tinyshakespeare.txt").write_text("To be")
     found = hashlib.sha256(b"To be").hexdigest()
     with pytest.raises(UserError, match=rf"tinyshakespeare\.txt.*{found}.*{SHAKESPEARE_SHA256}"):
-        read_source("shakespeare")
+        find_source("shakespeare")
 
 
-def test_shakespeare_offline_says_what_to_put_where(tmp_path):
-    where = str(tmp_path / "mine" / "tinyshakespeare.txt")
-    with pytest.raises(UserError, match=rf"cannot download .*no route.*{where}.*FASTGPT_DATA"):
-        read_source("shakespeare")
+def test_shakespeare_is_fetched_once_with_its_hash_and_the_alternative(tmp_path, monkeypatch):
+    text, asked = b"To be, or not", []
 
+    def fetch(url, path, *, sha256, instead):
+        asked.append((sha256, instead))
+        path.parent.mkdir()
+        path.write_bytes(text)
 
-def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
-    served, requests = tmp_path / "served", []
-    served.write_bytes(b"To be, or not")
-
-    def serve(url, timeout):
-        requests.append(url)
-        return open(served, "rb")
-
-    monkeypatch.setattr(urllib.request, "urlopen", serve)
-    with pytest.raises(UserError, match=f"sent something else.*{SHAKESPEARE_SHA256}"):
-        read_source("shakespeare")
-    assert not (cache_dir() / "tinyshakespeare.txt").exists()
-    monkeypatch.setattr(
-        sources, "SHAKESPEARE_SHA256", hashlib.sha256(served.read_bytes()).hexdigest()
-    )
+    monkeypatch.setattr(sources, "fetch", fetch)
+    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
     for _ in range(2):
-        assert read_source("shakespeare").data == b"To be, or not"
-    assert len(requests) == 2
-    assert (cache_dir() / "tinyshakespeare.txt").read_bytes() == served.read_bytes()
+        [file] = find_source("shakespeare").files
+        assert file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
+    [(sha256, instead)] = asked
+    assert sha256 == hashlib.sha256(text).hexdigest()
+    assert str(tmp_path / "mine" / "tinyshakespeare.txt") in instead
+    assert "FASTGPT_DATA" in instead
 
 
-def test_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
-    root = tmp_path / "notes"
-    files = {
-        "b.txt": b"second", "a/z.md": b"first\n", "c.txt": b"", ".hidden": b"secret",
-        ".git/config": b"secret", "image.png": b"\x89PNG\0\0", "latin1.txt": b"caf\xe9",
-    }  # fmt: skip
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    found = read_source(str(root))
-    assert found.data == b"first\nsecond\n"
-    assert (found.name, found.files, found.skipped) == ("notes", 2, 3)
+@pytest.mark.parametrize("name", sources.HUB)
+def test_named_set_is_of_the_hub_unless_its_files_are_there(tmp_path, hub, name):
+    found = find_source(name, field="content")
+    assert hub == [(sources.HUB[name], tmp_path / "mine" / name)]
+    assert (found.name, found.split, found.field) == (name, "hash", "content")
+    assert (found.plain, found.revision) == (False, "c0ffee")
+    (tmp_path / "mine" / name).mkdir(parents=True)
+    path = write_documents(tmp_path / "mine" / name / "0.jsonl", ["one"])
+    local = find_source(name, field="content")
+    assert (local.name, local.split, local.field) == (name, "hash", "content")
+    assert [file.path for file in local.files] == [str(path)]
+    assert len(hub) == 1
+
+
+def test_tinystories_as_published_are_documents_split_by_their_names(tmp_path):
+    folder = tmp_path / "mine" / "tinystories"
+    folder.mkdir(parents=True)
+    for split in ("train", "valid"):
+        (folder / f"TinyStoriesV2-GPT4-{split}.txt").write_text("A\n<|endoftext|>\nB\n")
+    found = find_source("tinystories")
+    assert (found.separator, found.split) == ("<|endoftext|>", "named")
+    assert [file.split for file in found.files] == ["train", "val"]
+
+
+def test_any_set_of_the_hub_has_a_name_fit_for_a_file(tmp_path, hub):
+    found = find_source("hf:Some-One/My.Set/en@refs/convert/parquet", field="content")
+    assert hub[0][0] == "hf:Some-One/My.Set/en@refs/convert/parquet"
+    assert (found.name, found.field) == ("my", "content")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "split", "ends_lines"),
+    [
+        (["a.txt"], {}, "tail", False),
+        (["a.txt"], {"separator": "--"}, "hash", False),
+        (["a.jsonl"], {}, "hash", False),
+        (["a.txt", "b.txt"], {}, "tail", True),
+        (["train.txt", "val.txt"], {}, "named", True),
+        (["train.jsonl", "val.jsonl"], {}, "named", True),
+    ],
+)
+def test_what_is_held_out_follows_from_the_files(tmp_path, names, options, split, ends_lines):
+    (tmp_path / "My Notes.d").mkdir()
+    for name in names:
+        write_documents(tmp_path / "My Notes.d" / name, ["one"])
+    name = names[0] if len(names) == 1 else "*"
+    found = find_source(str(tmp_path / "My Notes.d" / name), **options)
+    assert (found.split, found.ends_lines) == (split, ends_lines)
+    assert found.plain == (split == "tail" or names[0] == "train.txt")
+    folder = find_source(str(tmp_path / "My Notes.d"), **options)
+    assert (folder.name, folder.ends_lines) == ("my-notes", True)
+    assert folder.files == found.files
 
 
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
         ("shakespear", "unknown corpus 'shakespear'; did you mean 'shakespeare'"),
-        ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', a file or"),
+        ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', 'tinystories'"),
         ("corpora/missing.txt", "corpus 'corpora/missing.txt': no such file or folder"),
+        ("missing/*.txt", "corpus 'missing/.*': no such file or folder"),
+        ("", "the corpus is an empty name"),
     ],
 )
 def test_unknown_source_is_named(source, complaint):
     with pytest.raises(UserError, match=complaint):
-        read_source(source)
+        find_source(source)
 
 
-def test_empty_sources_are_named(tmp_path):
+def test_sources_with_nothing_to_read_are_named(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match=r"empty\.txt' is empty"):
-        read_source(str(tmp_path / "empty.txt"))
+        find_source(str(tmp_path / "empty.txt"))
+    with pytest.raises(UserError, match="the separator is empty"):
+        find_source(str(tmp_path / "empty.txt"), separator="")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".hidden").write_text("x")
     with pytest.raises(UserError, match=r"folder' is empty.*1 hidden"):
-        read_source(str(tmp_path / "folder"))
+        find_source(str(tmp_path / "folder"))
+    (tmp_path / "folder" / "fineweb_train_000001.bin").write_text("x")
+    with pytest.raises(UserError, match=r"folder has token shards already.*--data\.source"):
+        find_source(str(tmp_path / "folder"))
 
 
 def test_directories_come_from_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("FASTGPT_DATA", "/x/data")
-    assert data_dir() == Path("/x/data")
-    assert cache_dir() == tmp_path / "cache"
+    assert (data_dir(), cache_dir()) == (tmp_path / "mine", tmp_path / "cache")
     monkeypatch.delenv("FASTGPT_DATA")
     monkeypatch.delenv("FASTGPT_CACHE")
     assert data_dir() == Path("data")

@@ -1,40 +1,25 @@
 import json
-import os
-from pathlib import Path
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgpt.errors import UserError
-from fastgpt.tokenizer import (
-    GPT2_SHA256,
+import fastgpt.data
+from fastgpt.data.tokenizer import (
+    KINDS,
     ByteTokenizer,
     CharTokenizer,
-    GPT2Tokenizer,
+    check_kind,
     load_tokenizer,
     make_tokenizer,
+    same_tokenizer,
 )
+from fastgpt.errors import UserError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 ANY_IDS = st.lists(st.integers(-10, 100_000), max_size=50)
-HARD = [
-    "Hello world",
-    "it's  we'll\tyou'RE \n\n   trailing   ",
-    " " * 70 + "\r\n" * 5,
-    "naïve café 東京 \U0001f469‍\U0001f469‍\U0001f467 é 1234567890",
-    "<|endoftext|> as text",
-    "".join(map(chr, range(0x250))),
-]
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    folder = Path(os.environ.get("FASTGPT_DATA", "data"))
-    if missing := [name for name in GPT2_SHA256 if not (folder / name).is_file()]:
-        pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
-    return GPT2Tokenizer.published()
 
 
 @given(TEXTS)
@@ -114,49 +99,78 @@ def test_damaged_file_is_named(tmp_path, content):
 def test_missing_file_and_foreign_kind_are_named(tmp_path):
     with pytest.raises(UserError, match="no such tokenizer file"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": "wordpiece"}))
-    with pytest.raises(UserError, match=r"tokenizer\.json: unknown tokenizer 'wordpiece'"):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": "char"}))
+    with pytest.raises(UserError, match=r"tokenizer\.json: unknown tokenizer 'char'; .* 'chars'"):
         load_tokenizer(tmp_path)
 
 
-def test_unknown_kind_offers_the_nearest():
-    with pytest.raises(UserError, match="unknown tokenizer 'byte'; did you mean 'bytes'"):
-        make_tokenizer("byte", None)
-    with pytest.raises(UserError, match="needs a text"):
-        make_tokenizer("chars", None)
+def test_chars_are_learnt_from_pieces_one_at_a_time():
+    alive = 0
+
+    class Piece(str):
+        def __del__(self):
+            nonlocal alive
+            alive -= 1
+
+    def pieces():
+        nonlocal alive
+        for text in ("ab", "bc", "", "cd"):
+            assert alive <= 1
+            alive += 1
+            yield Piece(text)
+
+    assert make_tokenizer("chars", pieces).encode("abcd").tolist() == [0, 1, 2, 3]
+
+
+def test_nothing_to_learn_from_is_an_error():
+    for kind in ("chars", "bpe", "wordpiece"):
+        with pytest.raises(UserError, match=f"the {kind} tokenizer needs a text"):
+            make_tokenizer(kind, None)
     with pytest.raises(UserError, match="at least one character"):
-        make_tokenizer("chars", "")
+        make_tokenizer("chars", lambda: [""])
 
 
-def test_gpt2_ids_are_the_published_ones(gpt2):
-    assert (gpt2.vocab_size, gpt2.eot_id) == (50_257, 50_256)
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
-    assert gpt2.encode("Hello").dtype == np.uint16
-    assert gpt2.decode([50_256]) == "<|endoftext|>"
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "complaint"),
+    [
+        ("byte", None, "unknown tokenizer 'byte'; did you mean 'bytes'"),
+        ("", None, "unknown tokenizer '' .*'wordpiece', the path of a tokenizer.json"),
+        ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json' .*'bpe'"),
+        ("docs", None, "unknown tokenizer 'docs' .*or of a folder with one"),
+        ("gpt2", 1000, "vocab_size 1000 for the tokenizer gpt2: expected bpe or wordpiece"),
+        ("bpe", 256, "vocab_size 256: expected 257 to 1,048,576"),
+        ("wordpiece", 2**40, "vocab_size 1099511627776: expected 257 to"),
+    ],
+)
+def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, complaint):
+    def texts():
+        raise AssertionError("the corpus was read")
+
+    with pytest.raises(UserError, match=complaint):
+        make_tokenizer(kind, texts, vocab_size=vocab_size)
 
 
-def test_gpt2_round_trips_hard_texts(gpt2):
-    for text in HARD:
-        assert gpt2.decode(gpt2.encode(text)) == text
+def test_kinds_pass_and_win_over_paths(tmp_path, monkeypatch):
+    CharTokenizer.train("ab").save(tmp_path / "bytes")
+    monkeypatch.chdir(tmp_path)
+    for kind in KINDS:
+        check_kind(kind)
+    assert make_tokenizer("bytes", None).kind == "bytes"
+    assert make_tokenizer("./bytes", None).kind == "chars"
 
 
-@given(text=TEXTS, ids=ANY_IDS)
-def test_gpt2_round_trip_and_decoding_never_fails(gpt2, text, ids):
-    assert gpt2.decode(gpt2.encode(text)) == text
-    assert isinstance(gpt2.decode(ids), str)
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.delattr(fastgpt.data, "tokenizer_json", raising=False)
+    monkeypatch.delitem(sys.modules, "fastgpt.data.tokenizer_json", raising=False)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"bpe tokenizer needs the tokenizers package.*`data`"):
+        check_kind("bpe")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*EXTRAS=dev,data"):
+        load_tokenizer(tmp_path)
 
 
-def test_gpt2_is_saved_and_loaded_without_any_other_file(gpt2, tmp_path, monkeypatch):
-    gpt2.save(tmp_path)
-    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
-    assert load_tokenizer(tmp_path).encode(HARD[3]).tolist() == gpt2.encode(HARD[3]).tolist()
-
-
-def test_gpt2_says_what_is_missing_or_wrong(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
-    with pytest.raises(UserError, match=r"vocab\.bpe.*FASTGPT_DATA"):
-        GPT2Tokenizer.published()
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
-    with pytest.raises(UserError, match=rf"not GPT-2's.*{GPT2_SHA256['vocab.bpe']}"):
-        GPT2Tokenizer.published()
+def test_tokenizers_are_the_same_if_their_content_is():
+    assert same_tokenizer(CharTokenizer.train("ab"), CharTokenizer.train("ba"))
+    assert not same_tokenizer(CharTokenizer.train("ab"), CharTokenizer.train("ac"))
+    assert not same_tokenizer(ByteTokenizer(), CharTokenizer.train("ab"))

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgpt import checkpoint, device, distributed
 from fastgpt.cli import parse
 from fastgpt.config import from_json
-from fastgpt.loader import IGNORED, eval_batches
+from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.metrics import read_records
 from fastgpt.model import GPT
 from fastgpt.trainer import Trainer
@@ -112,7 +112,17 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
 
 def test_metrics_have_the_promised_keys(fit):
     records = read_records(fit("--log-every 2") / "metrics.jsonl")
-    train = {"step", "train_loss", "tokens", "tok_per_s", "mfu", "lr", "grad_norm"}
+    train = {
+        "step",
+        "train_loss",
+        "tokens",
+        "tok_per_s",
+        "epoch",
+        "data_wait",
+        "mfu",
+        "lr",
+        "grad_norm",
+    }
     val = {"step", "val_loss", "val_bits_per_byte", "val_tokens", "tokens"}
     kinds = [(0, val), (2, train), (4, train), (4, val), (6, train), (8, train), (8, val)]
     assert [(r["step"], set(r)) for r in records] == kinds
@@ -121,7 +131,7 @@ def test_metrics_have_the_promised_keys(fit):
 
 def test_first_val_loss_is_of_the_untrained_model_over_every_held_out_token(tiny):
     trainer = Trainer(parse(tiny("--data.eval-tokens 0")))
-    val = trainer.engine.corpus.val
+    val = trainer.engine.data.corpora[0].val
     trainer.engine.model.requires_grad_(False)
     batches = eval_batches(val, context=16, micro_batch=1, rank=0, world_size=1, max_tokens=0)
     total = sum(float(trainer.engine.model(x, y)) * int((y != IGNORED).sum()) for x, y in batches)

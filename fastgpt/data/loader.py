@@ -2,25 +2,29 @@
 
 Shapes
     B = micro-batch rows, T = context.  tokens: (N,)   x, y: (B, T) int64, x[:, 1:] == y[:, :-1]
+    A sample of fewer than T+1 tokens is filled up: x with a padding id, y with -100.
 
 Order
-    `fastgpt.order` gives one stream of samples; each global batch takes the next ones. Sample i of
-    it belongs to micro-step i // (world * B), rank (i // B) % world, row i % B: the batch, and the
-    order in it, are the same for any number of ranks and any accumulation.
+    `fastgpt.data.order` gives one stream of samples; each global batch takes the next ones. Sample
+    i of it belongs to micro-step i // (world * B), rank (i // B) % world, row i % B: the batch, and
+    the order in it, are the same for any number of ranks and any accumulation.
 """
 
+import math
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError
-from fastgpt.order import SampleOrder
 
 IGNORED = -100
 """Target of a position that is not scored: the default `ignore_index` of PyTorch's losses."""
@@ -34,72 +38,62 @@ class Loader:
     """Micro-batches for one rank, gathered ahead by one background thread.
 
     Args:
-        tokens: (N,), any integer dtype, usually a memory map.
+        corpora: each (N,), sliceable, any integer dtype; usually `Tokens`.
+        samples: which of their tokens to take, from where it stands.
         context: T, in tokens.
         global_batch: samples per optimizer step over all ranks and micro-steps.
         micro_batch: B, samples per forward pass of one rank.
         rank: this process, 0 <= rank < world_size.
         world_size: processes that share each global batch.
-        seed: decides the order, together with epoch and index.
-        sampling: `epoch` visits every window of an epoch once; `random-windows` draws as many,
-            with replacement, from every possible start.
+        pad_id: what fills up x; the end-of-text token, where there is one, also ends the last
+            document of a corpus.
         device: where batches end up; for CUDA through pinned memory, without a host sync.
-        epoch: where to go on, from `state()`.
-        index: where to go on, from `state()`.
     Raises:
-        UserError: the corpus is shorter than one window, the global batch does not divide, the
-            sampling is unknown, or (epoch, index) is not of this corpus.
+        UserError: the global batch does not divide.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        corpora: Sequence[np.ndarray | Tokens],
+        samples: Mixture,
         *,
         context: int,
         global_batch: int,
         micro_batch: int,
         rank: int = 0,
         world_size: int = 1,
-        seed: int = 0,
-        sampling: str = "epoch",
+        pad_id: int = 0,
         device: torch.device | str = "cpu",
-        epoch: int = 0,
-        index: int = 0,
     ) -> None:
         if global_batch < 1 or micro_batch < 1 or global_batch % (world_size * micro_batch):
             raise UserError(
                 f"a global batch of {global_batch} samples does not divide into micro-batches of"
                 f" {micro_batch} on {world_size} rank(s)"
             )
-        order = SampleOrder(len(tokens), context=context, seed=seed, sampling=sampling)
-        if epoch < 0 or not 0 <= index < order.epoch_size(epoch):
-            raise UserError(
-                f"loader state (epoch {epoch}, index {index}) is not of this corpus, whose epoch"
-                f" {epoch} has {order.epoch_size(epoch):,} windows"
-            )
         self.accumulation = global_batch // (world_size * micro_batch)
         """Micro-batches per rank that make one global batch."""
-        self.num_windows = (len(tokens) - 1) // context
-        """Windows in an epoch; an epoch whose offset costs a window has one less."""
+        self.share = 1.0
+        """Targets of the last micro-batch over the mean of its global batch's; 1 where none of
+        its samples was filled up."""
+        self.waited_s = 0.0
+        """Seconds that `next` has waited for a batch that was not ready, in all."""
         self.device = torch.device(device)
-        self._state = {"epoch": epoch, "index": index}
+        self._state = samples.state()
         self._pinned = self.device.type == "cuda"
         self._ready: queue.Queue[_Micro | Exception] = queue.Queue(PREFETCHED)
         producer = _Producer(
-            # a plain view of the map: slicing np.memmap itself costs as much as copying a row
-            tokens=np.asarray(tokens),
-            order=order,
+            corpora=tuple(corpora),
+            samples=samples,
+            context=context,
             grid=(self.accumulation, world_size, micro_batch),
             rank=rank,
+            pad_id=pad_id,
             pinned=self._pinned,
         )
         # The thread must not hold the loader, or a forgotten loader could never be collected.
         stop = threading.Event()
         thread = threading.Thread(
-            target=producer.run,
-            args=(epoch, index, self._ready, stop),
-            name="fastgpt-loader",
-            daemon=True,
+            target=producer.run, args=(self._ready, stop), name="fastgpt-loader", daemon=True
         )
         self._finalizer = weakref.finalize(self, _shut_down, thread, self._ready, stop)
         thread.start()
@@ -113,22 +107,25 @@ class Loader:
         """
         if not self._finalizer.alive:
             raise RuntimeError("the loader is closed")
+        began = time.perf_counter()
         micro = self._ready.get()
+        self.waited_s += time.perf_counter() - began
         if isinstance(micro, Exception):
             self._ready.put(micro)  # the thread has ended: the next call must not wait for it
             raise micro
         if micro.state_after is not None:
             self._state = micro.state_after
+        self.share = micro.share
         x, y = (t.to(self.device, non_blocking=self._pinned) for t in (micro.x, micro.y))
         return x, y
 
-    def state(self) -> dict[str, int]:
-        """`epoch` and `index` of the first sample after the global batches handed out whole.
+    def state(self) -> dict[str, list[int]]:
+        """`Mixture.state` after the global batches handed out whole.
 
         Batches that only wait in the queue do not count. In the middle of a global batch it is
         still the state of that batch's start.
         """
-        return dict(self._state)
+        return self._state
 
     def close(self) -> None:
         """Ends the background thread; more calls do nothing."""
@@ -142,13 +139,15 @@ class Loader:
 
 
 def eval_batches(
-    tokens: np.ndarray,
+    tokens: np.ndarray | Tokens,
     *,
     context: int,
     micro_batch: int,
     rank: int,
     world_size: int,
     max_tokens: int,
+    documents: SampleOrder | None = None,
+    pad_id: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Fixed windows of a validation split; the same ones for any number of ranks.
 
@@ -163,6 +162,8 @@ def eval_batches(
         world_size: processes that share the windows.
         max_tokens: about how many targets to score over all ranks, in windows spread evenly over
             the split; all of them if it is 0, negative, or as large as the split.
+        documents: of `tokens`, one a sample: they are scored, one a row, instead of windows.
+        pad_id: fills up x.
     Yields:
         x, y: (B, T) int64 on the CPU. Rows and positions that fill up a batch have y == -100; a
         rank without windows yields nothing.
@@ -171,29 +172,54 @@ def eval_batches(
     """
     if len(tokens) < 2:
         raise UserError(f"the validation split needs at least 2 tokens, but has {len(tokens)}")
-    num_windows = -(-(len(tokens) - 1) // context)
-    chosen = np.arange(num_windows)
+    if documents is None:
+        scored, targets = np.arange(0, len(tokens) - 1, context), context
+        starts = scored.clip(max=max(0, len(tokens) - 1 - context))
+        stops = np.minimum(starts + context + 1, len(tokens))
+    else:
+        scored = starts = documents.documents
+        stops, targets = documents.stops(starts), len(tokens) / len(starts)
+    windows = np.stack((starts, stops, scored - starts), axis=1)
     if 0 < max_tokens < len(tokens) - 1:
-        count = min(num_windows, max(1, max_tokens // context))
-        chosen = np.arange(count) * num_windows // count
-    mine = chosen[rank::world_size] * context
-    return _eval_batches(np.asarray(tokens), mine, context, micro_batch)
+        count = min(len(windows), max(1, int(max_tokens // targets)))
+        windows = windows[np.arange(count) * len(windows) // count]
+    return _eval_batches(tokens, windows[rank::world_size], context, micro_batch, pad_id)
 
 
 def _eval_batches(
-    tokens: np.ndarray, first_targets: np.ndarray, context: int, micro_batch: int
+    tokens: np.ndarray | Tokens,
+    windows: np.ndarray,
+    context: int,
+    micro_batch: int,
+    pad_id: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for row in range(0, len(first_targets), micro_batch):
-        x = torch.zeros((micro_batch, context), dtype=torch.int64)
+    for row in range(0, len(windows), micro_batch):
+        x = torch.full((micro_batch, context), pad_id, dtype=torch.int64)
         y = torch.full_like(x, IGNORED)
-        for x_row, y_row, scored in zip(
-            x.numpy(), y.numpy(), first_targets[row : row + micro_batch].tolist()
+        for x_row, y_row, (start, stop, skipped) in zip(
+            x.numpy(), y.numpy(), windows[row : row + micro_batch].tolist()
         ):
-            start = max(0, min(scored, len(tokens) - 1 - context))
-            window = tokens[start : start + context + 1]
-            x_row[: len(window) - 1] = window[:-1]
-            y_row[scored - start : len(window) - 1] = window[scored - start + 1 :]
+            _fill(x_row, y_row, tokens, start, stop, pad_id)
+            y_row[:skipped] = IGNORED
         yield x, y
+
+
+def _fill(
+    x_row: np.ndarray,
+    y_row: np.ndarray,
+    tokens: np.ndarray | Tokens,
+    start: int,
+    stop: int,
+    pad_id: int,
+) -> None:
+    """One sample into one row of x and of y; both are (T,) and filled up already."""
+    window = tokens[start:stop]
+    count = stop - start - 1
+    x_row[:count] = window[:count]
+    y_row[: len(window) - 1] = window[1:]
+    if len(window) == count:
+        # the corpus ends with its last document, whose end-of-text token would come next
+        y_row[count - 1] = pad_id
 
 
 # --- the background thread ------------------------------------------------------------------------
@@ -203,50 +229,49 @@ def _eval_batches(
 class _Micro:
     x: Tensor
     y: Tensor
-    state_after: dict[str, int] | None
+    share: float
+    state_after: dict[str, list[int]] | None
     """Set on the last micro-batch of a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Producer:
-    tokens: np.ndarray
-    order: SampleOrder
+    corpora: tuple[np.ndarray | Tokens, ...]
+    samples: Mixture
+    context: int
     grid: tuple[int, int, int]
     """Micro-steps, ranks, rows: the shape of a global batch."""
     rank: int
+    pad_id: int
     pinned: bool
 
-    def run(
-        self,
-        epoch: int,
-        index: int,
-        ready: "queue.Queue[_Micro | Exception]",
-        stop: threading.Event,
-    ) -> None:
+    def run(self, ready: "queue.Queue[_Micro | Exception]", stop: threading.Event) -> None:
         """Fills `ready` until `stop`; an error is handed over as the last item."""
         try:
             while True:
-                count = int(np.prod(self.grid))
-                starts, epoch, index = self.order.take(epoch, index, count)
-                mine = starts.reshape(self.grid)[:, self.rank]
+                samples = self.samples.take(math.prod(self.grid))
+                targets = (samples[:, 2] - samples[:, 1] - 1).reshape(self.grid).sum(-1)
+                shares = (targets / targets.mean())[:, self.rank].tolist()
+                mine = samples.reshape(*self.grid, 3)[:, self.rank]
                 for step, rows in enumerate(mine, start=1):
-                    state = {"epoch": epoch, "index": index} if step == len(mine) else None
+                    state = self.samples.state() if step == len(mine) else None
                     x, y = self._gather(rows)
-                    ready.put(_Micro(x=x, y=y, state_after=state))
+                    ready.put(_Micro(x=x, y=y, share=shares[step - 1], state_after=state))
                     if stop.is_set():
                         return
         except Exception as error:
             ready.put(error)
 
-    def _gather(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        context = self.order.context
-        shape = (len(starts), context)
+    def _gather(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        shape = (len(rows), self.context)
         # Fresh memory each time: what was handed out belongs to the caller, and PyTorch's pinned
         # allocator keeps a freed block until the copy that reads it has finished.
         x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned) for _ in "xy")
-        for x_row, y_row, start in zip(x.numpy(), y.numpy(), starts.tolist()):
-            x_row[:] = self.tokens[start : start + context]
-            y_row[:] = self.tokens[start + 1 : start + context + 1]
+        for x_row, y_row, (corpus, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
+            if stop - start <= self.context:
+                x_row.fill(self.pad_id)
+                y_row.fill(IGNORED)
+            _fill(x_row, y_row, self.corpora[corpus], start, stop, self.pad_id)
         return x, y
 
 

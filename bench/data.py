@@ -1,0 +1,162 @@
+"""Preparing text beside tiktoken alone, and the loader's speed: `python -m bench.data`.
+
+The text is cut into documents of 4,000 characters, as JSON lines, repeated up to the size asked
+for. tiktoken gets them as a list in memory and its own threads, and only `encode_ordinary_batch` is
+timed; `fastgpt.prepare` is timed as a whole process: start, reading, tokens, shards, checksums.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bench import records
+from fastgpt.data.corpus import open_corpus
+from fastgpt.data.documents import read_pieces
+from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.sources import find_source
+from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.storage import data_dir
+
+DOCUMENT = 4000
+LOADER_SHAPES = ((64, 1024), (16, 1024), (64, 256))
+TIKTOKEN_ALONE = """
+import json, sys, time
+from fastgpt.data.tokenizer_gpt2 import GPT2Tokenizer
+texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
+encoding = GPT2Tokenizer.published()._encoding
+began = time.perf_counter()
+found = encoding.encode_ordinary_batch(texts, num_threads=int(sys.argv[2]))
+print(time.perf_counter() - began, sum(map(len, found)))
+"""
+PREPARE = """
+import resource, sys
+from fastgpt.prepare import main
+main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataBench:
+    """Times preparation and loading."""
+
+    megabytes: int = 100
+    """Of text."""
+    text: str = "builtin"
+    """Where the text is from: whatever fastgpt.prepare takes."""
+    rounds: int = 3
+    """Pairs of runs."""
+    threads: int = os.cpu_count() or 1
+    """Of both."""
+
+
+def write_documents(source: str, size: int, path: Path) -> None:
+    """JSON lines of `size` bytes of text."""
+    text = "".join(str(piece.text) for piece in read_pieces(find_source(source), raw=False))
+    written = 0
+    with path.open("w", encoding="utf-8") as file:
+        for start in itertools.cycle(range(0, len(text), DOCUMENT)):
+            document = text[start : start + DOCUMENT]
+            file.write(json.dumps({"text": document}) + "\n")
+            written += len(document.encode())
+            if written >= size:
+                return
+
+
+def tiktoken_alone(path: Path, threads: int) -> tuple[float, int]:
+    """(seconds, tokens)."""
+    seconds, tokens = _run(TIKTOKEN_ALONE, str(path), str(threads)).split()
+    return float(seconds), int(tokens)
+
+
+def prepared(path: Path, out: Path, threads: int) -> tuple[float, int]:
+    """(seconds of the whole process, its largest resident set in KiB)."""
+    began = time.perf_counter()
+    arguments = [str(path), "--out", str(out), "--tokenizer", "gpt2", "--workers", str(threads)]
+    output = _run(PREPARE, *arguments)
+    return time.perf_counter() - began, int(output.split()[-1])
+
+
+def _run(code: str, *arguments: str) -> str:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def loader_rows(prepared_dir: Path) -> list[dict[str, Any]]:
+    """Million tokens a second through the loader, a consumer that does nothing else."""
+    corpus = open_corpus(str(prepared_dir), tokenizer="auto", val_fraction=0.1)
+    rows = []
+    for batch, context in LOADER_SHAPES:
+        order = SampleOrder(len(corpus.train), context=context, seed=0)
+        with Loader(
+            [corpus.train],
+            Mixture([order], [1.0]),
+            context=context,
+            global_batch=batch,
+            micro_batch=batch,
+        ) as loader:
+            rates = [_rate(loader, batch * context) for _ in range(20)]
+        rows.append({"case": f"loader ({batch}, {context})", **records.quantiles(rates)})
+    return rows
+
+
+def _rate(loader: Loader, tokens: int, batches: int = 50) -> float:
+    began = time.perf_counter()
+    for _ in range(batches):
+        loader.next()
+    return tokens * batches / (time.perf_counter() - began) / 1e6
+
+
+def main(argv: list[str]) -> None:
+    bench = tyro.cli(DataBench, prog="python -m bench.data", args=argv)
+    os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
+    alone, ours, memory, tokens = [], [], [], 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "documents.jsonl"
+        write_documents(bench.text, bench.megabytes * 1_000_000, path)
+        for number in range(bench.rounds):
+            seconds, tokens = tiktoken_alone(path, bench.threads)
+            alone.append(seconds)
+            seconds, kib = prepared(path, folder / f"out{number}", bench.threads)
+            ours.append(seconds)
+            memory.append(kib)
+        rows = loader_rows(folder / "out0")
+    ratios = [a / b for a, b in zip(alone, ours)]
+    rows.insert(0, {
+        "case": "prepare", "text": bench.text, "megabytes": bench.megabytes, "tokens": tokens,
+        "threads": bench.threads, "tiktoken_alone_s": alone, "prepare_s": ours,
+        "tiktoken_over_prepare": ratios, "max_resident_kib": memory,
+    })  # fmt: skip
+    table = Table("what", "figures")
+    table.add_row("tiktoken alone, s", " ".join(f"{s:.2f}" for s in alone))
+    table.add_row("prepare, whole process, s", " ".join(f"{s:.2f}" for s in ours))
+    table.add_row("speed over tiktoken's", " ".join(f"{ratio:.2f}x" for ratio in ratios))
+    table.add_row("million tokens/s", f"{tokens / np.median(ours) / 1e6:.2f}")
+    table.add_row("largest resident set, MiB", " ".join(f"{kib / 1024:.0f}" for kib in memory))
+    for row in rows[1:]:
+        table.add_row(f"{row['case']}, million tokens/s", f"{row['p50']:.0f}")
+    Console().print(table)
+    print(records.write("data", "cpu", rows))
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])

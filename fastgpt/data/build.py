@@ -1,0 +1,326 @@
+"""Turns a source into a directory of token shards: on all cores, in bounded memory, and resumable.
+
+One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
+in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
+shards are synced and `progress.json` says how far they are: a build that was killed at any moment
+cuts the shards back to that point and goes on from there. The manifest is written last.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastgpt.data.batches import SPLITS, Encoded, Place, batches, encode
+from fastgpt.data.documents import read_pieces, scan, source_size
+from fastgpt.data.shards import MAX_TOKENS, token_dtype
+from fastgpt.data.sources import Source
+from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
+from fastgpt.data.tokenizer import KINDS, ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from fastgpt.data.verify import checksums
+from fastgpt.data.writer import ShardWriter
+from fastgpt.errors import UserError, writing
+from fastgpt.storage import write_atomically
+
+Report = Callable[[int, float], None]
+
+FORMAT_VERSION = 2
+"""Of the prepared directory; part of what a build is asked for, so old ones are made anew."""
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+SHARD_TOKENS = 100_000_000
+"""As llm.c's and modded-nanogpt's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be built. Two equal requests give the same bytes."""
+
+    source: Source
+    tokenizer: str
+    """A kind, or the path of a `tokenizer.json`."""
+    vocab_size: int | None = None
+    """Of a tokenizer that is trained; None: its default."""
+    val_fraction: float
+    """What is held out: of the text, or of the documents; files named so have their own split."""
+    shard_tokens: int = SHARD_TOKENS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"val_fraction must lie between 0 and 1, not {self.val_fraction}")
+        if not 1 <= self.shard_tokens <= MAX_TOKENS:
+            raise UserError(f"shard_tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+
+    def facts(self) -> dict[str, Any]:
+        """All that decides the outcome, as JSON holds it: files by path, size and time."""
+        values = asdict(self)
+        files = values["source"].pop("files")
+        values["files"] = [[*file.values(), *_stamp(file["path"])] for file in files]
+        if self.tokenizer not in KINDS:
+            path = Path(self.tokenizer).expanduser()
+            path = path / TOKENIZER if path.is_dir() else path
+            values["tokenizer"] = [self.tokenizer, *_stamp(str(path))]
+        return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
+
+
+def _stamp(path: str) -> list[int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return []  # of the hub
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _no_tokens() -> dict[str, int]:
+    return dict.fromkeys(SPLITS, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a build is: all that is kept of it but the tokens themselves."""
+
+    place: Place = field(default_factory=Place)
+    digest: str = ""
+    """A chain of sha256 over the batches."""
+    tokens: dict[str, int] = field(default_factory=_no_tokens)
+    num_bytes: dict[str, int] = field(default_factory=_no_tokens)
+    """UTF-8 behind the tokens."""
+    documents: dict[str, int] = field(default_factory=_no_tokens)
+
+    def after(self, result: Encoded, place: Place) -> "Progress":
+        """With one more batch. A new object: an interrupt must not leave half of the counts."""
+        return Progress(
+            place=place,
+            digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
+            tokens={split: self.tokens[split] + result.tokens[split].size for split in SPLITS},
+            num_bytes={split: self.num_bytes[split] + result.num_bytes[split] for split in SPLITS},
+            documents={split: self.documents[split] + result.documents[split] for split in SPLITS},
+        )
+
+
+def build(
+    request: Request,
+    out: Path,
+    *,
+    workers: int | None = None,
+    report: Report | None = None,
+    save_every_s: float = 5.0,
+) -> None:
+    """Fills `out`, going on with what an earlier call for the same request left there.
+
+    Args:
+        request: what to build.
+        out: a directory for this build alone.
+        workers: threads that tokenize; None: one for each core this process may use. The bytes
+            written do not depend on it.
+        report: is told after each batch how many tokens there are, and the share of the source
+            that is behind.
+        save_every_s: seconds between two points to resume from.
+    Raises:
+        UserError: something in the source, the tokenizer or the split cannot work, or the disk is
+            full; what was done is kept for the next call.
+    """
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}: expected 1 or more")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for path in out.glob(".*.json-*"):
+            path.unlink()  # killed while it had its temporary name
+        progress = _load_progress(out, request)
+        if (out / MANIFEST).exists():  # killed between the manifest and the directory's new name
+            (out / (MANIFEST if progress is None else PROGRESS)).unlink()
+            if progress is not None:
+                return
+        _Build(request, out, progress, workers or _cores(), report, save_every_s).run()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load_progress(out: Path, request: Request) -> Progress | None:
+    """What an earlier call left; None where it left nothing.
+
+    Raises:
+        UserError: it was another request's.
+    """
+    try:
+        saved = json.loads((out / PROGRESS).read_text())
+    except (OSError, ValueError):
+        return None
+    facts = request.facts()
+    changed = [name for name in facts if facts[name] != saved["request"].get(name)]
+    if changed:
+        before = ", ".join(f"{name} was {_short(saved['request'].get(name))}" for name in changed)
+        raise UserError(
+            f"{out} holds another preparation ({before}): ask for the same to go on with it, or"
+            " remove it"
+        )
+    progress = saved["progress"]
+    return Progress(**{**progress, "place": Place(**progress["place"])})
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Build:
+    def __init__(
+        self,
+        request: Request,
+        out: Path,
+        progress: Progress | None,
+        workers: int,
+        report: Report | None,
+        save_every_s: float,
+    ) -> None:
+        self.request, self.source, self.out = request, request.source, out
+        self.workers, self.report, self.save_every_s = workers, report, save_every_s
+        self.facts = request.facts()
+        self.raw = request.tokenizer == ByteTokenizer.kind
+        self.sizes = source_size(self.source)
+        self.tail_starts, self.sha256 = None, None
+        if self.source.split == "tail":
+            length, self.sha256 = scan(self.source, raw=self.raw)
+            self.tail_starts = _tail_start(length, request.val_fraction)
+        self.tokenizer = self._tokenizer(fresh=progress is None)
+        self.progress = progress or Progress()
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        self.writers = {
+            split: ShardWriter(out, split, dtype, request.shard_tokens, self.progress.tokens[split])
+            for split in SPLITS
+        }
+        self.saved = time.monotonic()
+
+    def _tokenizer(self, *, fresh: bool) -> Tokenizer:
+        """The one of the earlier call, else a new one, trained where it has to be."""
+        if not fresh:
+            return load_tokenizer(self.out / TOKENIZER)
+        tokenizer = make_tokenizer(
+            self.request.tokenizer, self._texts, vocab_size=self.request.vocab_size
+        )
+        tokenizer.save(self.out / TOKENIZER)
+        return tokenizer
+
+    def _texts(self) -> Iterator[str]:
+        for piece in read_pieces(self.source, raw=False):
+            assert isinstance(piece.text, str)
+            yield piece.text
+        if not self.source.plain:
+            yield "\n"  # what ends a document where no token does; characters must know it
+
+    def run(self) -> None:
+        self._report()
+        pending: deque[tuple[Future[Encoded], Place]] = deque()
+        tokenize = partial(
+            encode,
+            tokenizer=self.tokenizer,
+            val_fraction=self.request.val_fraction,
+            ends_documents=not self.source.plain,
+        )
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                for parts, place in batches(
+                    self.source, self.progress.place, raw=self.raw, tail_starts=self.tail_starts
+                ):
+                    pending.append((pool.submit(tokenize, parts), place))
+                    # enough that no thread waits for the reader, few enough to be held in memory
+                    if len(pending) > 2 * self.workers:
+                        self._write(*pending.popleft())
+                while pending:
+                    self._write(*pending.popleft())
+            finally:
+                pool.shutdown(cancel_futures=True)
+                self._save()
+        self._finish()
+
+    def _write(self, encoded: Future[Encoded], place: Place) -> None:
+        result = encoded.result()
+        for split, tokens in result.tokens.items():
+            self.writers[split].append(tokens)
+        self.progress = self.progress.after(result, place)
+        self._report()
+        if time.monotonic() - self.saved >= self.save_every_s:
+            self._save()
+
+    def _report(self) -> None:
+        place = self.progress.place
+        behind = sum(self.sizes[: place.file]) + place.done
+        if self.report is not None:
+            self.report(sum(self.progress.tokens.values()), behind / max(1, sum(self.sizes)))
+
+    def _save(self) -> None:
+        for writer in self.writers.values():
+            writer.sync()
+        content = {"request": self.facts, "progress": asdict(self.progress)}
+        write_atomically(self.out / PROGRESS, json.dumps(content).encode())
+        self.saved = time.monotonic()
+
+    def _finish(self) -> None:
+        documents = sum(self.progress.documents.values())
+        for split, verb in (("train", "train on"), ("val", "validate on")):
+            if self.progress.tokens[split] < 2:
+                raise UserError(
+                    f"val_fraction {self.request.val_fraction} of {self.source.name} ({documents:,}"
+                    f" documents) leaves nothing to {verb}"
+                )
+        splits = {split: self._complete(split) for split in SPLITS}
+        content = json.dumps(self._manifest(splits), indent=1) + "\n"
+        write_atomically(self.out / MANIFEST, content.encode())
+        (self.out / PROGRESS).unlink()
+
+    def _complete(self, split: str) -> dict[str, Any]:
+        """Completes a split's shards; what the manifest says of them."""
+        paths = self.writers[split].finish()
+        with ThreadPoolExecutor(self.workers) as pool:
+            sums = pool.map(checksums, paths)
+            shards = [
+                {"file": path.name, "tokens": count, **found}
+                for path, count, found in zip(paths, self.writers[split].counts(), sums)
+            ]
+        progress = self.progress
+        return {
+            "tokens": progress.tokens[split],
+            "bytes": progress.num_bytes[split],
+            "documents": progress.documents[split],
+            "shards": shards,
+        }
+
+    def _manifest(self, splits: dict[str, Any]) -> dict[str, Any]:
+        source = self.source
+        return {
+            "format_version": FORMAT_VERSION,
+            "name": source.name,
+            "sha256": self.sha256 or self.progress.digest,
+            "python": source.python,
+            "source": {
+                "given": source.given,
+                "files": len(source.files),
+                "skipped_files": source.skipped,
+                "revision": source.revision,
+                "held_out": source.split,
+            },
+            "tokenizer": self.tokenizer.kind,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eot_id": self.tokenizer.eot_id,
+            "val_fraction": None if source.split == "named" else self.request.val_fraction,
+            "splits": splits,
+        }
+
+
+def _tail_start(length: int, val_fraction: float) -> int:
+    cut = int(length * (1 - val_fraction))
+    if not 0 < cut < length:
+        raise UserError(
+            f"val_fraction {val_fraction} of {length} characters or bytes leaves nothing to"
+            f" {'train on' if cut == 0 else 'validate on'}"
+        )
+    return cut

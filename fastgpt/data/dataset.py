@@ -1,0 +1,124 @@
+"""What a run reads: one corpus, or several mixed by weight, and how samples are cut from them."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastgpt.config import DataConfig
+from fastgpt.data.build import Report
+from fastgpt.data.corpus import Corpus, open_corpus
+from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.tokenizer import Tokenizer, same_tokenizer
+from fastgpt.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSet:
+    """Corpora of one tokenizer, their weights, and what a sample is."""
+
+    corpora: tuple[Corpus, ...]
+    weights: tuple[float, ...]
+    """They sum to 1."""
+    config: DataConfig
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.corpora[0].tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """What fills up short samples, and never counts: the end-of-text token, if there is one."""
+        return self.tokenizer.eot_id or 0
+
+    @property
+    def name(self) -> str:
+        """Of the corpora, with their weights where there are several."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].name
+        return " + ".join(f"{w:.3g} {c.name}" for c, w in zip(self.corpora, self.weights))
+
+    @property
+    def sha256(self) -> str:
+        """Of the corpus; of several, of their hashes and weights."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].sha256
+        parts = [(corpus.sha256, weight) for corpus, weight in zip(self.corpora, self.weights)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def val_bytes_per_token(self) -> float | None:
+        """For bits per byte; None where not every held-out byte is scored, or with one weight."""
+        whole = len(self.corpora) == 1 and self.config.align != "document"
+        return self.corpora[0].val_bytes_per_token if whole else None
+
+    def orders(self, context: int, seed: int) -> list[SampleOrder]:
+        """The order of samples in each corpus's `train`.
+
+        Raises:
+            UserError: a corpus is too short, or its documents cannot be told apart.
+        """
+        return [self._order(corpus, "train", context, seed) for corpus in self.corpora]
+
+    def _order(self, corpus: Corpus, split: str, context: int, seed: int) -> SampleOrder:
+        align = self.config.align
+        return SampleOrder(
+            len(getattr(corpus, split)),
+            context=context,
+            seed=seed,
+            sampling=self.config.sampling,
+            align=align,
+            documents=None if align == "none" else corpus.document_starts(split),
+        )
+
+    def validation_documents(self, corpus: Corpus, context: int) -> SampleOrder | None:
+        """The documents of `corpus.val`, if a sample is a document."""
+        if self.config.align != "document":
+            return None
+        return self._order(corpus, "val", context, 0)
+
+    def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
+        """The stream of samples, from the beginning or from a checkpoint's state."""
+        return Mixture(orders, self.weights, state)
+
+
+def open_data(config: DataConfig, source: str, report: Report | None = None) -> DataSet:
+    """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`; `report` as for `build`.
+
+    Raises:
+        UserError: as `open_corpus`; a weight is not a number above 0; or two corpora were made by
+            different tokenizers.
+    """
+    parts = _parts(source)
+    corpora = [
+        open_corpus(
+            name, tokenizer=config.tokenizer, val_fraction=config.val_fraction, report=report
+        )
+        for name, _ in parts
+    ]
+    for corpus in corpora[1:]:
+        if not same_tokenizer(corpora[0].tokenizer, corpus.tokenizer):
+            kinds = [f"{c.name} ({c.tokenizer.kind}, {c.tokenizer.vocab_size} tokens)"
+                     for c in (corpora[0], corpus)]  # fmt: skip
+            raise UserError(f"{' and '.join(kinds)} cannot be mixed: expected one tokenizer")
+    total = math.fsum(weight for _, weight in parts)
+    weights = tuple(weight / total for _, weight in parts)
+    return DataSet(corpora=tuple(corpora), weights=weights, config=config)
+
+
+def _parts(source: str) -> list[tuple[str, float]]:
+    if "=" not in source or Path(source).expanduser().exists():
+        return [(source, 1.0)]
+    parts = []
+    for part in source.split(","):
+        name, _, weight = part.strip().rpartition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if not name or not 0 < value < math.inf:
+            raise UserError(
+                f"data.source {source!r}: {part!r} is no SOURCE=WEIGHT with a weight above 0"
+            )
+        parts.append((name, value))
+    return parts

@@ -1,0 +1,229 @@
+"""Which tokens each training sample holds: a pure function of (seed, epoch, index).
+
+A sample is up to T+1 tokens, [start, stop) of one corpus. How an epoch is laid out:
+
+none        Windows end to end (stride T, so that each of their targets is scored once) from an
+            offset drawn for the epoch. The few tokens before the offset and after the last whole
+            window sit that epoch out; over the epochs, every token is read.
+bos         Windows that begin where a document begins: after one, the next document that begins
+            at its end or later, or with a chance of 1/4 the one after that. Without those skips
+            every epoch would soon follow the same chain, and cut the same ends off documents.
+document    One document a sample, with the end-of-text token that follows it; cut after T+1 tokens.
+
+An epoch visits every sample once, shuffled; or draws as many with replacement (`random-windows`).
+Several corpora are mixed by weight, sample by sample, each in its own order.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastgpt.errors import UserError, unknown_name
+
+SAMPLINGS = ("epoch", "random-windows")
+ALIGNMENTS = ("none", "bos", "document")
+SKIP_ONE_IN = 4
+"""Windows that begin with documents, between two that leave a document out."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples fill the circle evenly (Weyl's theorem)."""
+
+
+class SampleOrder:
+    """The stream of samples of one corpus, which runs on over the ends of epochs.
+
+    Args:
+        num_tokens: N, tokens in the corpus.
+        context: T, in tokens.
+        seed: any integer; its lowest 64 bits count.
+        sampling: `epoch` visits every sample of an epoch once; `random-windows` draws as many,
+            with replacement, from every possible start.
+        align: see above.
+        documents: (D,) int64 increasing, where documents begin; only `none` does without.
+    Raises:
+        UserError: the corpus is shorter than one window, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        context: int,
+        seed: int,
+        sampling: str = "epoch",
+        align: str = "none",
+        documents: np.ndarray | None = None,
+    ) -> None:
+        if sampling not in SAMPLINGS:
+            raise unknown_name("sampling", sampling, SAMPLINGS)
+        if align not in ALIGNMENTS:
+            raise unknown_name("alignment", align, ALIGNMENTS)
+        if align != "document" and num_tokens < context + 1:
+            raise UserError(
+                f"the corpus has {num_tokens:,} tokens, but one window of context {context:,} needs"
+                f" {context + 1:,}"
+            )
+        self.num_tokens, self.context, self.seed = num_tokens, context, seed
+        self.sampling, self.align = sampling, align
+        self._epoch, self._starts = -1, np.empty(0, np.int64)
+        self.documents = self._next = self._ends = np.empty(0, np.int64)
+        if align != "none":
+            assert documents is not None
+            self._set_documents(documents)
+
+    def _set_documents(self, documents: np.ndarray) -> None:
+        if self.align == "bos":
+            fits = int(documents.searchsorted(self.num_tokens - self.context))
+            # document n's window ends where document next[n] or an earlier one begins
+            self._next = documents.searchsorted(documents[:fits] + self.context)
+            if not fits:
+                raise UserError(
+                    f"no document begins {self.context + 1:,} tokens before the end of the corpus:"
+                    " windows that begin with documents need a smaller context or more text"
+                )
+        self.documents, self._ends = documents, np.append(documents[1:], self.num_tokens)
+
+    def epoch_size(self, epoch: int) -> int:
+        """Samples in an epoch."""
+        if self.align == "document":
+            return len(self.documents)
+        return self._layout(epoch)[2] if self.align == "none" else len(self._starts_of(epoch))
+
+    def coverage(self) -> float:
+        """Share of the corpus's tokens that the first epoch has as targets."""
+        starts = self._starts_of(0)
+        return float((self.stops(starts) - starts - 1).sum() / max(1, self.num_tokens - 1))
+
+    def take(self, epoch: int, index: int, count: int) -> tuple[np.ndarray, int, int]:
+        """The next `count` samples from (epoch, index) on.
+
+        Returns:
+            (count,) int64 positions of first tokens, and the epoch and index that follow.
+        """
+        taken = [np.empty(0, np.int64)]
+        while count > 0:
+            starts = self._starts_of(epoch)
+            part = starts[index : index + count]
+            taken.append(part)
+            count, index = count - len(part), index + len(part)
+            if index == len(starts):
+                epoch, index = epoch + 1, 0
+        return np.concatenate(taken), epoch, index
+
+    def stops(self, starts: np.ndarray) -> np.ndarray:
+        """(count,) int64, one past the last token of each sample.
+
+        The last document's is one past the end of the corpus: there its end-of-text token would be.
+        """
+        stops = starts + self.context + 1
+        if self.align == "document":
+            following = self._ends[self.documents.searchsorted(starts, side="right") - 1]
+            stops = np.minimum(stops, following + 1)
+        return stops
+
+    def _random(self, epoch: int) -> np.random.RandomState:
+        # RandomState, not Generator: NEP 19 freezes its seeding and its draws for good, so a run
+        # goes on in the same order under another numpy. It is seeded with words of 32 bits, and
+        # draws are of a stated dtype because the default one differs between systems.
+        words = (self.seed, self.seed >> 32, epoch)
+        return np.random.RandomState([word & 0xFFFFFFFF for word in words])
+
+    def _layout(self, epoch: int) -> tuple[np.random.RandomState, int, int]:
+        """The epoch's random stream after its first draw, its offset, and its number of windows."""
+        stream = self._random(epoch)
+        offsets = min(self.context, self.num_tokens - self.context)
+        offset = int(stream.randint(offsets, dtype=np.int64))
+        return stream, offset, (self.num_tokens - 1 - offset) // self.context
+
+    def _starts_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            make = self._windows if self.align == "none" else self._aligned
+            self._epoch, self._starts = epoch, make(epoch)
+        return self._starts
+
+    def _windows(self, epoch: int) -> np.ndarray:
+        stream, offset, size = self._layout(epoch)
+        if self.sampling == "epoch":
+            starts = np.arange(size, dtype=np.int64) * self.context + offset
+            stream.shuffle(starts)
+            return starts
+        return stream.randint(self.num_tokens - self.context, size=size, dtype=np.int64)
+
+    def _aligned(self, epoch: int) -> np.ndarray:
+        stream = self._random(epoch)
+        if self.align == "document":
+            starts, choices = self.documents.copy(), self.documents
+        else:
+            first = int(stream.randint(max(1, int(self._next[0])), dtype=np.int64))
+            skips = stream.randint(SKIP_ONE_IN, size=len(self._next), dtype=np.int64) == 0
+            starts, choices = self._chain(first, skips), self.documents[: len(self._next)]
+        if self.sampling == "epoch":
+            stream.shuffle(starts)
+            return starts
+        return choices[stream.randint(len(choices), size=len(starts), dtype=np.int64)]
+
+    def _chain(self, first: int, skips: np.ndarray) -> np.ndarray:
+        """Starts of the windows from document `first` on (an earlier one, if it does not fit)."""
+        following, chosen = (self._next + skips).tolist(), []
+        document = min(first, len(following) - 1)
+        while document < len(following):
+            chosen.append(document)
+            document = following[document]
+        return self.documents[chosen]
+
+
+class Mixture:
+    """Several streams of samples as one: each sample is of a corpus with the probability of its
+    weight, by a rule without chance, so that after n samples every count is within a few of n
+    times its weight.
+
+    Args:
+        orders: one for each corpus.
+        weights: as many; only their ratios count.
+        state: from `state()`; None: the beginning.
+    Raises:
+        UserError: the state is not of these corpora.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[SampleOrder],
+        weights: Sequence[float],
+        state: dict[str, list[int]] | None = None,
+    ) -> None:
+        self.orders = tuple(orders)
+        shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
+        # the largest double below 2^64, where a weight is too small to be seen
+        self._bounds = np.minimum(shares[:-1] * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
+        zeros = [0] * len(self.orders)
+        state = state or {"sample": [0], "epoch": zeros, "index": zeros}
+        self._sample = state["sample"][0]
+        self._places = list(zip(state["epoch"], state["index"]))
+        if len(self._places) != len(self.orders):
+            raise UserError(
+                f"loader state of {len(self._places)} corpora, but {len(self.orders)} are given"
+            )
+        for order, (epoch, index) in zip(self.orders, self._places):
+            if epoch < 0 or not 0 <= index < order.epoch_size(epoch):
+                raise UserError(
+                    f"loader state (epoch {epoch}, index {index}) is not of this corpus, whose"
+                    f" epoch {epoch} has {order.epoch_size(epoch):,} samples"
+                )
+
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` samples: (count, 3) int64 of corpus, start, stop."""
+        numbers = np.arange(self._sample, self._sample + count, dtype=np.uint64)
+        corpora = self._bounds.searchsorted(numbers * np.uint64(GOLDEN), side="right")
+        samples = np.empty((count, 3), np.int64)
+        samples[:, 0] = corpora
+        for number, order in enumerate(self.orders):
+            mine = corpora == number
+            starts, *place = order.take(*self._places[number], int(mine.sum()))
+            self._places[number] = (place[0], place[1])
+            samples[mine, 1], samples[mine, 2] = starts, order.stops(starts)
+        self._sample += count
+        return samples
+
+    def state(self) -> dict[str, list[int]]:
+        """The number of samples taken, and the epoch and index at which each corpus goes on."""
+        epochs, indices = zip(*self._places)
+        return {"sample": [self._sample], "epoch": list(epochs), "index": list(indices)}

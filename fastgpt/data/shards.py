@@ -1,0 +1,175 @@
+"""Token shards in llm.c's `.bin` formats, and many of them read as one sequence.
+
+Layout
+    256 int32 of header: magic, version, number of tokens, then zeros.
+    The tokens. All little-endian; nothing follows the last token.
+    magic 20240520, version 1: uint16, for vocabularies of up to 65,536 (GPT-2's)
+    magic 20240801, version 7: uint32, for larger ones (Llama-3's)
+Source
+    llm.c, `dev/data/data_common.py` and `llmc/dataloader.h`; modded-nanogpt reads the first kind.
+"""
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fastgpt.errors import UserError
+from fastgpt.storage import write_atomically
+
+HEADER = np.dtype("<i4")
+HEADER_INTS = 256
+HEADER_BYTES = HEADER_INTS * HEADER.itemsize
+MAX_TOKENS = np.iinfo(HEADER).max
+FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+"""Magic: (version, dtype of a token)."""
+SMALL, LARGE = (dtype for _, dtype in FORMATS.values())
+
+MAPPED_SHARDS = 128
+"""Files mapped at a time: each map keeps a file descriptor, of which 1,024 is a usual limit."""
+READS_BETWEEN_UNMAPS = 128
+"""A read of one window may map a whole large folio of the page cache, 2 MiB (seen with Linux 6.18
+on ext4; 64 KiB where there are none), so that about 256 MiB count towards the resident set."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of the two dtypes that holds the ids 0 to `vocab_size - 1`."""
+    return SMALL if vocab_size <= np.iinfo(SMALL).max + 1 else LARGE
+
+
+def shard_header(count: int, dtype: np.dtype) -> memoryview:
+    """The `HEADER_BYTES` before `count` tokens of `dtype`."""
+    [(magic, version)] = [(m, v) for m, (v, kind) in FORMATS.items() if kind == dtype]
+    header = np.zeros(HEADER_INTS, HEADER)
+    header[:3] = magic, version, count
+    return header.data
+
+
+def write_shard(path: Path, tokens: np.ndarray, dtype: np.dtype = SMALL) -> None:
+    """Writes `tokens` as one shard; the name `path` appears only once the file is complete.
+
+    Args:
+        path: the file to write, or to replace; its folder must exist.
+        tokens: (N,), any integer dtype, 0 <= id <= what `dtype` holds, N >= 1.
+        dtype: `SMALL` (uint16) or `LARGE` (uint32).
+    Raises:
+        UserError: no token, too many for the header, or an id that `dtype` cannot hold.
+    """
+    path, largest = Path(path), np.iinfo(dtype).max
+    if not 1 <= tokens.size <= MAX_TOKENS:
+        raise UserError(f"{path}: a shard holds 1 to {MAX_TOKENS:,} tokens, not {tokens.size:,}")
+    if tokens.min() < 0 or tokens.max() > largest:
+        position = int(np.argmax((tokens < 0) | (tokens > largest)))
+        found = f"token {position:,} is {tokens[position]}"
+        raise UserError(f"{path}: {found}, but a shard holds ids from 0 to {largest}")
+    data = np.ascontiguousarray(tokens, dtype).data
+    write_atomically(path, shard_header(tokens.size, dtype), data)
+
+
+def read_header(path: Path) -> tuple[int, np.dtype]:
+    """Number of tokens and dtype of a shard, checked against the size of the file.
+
+    Raises:
+        UserError: no such file, or magic, version or length are not as the format asks.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such shard")
+    size = path.stat().st_size
+    if size < HEADER_BYTES:
+        raise UserError(f"{path}: {size} bytes, too short for a shard's header of {HEADER_BYTES}")
+    magic, version, count = (int(n) for n in np.fromfile(path, HEADER, count=3))
+    if magic not in FORMATS:
+        known = " or ".join(map(str, FORMATS))
+        raise UserError(f"{path}: not a token shard: magic {magic} at byte 0, expected {known}")
+    known_version, dtype = FORMATS[magic]
+    if version != known_version:
+        raise UserError(f"{path}: shard version {version} at byte 4, expected {known_version}")
+    expected = HEADER_BYTES + count * dtype.itemsize
+    if count < 1 or size != expected:
+        raise UserError(
+            f"{path}: damaged shard: the header promises {count:,} tokens at byte 8"
+            f" ({expected:,} bytes), the file ends at byte {size:,}"
+        )
+    return count, dtype
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """Opens a shard without reading it into memory.
+
+    Returns:
+        (N,) uint16 or uint32, read-only, memory-mapped: pages are read when they are touched.
+    Raises:
+        UserError: as `read_header`.
+    """
+    return _map(path, *read_header(path))
+
+
+def _map(path: Path, count: int, dtype: np.dtype) -> np.ndarray:
+    with open(path, "rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # a plain array over the map: slicing an np.memmap costs as much as copying a row
+    return np.frombuffer(pages, dtype, count, HEADER_BYTES)
+
+
+class Tokens:
+    """Shards, one after the other, as one sequence to slice: `tokens[start:stop]`, `len(tokens)`.
+
+    A slice is a view where one shard holds it, a copy where it crosses from one to the next. Files
+    are mapped when they are read, not many at a time, and let go of now and then: the resident set
+    stays bounded however long a run reads.
+
+    Args:
+        paths: the shards in order, all of one dtype.
+
+    Raises:
+        UserError: no shards, one that is damaged, or two dtypes.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(map(Path, paths))
+        if not self.paths:
+            raise UserError("no token shards: expected at least one")
+        headers = [read_header(path) for path in self.paths]
+        self.dtype = headers[0][1]
+        for path, (_, dtype) in zip(self.paths, headers):
+            if dtype != self.dtype:
+                raise UserError(f"{path} holds {dtype}, but {self.paths[0]} {self.dtype}")
+        self.counts = np.array([count for count, _ in headers], np.int64)
+        self._ends = np.cumsum(self.counts)
+        self._maps: dict[int, np.ndarray] = {}
+        self._reads = 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        """(stop - start,) tokens; read-only where it is a view."""
+        start, stop, step = window.indices(len(self))
+        assert step == 1, "shards are read forwards, token by token"
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        first = int(self._ends.searchsorted(start, side="right"))
+        last = int(self._ends.searchsorted(stop))
+        begin = int(self._ends[first] - self.counts[first])
+        if first == last:
+            return self._shard(first)[start - begin : stop - begin]
+        # copied one at a time: a view of each would keep every one of their files open
+        out = np.empty(stop - start, self.dtype)
+        for number in range(first, last + 1):
+            end = begin + int(self.counts[number])
+            low, high = max(start, begin), min(stop, end)
+            out[low - start : high - start] = self._shard(number)[low - begin : high - begin]
+            begin = end
+        return out
+
+    def _shard(self, number: int) -> np.ndarray:
+        self._reads += 1
+        if self._reads % READS_BETWEEN_UNMAPS == 0 or len(self._maps) > MAPPED_SHARDS:
+            self._maps = {}
+        shard = self._maps.get(number)
+        if shard is None:
+            count, dtype = int(self.counts[number]), self.dtype
+            shard = self._maps[number] = _map(self.paths[number], count, dtype)
+        return shard

@@ -1,0 +1,143 @@
+"""Runs over documents: the same for any ranks and accumulation, and after a resume."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgpt.cli import parse
+from fastgpt.errors import UserError
+from fastgpt.metrics import read_records
+from fastgpt.trainer import Trainer
+from tests.data_sets import prepared, texts
+from tests.test_ddp import ROOT, finish, torchrun
+from tests.test_resume import at_step, outcome, terminate
+
+PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-tokens 0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """100 documents of 3 to 63 tokens: most are cut or filled up at a context of 32."""
+    place = tmp_path_factory.mktemp("documents")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGPT_CACHE", str(place / "cache"))
+        return prepared(place / "short", texts(100, longest=16))
+
+
+@pytest.fixture
+def documents(folder, tmp_path, monkeypatch):
+    """Flags of a run over them, of which 4 are a step."""
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
+    return f"--data.source {folder} --model.context 32 --data.align document"
+
+
+def series(run, key):
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+def weights_of(run):
+    return load_file(run / "checkpoints" / "step_00000004" / "model.safetensors")
+
+
+def assert_same_run(run, expected):
+    """Sums run in another order, nothing else differs."""
+    for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert series(run, key) == pytest.approx(series(expected, key), rel=tolerance)
+    wanted = weights_of(expected)
+    for name, weight in weights_of(run).items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-3, atol=1e-5)
+
+
+def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(
+    fit, tiny, documents, tmp_path
+):
+    """Means of micro-batches with unlike numbers of targets would differ in the second digit."""
+    flags = f"{documents} {PLAIN} --steps 4"
+    whole = fit(flags, f"--train.micro-batch 4 --run-dir {tmp_path / 'whole'}")
+    for size in (2, 1):
+        split = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / str(size)}")
+        assert_same_run(split, whole)
+    argv = tiny(flags, f"--train.micro-batch 1 --run-dir {tmp_path / 'two'}")
+    finish(torchrun(2, str(ROOT / "train.py"), *argv))
+    assert_same_run(tmp_path / "two", whole)
+
+
+def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
+    trainer = Trainer(parse(tiny(documents, PLAIN, "--steps 1 --train.micro-batch 1")))
+    engine = trainer.engine
+    corpus = engine.data.corpora[0]
+    eot = corpus.tokenizer.eot_id
+
+    def losses(samples):
+        found = []
+        for ids in samples:
+            ids = torch.tensor([ids])
+            logits = engine.model(ids[:, :-1])[0]
+            found.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+        return torch.cat(found).detach()
+
+    def cut(split):
+        tokens = getattr(corpus, split)[:].tolist()
+        starts = [i for i, token in enumerate(tokens) if token == eot]
+        ends = [*starts[1:], len(tokens)]
+        return {a: [*tokens[a:b], eot][:33] for a, b in zip(starts, ends)}
+
+    train = cut("train")
+    first = engine.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
+    expected = losses(train[start] for start in first).mean()
+    held_out = losses(cut("val").values())
+    assert len({len(train[start]) for start in first}) > 1
+    trainer.fit()
+    assert series(trainer.run_dir, "train_loss")[1] == pytest.approx(expected.item(), rel=1e-5)
+    records = read_records(trainer.run_dir / "metrics.jsonl")
+    assert records[0]["val_loss"] == pytest.approx(held_out.mean().item(), rel=1e-5)
+    assert records[0]["val_tokens"] == len(held_out)
+    assert "val_bits_per_byte" not in records[0]
+
+
+@pytest.mark.parametrize("align", ["none --model.document-mask", "bos", "document"])
+def test_resumed_run_equals_the_unbroken_one(fit, documents, tmp_path, monkeypatch, align):
+    flags = f"{documents} --data.align {align} --steps 12 --model.dropout 0.2"
+    whole = fit(flags, f"--train.micro-batch 2 --run-dir {tmp_path / 'whole'}")
+    at_step(monkeypatch, 7, terminate)
+    run = fit(flags, "--train.micro-batch 2")
+    assert max(series(run, "train_loss")) == 7
+    fit(flags, "--train.micro-batch 2 --resume auto")
+    assert outcome(run) == outcome(whole)
+
+
+def test_mask_and_alignment_reach_the_model_and_the_data(fit, documents, tmp_path):
+    """Each of them alone changes the first loss that training moves."""
+    flags = [
+        "--data.align none", "--data.align bos", "--data.align document",
+        "--data.align none --model.document-mask",
+    ]  # fmt: skip
+    losses = []
+    for number, flag in enumerate(flags):
+        run = fit(documents, PLAIN, flag, f"--steps 3 --run-dir {tmp_path / str(number)}")
+        losses.append(series(run, "train_loss")[3])
+    assert len(set(losses)) == 4
+
+
+def test_another_alignment_is_no_resume(fit, documents):
+    fit(documents, "--steps 4")
+    with pytest.raises(UserError, match=r"data\.align is bos: expected document"):
+        fit(documents, "--data.align bos --resume auto")
+
+
+def test_short_set_is_read_for_many_epochs(fit, documents, capfd):
+    """About 80 documents, 4 a step."""
+    run = fit(documents, PLAIN, "--steps 50 --log-every 50")
+    out = capfd.readouterr().out
+    [size] = Trainer(parse(["--resume", str(run)])).engine.epoch_sizes
+    assert 70 < size < 90
+    assert series(run, "epoch")[50] == pytest.approx(200 / size, abs=1e-3)
+    assert f"{200 / size:.3g} of short ({size} samples" in out
+    assert f"epoch {200 / size:.2f}" in out
+
+
+@pytest.mark.parametrize("align", ["bos", "document"])
+def test_text_without_end_of_text_has_no_documents_to_align_to(tiny, align):
+    complaint = "bytes tokenizer has no end-of-text token to tell documents apart"
+    with pytest.raises(UserError, match=complaint):
+        Trainer(parse(tiny(f"--data.align {align}")))

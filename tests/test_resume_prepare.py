@@ -1,0 +1,337 @@
+import gc
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fastgpt.data import batches, build, documents
+from fastgpt.data.build import MANIFEST, PROGRESS
+from fastgpt.data.corpus import prepare
+from fastgpt.errors import UserError
+from tests.prepared import contents, write_documents
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
+NEVER = 1e9
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """Batches so small that a short text has many."""
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_documents(tmp_path / "x.jsonl", DOCUMENTS)
+
+
+@pytest.fixture
+def preparing(source, tmp_path):
+    """Prepares `source` with one set of options, and others."""
+
+    def run(out="out", given=source, **options):
+        fixed = {"tokenizer": "bytes", "val_fraction": 0.3, "shard_tokens": 800, "workers": 2}
+        return prepare(str(given), tmp_path / out, **{**fixed, **options})
+
+    return run
+
+
+@pytest.fixture
+def interrupted(preparing):
+    """Prepares until Ctrl-C after so many batches; what was reported then."""
+
+    def run(after, **options):
+        reports = []
+
+        def report(tokens, share):
+            reports.append(tokens)
+            if len(reports) > after:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            preparing(report=report, save_every_s=NEVER, **options)
+        return reports[-1]
+
+    return run
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["folder", pytest.param("documents", marks=pytest.mark.slow)])
+def test_killed_wherever_it_touches_the_disk_it_goes_on_to_the_same_bytes(tmp_path, given):
+    options = {"tokenizer": "chars", "shard_tokens": 50, "val_fraction": 0.3}
+    if given == "folder":
+        source = tmp_path / "notes"
+        source.mkdir()
+        for name in "abc":  # each without its last newline
+            (source / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
+    else:
+        pytest.importorskip("tokenizers")
+        source = write_documents(tmp_path / "y.jsonl", DOCUMENTS[:12])
+        options |= {"tokenizer": "bpe", "vocab_size": 280}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed_prepare", source, tmp_path, json.dumps(options)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["kills"] > 70
+    assert found["again"] > 20
+    assert len(found["files"]) >= 5
+
+
+PAUSE_S = "0.02"
+SLOW = """
+import sys, time
+from pathlib import Path
+from fastgpt.data import batches, build
+from fastgpt.data.corpus import prepare
+def slow(*args, encode=build.encode, **options):
+    time.sleep(float(sys.argv[3]))
+    return encode(*args, **options)
+build.encode, batches.BATCH_CHARACTERS = slow, 300
+print("ready", flush=True)
+prepare(sys.argv[1], Path(sys.argv[2]), tokenizer="bytes", val_fraction=0.3, shard_tokens=800,
+        workers=2, save_every_s=0.02)
+"""
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path, preparing, kills):
+    # about 0.3 s of work for each life, which lasts 0.2 s
+    source = write_documents(tmp_path / "long.jsonl", DOCUMENTS * kills)
+    whole = contents(preparing("whole", source))
+    out, unfinished = tmp_path / "out", tmp_path / "out.incomplete"
+    command = [sys.executable, "-c", SLOW, source, out, PAUSE_S]
+    draws, done = random.Random(0), [0]
+    for _ in range(kills):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        time.sleep(draws.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -9  # it was not done
+        assert not out.exists()
+        if (unfinished / PROGRESS).exists():
+            progress = json.loads((unfinished / PROGRESS).read_text())["progress"]
+            done.append(sum(progress["tokens"].values()))
+    subprocess.run([*command[:-1], "0"], cwd=ROOT, check=True, timeout=60)
+    assert contents(out) == whole
+    assert not unfinished.exists()
+    assert done == sorted(done)
+    # most kills were amid the work: each such life brought it further, and none to its end
+    assert len(set(done)) > kills // 2
+    assert done[-1] < sum(e["tokens"] for e in json.loads(whole[MANIFEST])["splits"].values())
+
+
+# --- Ctrl-C and errors ----------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_what_was_done(interrupted, preparing, tmp_path):
+    whole = contents(preparing("whole"))
+    kept = interrupted(20)
+    assert not (tmp_path / "out").exists()
+    progress = json.loads((tmp_path / "out.incomplete" / PROGRESS).read_text())["progress"]
+    assert sum(progress["tokens"].values()) == kept > 1000
+    first = []
+    assert contents(preparing(report=lambda tokens, _: first.append(tokens))) == whole
+    assert first[0] == kept  # not from the beginning
+
+
+def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
+    given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
+    whole = contents(preparing("whole", given))
+    watched = {build.__file__, build.ShardWriter.__init__.__code__.co_filename}
+
+    def stop_at(line):
+        left = line
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename not in watched:
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            preparing("out", given, save_every_s=NEVER)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def stopped_at(line):
+        # In a thread of its own: CPython may leave the exception of a trace function behind as
+        # "being handled", and later ones in this thread would have it as their context.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(stop_at, line).result()
+
+    line, saved = 1, 0
+    while stopped_at(line):
+        saved += (tmp_path / "out.incomplete" / PROGRESS).exists()
+        if not (tmp_path / "out").exists():
+            preparing("out", given)
+        assert contents(tmp_path / "out") == whole, line
+        shutil.rmtree(tmp_path / "out")
+        line += 2
+    assert saved > 50
+
+
+def test_full_disk_is_told_and_what_was_done_is_kept(preparing, tmp_path):
+    whole = contents(preparing("whole", shard_tokens=3000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # it refuses as a full disk does
+    try:
+        with pytest.raises(
+            UserError, match=r"^cannot write .*out\.incomplete: File too large$"
+        ) as raised:
+            preparing(shard_tokens=3000, save_every_s=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    first = []
+    out = preparing(shard_tokens=3000, report=lambda tokens, _: first.append(tokens))
+    assert first[0] > 0
+    del raised  # with the files it left open, whose last bytes must not come after all
+    gc.collect()
+    assert contents(out) == whole
+
+
+def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(source, preparing, tmp_path):
+    whole = contents(preparing("whole"))
+    good = source.read_bytes()
+    status = source.stat()
+    lines = good.splitlines(keepends=True)
+    source.write_bytes(
+        b"".join([*lines[:99], b"{" + b" " * (len(lines[99]) - 2) + b"\n", *lines[100:]])
+    )
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(UserError, match=r"x\.jsonl line 100 is not JSON"):
+        preparing()
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.incomplete"]
+    source.write_bytes(good)
+    with pytest.raises(UserError, match=r"holds another preparation .files was"):
+        preparing()  # whoever changes a file has to start anew
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    first = []
+    assert contents(preparing(report=lambda tokens, _: first.append(tokens))) == whole
+    assert first[0] > 0
+
+
+# --- other requests, other processes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer": "chars"}, "tokenizer was 'bytes'"),
+        ({"val_fraction": 0.4}, "val_fraction was 0.3"),
+        ({"shard_tokens": 900}, "shard_tokens was 800"),
+        ({"separator": "--"}, "source was "),
+        ("file", "files was "),
+    ],
+)
+def test_other_request_for_what_was_begun_is_refused(
+    interrupted, preparing, source, tmp_path, changed, said
+):
+    interrupted(5)
+    before, whole = contents(tmp_path / "out.incomplete"), source.read_bytes()
+    status = source.stat()
+    if changed == "file":
+        source.write_bytes(whole + b'{"text": "more"}\n')
+        changed = {}
+    with pytest.raises(
+        UserError, match=rf"^.*out\.incomplete holds another preparation \({said}.*$"
+    ):
+        preparing(**changed)
+    assert contents(tmp_path / "out.incomplete") == before
+    source.write_bytes(whole)
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert contents(preparing()) == contents(preparing("whole"))
+
+
+@pytest.mark.parametrize("moment", ["before progress is removed", "before the renaming"])
+def test_other_request_for_what_was_all_but_done_never_gets_its_data(
+    preparing, tmp_path, monkeypatch, moment
+):
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if moment == "before the renaming":
+            rename = lambda a, b: die() if b.name == "out" else os.rename(a, b)  # noqa: E731
+            patch.setattr(os, "replace", rename)
+        else:
+            patch.setattr(Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt):
+            preparing()
+    assert MANIFEST in contents(tmp_path / "out.incomplete")
+    expected = contents(preparing("whole", tokenizer="chars"))
+    if moment == "before the renaming":
+        assert contents(preparing(tokenizer="chars")) == expected
+    else:
+        with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
+            preparing(tokenizer="chars")
+        assert contents(preparing()) == contents(preparing("whole2"))
+
+
+def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_path):
+    refused = []
+
+    def report(tokens, _):
+        if len(refused) < 3:
+            with pytest.raises(UserError, match=r"another process is preparing .*out now"):
+                preparing()
+            refused.append(tokens)
+
+    out = preparing(report=report)
+    assert len(refused) == 3
+    assert contents(out) == contents(preparing("whole"))
+
+
+def test_nothing_looks_whole_before_it_is(preparing, tmp_path):
+    unfinished, headers = tmp_path / "out.incomplete", set()
+
+    def look(*_):
+        assert not (tmp_path / "out").exists()
+        assert not (unfinished / MANIFEST).exists()
+        last = {
+            split: max(unfinished.glob(f"{split}_*"), default=None) for split in ("train", "val")
+        }
+        for path in unfinished.glob("*.bin"):
+            begun = path.stat().st_size < 1024 + 2 * 800
+            header = path.read_bytes()[:4]
+            assert path in last.values() if begun else header != bytes(4)
+            assert not begun or header in (b"", bytes(4))
+            headers.add(begun)
+
+    preparing(report=look, save_every_s=0)
+    assert headers == {True, False}
+    assert not unfinished.exists()
+
+
+def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
+    preparing()
+    (tmp_path / "empty").mkdir()
+    preparing("empty")
+    for taken in ("out", "empty", source.name):
+        before = contents(tmp_path)
+        with pytest.raises(UserError, match="is not an empty directory"):
+            preparing(taken)
+        assert contents(tmp_path) == before
