@@ -208,10 +208,14 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     assert len(set(paths)) == len(entries()) == 6
 
 
-def test_manifest_that_counts_no_held_out_token_is_named(text_file, tmp_path):
+@pytest.mark.parametrize("damage", ["no token held out", "no checksum"])
+def test_manifest_that_lacks_something_is_named(text_file, tmp_path, damage):
     out = prepare(str(text_file), tmp_path / "out", tokenizer="bytes", val_fraction=0.1)
     manifest = json.loads((out / "manifest.json").read_text())
-    manifest["splits"]["val"]["tokens"] = 0
+    if damage == "no checksum":
+        del manifest["splits"]["train"]["shards"][0]["crc32"]
+    else:
+        manifest["splits"]["val"]["tokens"] = 0
     (out / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         opened(out)

@@ -251,7 +251,7 @@ def _read_prepared(path: Path) -> Corpus:
     manifest = read_manifest(path)
     try:
         val = manifest["splits"]["val"]
-        return Corpus(
+        corpus = Corpus(
             name=manifest["name"],
             train=_read_split(path, manifest["splits"]["train"]),
             val=_read_split(path, val),
@@ -262,8 +262,10 @@ def _read_prepared(path: Path) -> Corpus:
             path=path,
             manifest=manifest,
         )
+        corpus.shards()  # their checksums are there
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
+    return corpus
 
 
 def _read_split(path: Path, split: dict[str, Any]) -> Tokens:
@@ -282,9 +284,8 @@ def _read_split(path: Path, split: dict[str, Any]) -> Tokens:
 def _check_tokenizer(corpus: Corpus, asked: str) -> None:
     if asked in ("auto", corpus.tokenizer.kind):
         return
-    if not Path(asked).exists() or not same_tokenizer(
-        corpus.tokenizer, load_tokenizer(Path(asked))
-    ):
+    path = Path(asked).expanduser()
+    if not path.exists() or not same_tokenizer(corpus.tokenizer, load_tokenizer(path)):
         kind = corpus.tokenizer.kind
         raise UserError(f"{corpus.path} was prepared with tokenizer {kind!r}, not {asked!r}")
 

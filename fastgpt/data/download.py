@@ -270,6 +270,6 @@ def _retry_after(value: str) -> float | None:
 
 def _reason(error: BaseException) -> str:
     """The innermost cause: the libraries wrap "connection refused" four times."""
-    while (inner := error.__cause__ or error.__context__) is not None:
+    while (inner := error.__cause__ or error.__context__) and not isinstance(inner, _FetchError):
         error = inner
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
