@@ -34,7 +34,7 @@ from typing import Any
 
 from kernels.runtime import INTERPRETING, Launch, recording
 
-MODULES: tuple[str, ...] = ()
+MODULES = ("kernels.norm_kernels",)
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
@@ -271,17 +271,19 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.aot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT",
-                        help="rows whose kernel and configuration contain one of these")  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one"
+    )
     parser.add_argument("--one", action="store_true", help="one configuration per kernel and arch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--record", action="store_true", help="make the rows the budget")
-    parser.add_argument(
-        "--budget", type=Path, default=BUDGET, help="of registers and shared memory"
-    )
+    parser.add_argument("--budget", type=Path, default=BUDGET, help="other than the shipped one")
     parser.add_argument("--modules", nargs="+", default=MODULES, help="whose aot_cases to compile")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
     return parser.parse_args(argv)

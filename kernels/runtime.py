@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 # Triton itself reads the variable when it is imported, so a later change of it means nothing.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -50,6 +51,14 @@ def multiprocessors(device: torch.device) -> int:
 def _cuda(index: int | None) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(index)
     return 10 * properties.major + properties.minor, properties.multi_processor_count
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast wants of a matrix product of x; that of x where autocast is off."""
+    kind = x.device.type
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 # --- launch ---------------------------------------------------------------------------------------
@@ -132,9 +141,9 @@ def define_op(
     Returns:
         Callable: the op.
     """
-    name = schema.partition("(")[0]
+    name, parenthesis, rest = schema.partition("(")
     qualified = f"{NAMESPACE}::{name}"
-    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.define(qualified, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(qualified, ("cpu", "cuda"), impl)
     torch.library.register_fake(qualified, fake)
 
@@ -143,22 +152,26 @@ def define_op(
         if setup_context is not None:
             setup_context(ctx, inputs, output)
 
-    def twice(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+    def refuse(ctx: Any, *gradients: Tensor | None) -> NoReturn:
         raise NotImplementedError(f"{qualified} cannot be differentiated: no double backward")
 
-    torch.library.register_autograd(qualified, backward or twice, setup_context=setup)
+    derivative = backward or refuse
+    torch.library.register_autograd(qualified, derivative, setup_context=setup)
     dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
     if backward is None:
         return lambda *args: impl(*args) if _nobody_listens(args) else dispatched(*args)
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+        def forward(ctx: Any, /, *args: Any) -> Any:
             output = impl(*args)
             setup(ctx, args, output)
             return output
 
-        backward = staticmethod(torch.autograd.function.once_differentiable(backward))
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, /, *gradients: Tensor | None) -> Any:
+            return derivative(ctx, *gradients)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or not _nobody_listens(args):
@@ -170,7 +183,7 @@ def define_op(
 
 def _nobody_listens(args: tuple[Any, ...]) -> bool:
     """Whether nothing but autograd would see the call at torch's dispatcher."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
     plain = (Tensor, torch.nn.Parameter)
     return all(type(x) in plain for x in args if isinstance(x, Tensor)) and runs_kernels(
