@@ -155,9 +155,8 @@ def compile_config(config: Config) -> Row:
         target = GPUTarget("cuda", config.arch, 32)
         compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # of whichever of the compiler's passes: the others still get a row
-        return Row(
-            config.kernel, config.arch, config.label, error=f"{type(error).__name__}: {error}"
-        )
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Row(config.kernel, config.arch, config.label, error=message)
     text = disassemble(compiled.asm["cubin"])
     usage = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     metadata: Any = compiled.metadata

@@ -1,0 +1,137 @@
+"""`python -m kernels.aot`, run as a command: in this process kernels may be interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.aot import ARCHS, BUDGET, Row, judge, read_budgets
+
+ROOT = Path(__file__).parents[1]
+FAULTS = ("--modules", "tests.aot_faults")
+ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    # what is compiled is kept with the rest of what the tests keep: not in the user's cache
+    env = {**ENV, "TRITON_CACHE_DIR": os.path.join(os.environ["FASTGPT_CACHE"], "triton")}
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def aot(tmp_path: Path, *args: str) -> tuple[int, str, list[dict]]:
+    """(exit code, what was printed, rows)."""
+    out = tmp_path / "rows.json"
+    done = python("-m", "kernels.aot", "--json", str(out), *args)
+    assert done.stderr == ""
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    return done.returncode, done.stdout, rows
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_each_kernel_compiles_well(arch, tmp_path):
+    code, printed, rows = aot(tmp_path, "--one", "--arch", str(arch))
+    assert code == 0, printed
+    kernels = {r["kernel"] for r in rows}
+    assert len(kernels) == len(rows)
+    assert kernels >= {"_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_kernel"}
+    assert f"{len(rows)} configurations, 0 wrong, 0 without a recorded budget" in printed
+
+
+@pytest.mark.slow
+def test_every_shipped_configuration_compiles_well(tmp_path):
+    code, printed, _ = aot(tmp_path)
+    assert code == 0, printed
+    assert "0 without a recorded budget" in printed
+
+
+def test_there_are_at_most_two_hundred_configurations():
+    for version, archs in read_budgets(BUDGET).items():
+        assert {int(arch) for arch in archs} == set(ARCHS), version
+        assert all(len(rows) <= 200 for rows in archs.values())
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """One run over faulty kernels, with a budget of one register for the sound one."""
+    folder = tmp_path_factory.mktemp("faults")
+    budget = folder / "budget.json"
+    recorded = python("-m", "kernels.aot", *FAULTS, "--only", "kernel sound", "--arch", "90",
+                      "--budget", str(budget), "--record")  # fmt: skip
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    kept = budget.read_text()
+    tight = json.loads(kept)
+    for archs in tight.values():
+        assert archs["90"].keys() == {"_square_kernel sound"}
+        archs["90"]["_square_kernel sound"] = [1, 1]
+    budget.write_text(json.dumps(tight))
+    code, printed, rows = aot(folder, *FAULTS, "--arch", "90", "--budget", str(budget))
+    return code, printed, {r["config"]: r for r in rows}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("spill", "spills "),
+        ("too much shared memory", " bytes of shared memory > 232448"),
+        ("small for its instruction", "has no HGMMA"),
+        ("broken", "NameError('no_such_name is not defined')"),
+        ("sound", " registers > 1 recorded"),
+        ("sound", " bytes of shared memory > 1 recorded"),
+    ],
+)
+def test_each_fault_is_found(faults, config, problem):
+    code, printed, rows = faults
+    assert code == 1
+    problems = "; ".join(rows[config]["problems"])
+    assert problem in problems
+    assert f"{config}: {problems}" in printed
+
+
+def test_no_other_fault_is_found(faults):
+    _, printed, rows = faults
+    counts = {config: len(r["problems"]) for config, r in rows.items()}
+    assert counts == {"sound": 2, "small for its instruction": 1, "too much shared memory": 1,
+                      "spill": 1, "broken": 1}  # fmt: skip
+    assert rows["sound"]["mma"].keys() == {"HGMMA"}
+    assert "5 configurations, 5 wrong, 4 without a recorded budget" in printed
+
+
+def test_less_than_the_budget_is_no_fault():
+    row = Row("k", 90, "c", registers=10, shared=100)
+    assert judge(row, {"k c": [10, 100]}) == judge(row, {"k c": [11, 101]}) == judge(row, {}) == []
+
+
+def test_nothing_selected_is_an_error(tmp_path):
+    code, printed, _ = aot(tmp_path, *FAULTS, "--only", "no such kernel")
+    assert (code, printed) == (2, "kernels.aot: no configuration matches --only no such kernel\n")
+
+
+SPECIALISATIONS = """
+import torch
+from kernels.aot import _specialised
+from kernels.norm_kernels import norm_fwd, norm_bwd
+from kernels.runtime import recording
+
+seen = {}
+for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
+    x = torch.empty(M, 768, device="meta")
+    w = torch.empty(768, device="meta")
+    with recording(90) as launches:
+        _, total, stats = norm_fwd(x, x, w, w, 1e-5, True, x.dtype)
+        norm_bwd(x, x, total, stats, w, x.dtype, None, w.dtype, w.dtype)
+    for launch in launches:
+        seen.setdefault(launch.kernel.__name__, set()).add(repr(_specialised(launch)))
+print({name: len(forms) for name, forms in sorted(seen.items())})
+"""
+
+
+def test_the_number_of_rows_compiles_nothing_anew():
+    done = python("-c", SPECIALISATIONS)
+    assert done.stdout == (
+        "{'_norm_bwd_kernel': 1, '_norm_fwd_kernel': 1, '_norm_sum_kernel': 1}\n"
+    ), done.stderr
