@@ -21,20 +21,17 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kernels.runtime import INTERPRETING, Launch, recording
+from kernels.sass import disassemble, tensor_core_instructions
 
-MODULES = ("kernels.norm_kernels",)
+MODULES = ("kernels.norm_launch",)
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
@@ -172,33 +169,6 @@ def compile_config(config: Config) -> Row:
         mma=tensor_core_instructions(text),
         declared=config.declared,
     )
-
-
-def disassemble(cubin: bytes) -> str:
-    """Resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [_cuobjdump(), "--dump-resource-usage", "--dump-sass", file.name]
-        # nvdisasm is looked up on PATH and comes with Triton too
-        path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-        )
-    return done.stdout
-
-
-@cache
-def _cuobjdump() -> str:
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-
-
-def tensor_core_instructions(sass: str) -> dict[str, int]:
-    """How often each tensor-core instruction occurs in SASS."""
-    found = re.findall(r"\s((?:HGMMA|QGMMA|HMMA|UTC[A-Z]*MMA)\b)[\w.]*\s", sass)
-    return dict(sorted(Counter(found).items()))
 
 
 # --- judge ----------------------------------------------------------------------------------------

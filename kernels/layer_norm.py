@@ -82,13 +82,13 @@ def add_rms_norm_ref(
 
 
 def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from kernels.norm_kernels import norm_fwd
+    from kernels.norm_launch import norm_fwd
 
     return norm_fwd(*args)
 
 
 def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from kernels.norm_kernels import norm_bwd
+    from kernels.norm_launch import norm_bwd
 
     return norm_bwd(*args)
 

@@ -114,7 +114,7 @@ def test_nothing_selected_is_an_error(tmp_path):
 SPECIALISATIONS = """
 import torch
 from kernels.aot import _specialised
-from kernels.norm_kernels import norm_fwd, norm_bwd
+from kernels.norm_launch import norm_fwd, norm_bwd
 from kernels.runtime import recording
 
 seen = {}

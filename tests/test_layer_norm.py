@@ -118,7 +118,7 @@ def test_wide_rows(name, N, device):
 
 
 def test_more_programs_than_a_block_of_the_final_sum(device, monkeypatch):
-    monkeypatch.setattr("kernels.norm_kernels.multiprocessors", lambda _: 5)
+    monkeypatch.setattr("kernels.norm_launch.multiprocessors", lambda _: 5)
     inputs = make(
         "layer_norm", 80 * 16 + 3, 16, device=device
     )  # 80 programs of 16 rows, 64 a block
