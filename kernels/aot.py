@@ -1,6 +1,6 @@
 """Compiles every shipped configuration of every kernel, without a GPU, and judges the machine code.
 
-    python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--one] [--json out.json] [--record]
+    python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--one] [--static] [--json FILE]
 
 A module with kernels is named in MODULES and has one function,
 
@@ -14,161 +14,29 @@ tensor-core instruction its matrix products must become.
 Exits 1 on a spilled register, on more shared memory than the arch has, on a kernel without its
 declared instruction, and on more registers or shared memory than recorded in kernels/tuning/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
+--static adds what each main loop asks of each unit and the ceiling that sets: see kernels.sass.
 """
 
 import argparse
-import importlib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from kernels.runtime import INTERPRETING, Launch, recording
-from kernels.sass import disassemble, tensor_core_instructions
+from kernels.aot_compile import Case, Config, Row, collect, compile_config
+from kernels.runtime import INTERPRETING
+from kernels.sass import DEVICES, UNITS, ceiling
+
+__all__ = ["Case"]
 
 MODULES = ("kernels.norm_launch",)
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
 BUDGET = Path(__file__).with_name("tuning") / "budget.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One shipped configuration of one op's pass.
-
-    Args:
-        label: names the configuration within its kernels: "N=768 bf16 bias".
-        run: calls launchers with tensors on the meta device; nothing is computed.
-        mma: kernel name -> prefix of the SASS instruction that must occur: "HGMMA" (wgmma, sm_90),
-            "HMMA" (mma.sync), "UTC" (tcgen05, sm_100). A kernel that is not named needs none.
-    """
-
-    label: str
-    run: Callable[[], object]
-    mma: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What the compiler is given for one launch."""
-
-    arch: int
-    label: str
-    declared: str
-    launch: Launch
-
-    @property
-    def kernel(self) -> str:
-        return self.launch.kernel.__name__
-
-
-@dataclass(slots=True)
-class Row:
-    """What the compiler made of a `Config`."""
-
-    kernel: str
-    arch: int
-    config: str
-    warps: int = 0
-    stages: int = 0
-    registers: int = 0
-    spilled: int = 0
-    """Bytes of stack: none of our kernels has local arrays, so all of it is spilled registers."""
-    shared: int = 0
-    mma: dict[str, int] = field(default_factory=dict)
-    declared: str = ""
-    error: str = ""
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def key(self) -> str:
-        return f"{self.kernel} {self.config}"
-
-
-# --- collect --------------------------------------------------------------------------------------
-
-
-def collect(modules: Iterable[str], archs: Iterable[int]) -> Iterator[Config]:
-    """The launches of every case, those that the compiler would not tell apart only once."""
-    seen = set()
-    for arch in archs:
-        for module in modules:
-            for case in importlib.import_module(module).aot_cases(arch):
-                with recording(arch) as launches:
-                    case.run()
-                for launch in launches:
-                    name = launch.kernel.__name__
-                    key = (arch, name, repr(_specialised(launch)))
-                    if key not in seen:
-                        seen.add(key)
-                        yield Config(arch, case.label, case.mma.get(name, ""), launch)
-
-
-def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, dict[str, Any]]:
-    """(signature, constexprs, attributes, options) as Triton's launcher would derive them."""
-    from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime.jit import native_specialize_impl
-
-    kernel = launch.kernel
-    values = dict(zip(kernel.arg_names, launch.args)) | launch.meta
-    signature, constexprs, attributes = {}, {}, {}
-    for i, param in enumerate(kernel.params):
-        value = values.pop(param.name)
-        kind, key = "constexpr", value
-        if not param.is_constexpr:
-            kind, key = native_specialize_impl(
-                CUDABackend,
-                value,
-                False,
-                not param.do_not_specialize,
-                not param.do_not_specialize_on_alignment,
-            )
-        signature[param.name] = kind
-        if kind == "constexpr":
-            constexprs[param.name] = key
-        elif key:
-            attributes[(i,)] = CUDABackend.parse_attr(key)
-    return signature, constexprs, attributes, values
-
-
-# --- compile --------------------------------------------------------------------------------------
-
-
-def compile_config(config: Config) -> Row:
-    """Compiles one configuration for its arch and reads its machine code."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constexprs, attributes, options = _specialised(config.launch)
-    source = ASTSource(config.launch.kernel, signature, constexprs, attributes)
-    try:
-        target = GPUTarget("cuda", config.arch, 32)
-        compiled = triton.compile(source, target=target, options=options)
-    except Exception as error:  # of whichever of the compiler's passes: the others still get a row
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Row(config.kernel, config.arch, config.label, error=message)
-    text = disassemble(compiled.asm["cubin"])
-    usage = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    metadata: Any = compiled.metadata
-    return Row(
-        kernel=config.kernel,
-        arch=config.arch,
-        config=config.label,
-        warps=metadata.num_warps,
-        stages=metadata.num_stages,
-        registers=usage["REG"],
-        spilled=usage["STACK"] + usage["LOCAL"],
-        shared=metadata.shared,
-        mma=tensor_core_instructions(text),
-        declared=config.declared,
-    )
 
 
 # --- judge ----------------------------------------------------------------------------------------
@@ -219,24 +87,38 @@ def record(rows: Iterable[Row], path: Path) -> None:
 
 
 def table(rows: Iterable[Row]) -> str:
-    head = (
-        "kernel",
-        "arch",
-        "configuration",
-        "warps",
-        "stages",
-        "regs",
-        "spilled",
-        "shared",
-        "mma",
-    )
-    lines = [head]
+    lines: list[tuple[str, ...]] = [
+        ("kernel", "arch", "configuration", "warps", "stages", "regs", "spilled", "shared", "mma")
+    ]
     for r in rows:
         mma = " ".join(f"{name} {n}" for name, n in r.mma.items())
         numbers = (r.warps, r.stages, r.registers, r.spilled, r.shared)
         lines.append((r.kernel, f"sm_{r.arch}", r.config, *map(str, numbers), mma or "-"))
+    return _aligned(lines)
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def static_table(rows: Iterable[Row]) -> str:
+    """Instructions of a warp in one pass of each innermost loop, and the ceiling they set."""
+    units = (*UNITS, "alu", "uniform")
+    lines = [("kernel", "arch", "configuration", "loop", *units,
+              "blocks/SM", "warps/SM", "bound", "clocks", "TFLOP/s", "GB/s")]  # fmt: skip
+    for r in rows:
+        for loop in r.loops:
+            top = ceiling(loop, r.arch, r.warps, r.registers, r.shared)
+            if top is None:
+                continue
+            figures = (top.blocks, top.blocks * r.warps, top.bound, f"{top.clocks:.0f}",
+                       f"{top.tflops:.0f}" if top.tflops else "-", f"{top.gbytes:.0f}")  # fmt: skip
+            counts = (loop.units.get(unit, 0) for unit in units)
+            name = (r.kernel, f"sm_{r.arch}", r.config, f"{loop.start:04x}")
+            lines.append((*name, *map(str, counts), *map(str, figures)))
+    stated = (f"sm_{a}: {d.multiprocessors} SMs at {d.ghz} GHz" for a, d in DEVICES.items())
+    return f"{_aligned(lines)}\n{', '.join(stated)}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -251,6 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--one", action="store_true", help="one configuration per kernel and arch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    parser.add_argument("--static", action="store_true", help="each main loop's units and ceiling")
     parser.add_argument("--record", action="store_true", help="make the rows the budget")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="other than the shipped one")
     parser.add_argument("--modules", nargs="+", default=MODULES, help="whose aot_cases to compile")
@@ -286,6 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         row.problems = judge(row, budget.get(str(row.arch), {}))
     print(table(rows))
+    if args.static:
+        print(f"\n{static_table(rows)}\n")
     if args.json:
         document = {"triton": triton_minor(), "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

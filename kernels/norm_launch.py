@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.aot import Case
+from kernels.aot_compile import Case
 from kernels.norm_kernels import (
     _norm_bwd_kernel,
     _norm_dots_kernel,

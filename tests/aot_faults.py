@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.aot import Case
+from kernels.aot_compile import Case
 from kernels.runtime import launch
 
 

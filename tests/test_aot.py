@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.aot import ARCHS, BUDGET, Row, judge, read_budgets
+from kernels.aot import ARCHS, BUDGET, judge, read_budgets
+from kernels.aot_compile import Row
+from kernels.sass import Loop, ceiling
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ("--modules", "tests.aot_faults")
@@ -101,6 +103,39 @@ def test_no_other_fault_is_found(faults):
     assert "5 configurations, 5 wrong, 4 without a recorded budget" in printed
 
 
+def test_loops_are_counted_by_unit(faults):
+    """The work that a source demands, found again in the machine code."""
+    _, _, rows = faults
+    (square,) = rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
+    assert square["flops"] * 4 == 2 * 64**3
+    assert square["units"]["tensor"] == 4
+    assert square["bytes"] * 4 == 64 * 64 * (2 + 4)
+    stream = max(rows["too much shared memory"]["loops"], key=lambda loop: loop["bytes"])
+    assert stream["bytes"] * 8 == 4 * 2**13
+    assert stream["start"] > 0
+    assert stream["units"]["fp32"] == 2**13 // (8 * 32)  # one addition each
+
+
+@pytest.mark.parametrize(
+    ("loop", "bound", "clocks"),
+    [
+        (Loop(0, {"alu": 30, "fp32": 10}, 0, 0), "alu", 4 * 15),
+        (Loop(0, {"alu": 10, "fp32": 30}, 4096, 0), "issue", 4 * 10),
+        (Loop(0, {"mufu": 8, "fp32": 20}, 0, 0), "mufu", 4 * 16),
+        (Loop(0, {"shared": 9, "global": 9, "fp32": 20}, 0, 0), "memory", 4 * 18),
+        (Loop(0, {"tensor": 1}, 0, 2**20), "tensor", 4 * 256),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
+    top = ceiling(loop, 90, warps=4, registers=100, shared=50_000)
+    assert (top.bound, top.clocks) == (bound, clocks)
+    assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
+    assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
+    assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
+    assert ceiling(loop, 89, warps=4, registers=100, shared=0) is None
+
+
 def test_less_than_the_budget_is_no_fault():
     row = Row("k", 90, "c", registers=10, shared=100)
     assert judge(row, {"k c": [10, 100]}) == judge(row, {"k c": [11, 101]}) == judge(row, {}) == []
@@ -113,7 +148,7 @@ def test_nothing_selected_is_an_error(tmp_path):
 
 SPECIALISATIONS = """
 import torch
-from kernels.aot import _specialised
+from kernels.aot_compile import specialised
 from kernels.norm_launch import norm_fwd, norm_bwd
 from kernels.runtime import recording
 
@@ -125,7 +160,7 @@ for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
         _, total, stats = norm_fwd(x, x, w, w, 1e-5, True, x.dtype)
         norm_bwd(x, x, total, stats, w, x.dtype, None, w.dtype, w.dtype)
     for launch in launches:
-        seen.setdefault(launch.kernel.__name__, set()).add(repr(_specialised(launch)))
+        seen.setdefault(launch.kernel.__name__, set()).add(repr(specialised(launch)))
 print({name: len(forms) for name, forms in sorted(seen.items())})
 """
 
