@@ -247,7 +247,7 @@ def forward_backward(op, inputs, upstream=None):
     if upstream is None:
         generator = torch.Generator().manual_seed(1)
         upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
-    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, upstream)]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
 
 
 LAYOUTS = {
@@ -296,17 +296,29 @@ def test_no_rows(name, shape, device):
         assert d.shape == shape or (d == 0).all()
 
 
-def test_offsets_beyond_int32(device):
+@pytest.mark.parametrize("N", [24, WIDE])
+def test_offsets_beyond_int32(N, device):
     """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
-    stride, N = (1 << 30) + 8, 24
-    x = torch.empty(2 * stride + N, dtype=torch.float16, device=device)
-    x = x.as_strided((3, N), (stride, 1))
-    x.copy_(awkward(3, N, dtype=torch.float16, device=device))
-    inputs = [x, awkward(3, N, device=device), awkward(N, device=device), awkward(N, device=device)]
+
+    def far(x):
+        stride = (1 << 30) + 8
+        y = torch.empty(2 * stride + N, dtype=x.dtype, device=device).as_strided(
+            (3, N), (stride, 1)
+        )
+        return y.copy_(x)
+
+    inputs = make("add_layer_norm", 3, N, dtype=torch.float16, device=device)
+    upstream = [awkward(3, N, dtype=torch.float16, device=device) for _ in range(2)]
+    x, residual, *vectors = inputs.values()
     with launches(FWD, BWD):
-        got = forward_backward(add_layer_norm, inputs)
-        want = forward_backward(add_layer_norm, [x.contiguous(), *inputs[1:]])
+        got = forward_backward(
+            add_layer_norm, [far(x), far(residual), *vectors], map(far, upstream)
+        )
+    want = forward_backward(add_layer_norm, inputs.values(), upstream)
     assert all(map(torch.equal, got, want))
+    # alone, because after a sum the backward reads no x but the sum
+    got = forward_backward(layer_norm, [far(x), *vectors], [far(upstream[0])])
+    assert all(map(torch.equal, got, forward_backward(layer_norm, [x, *vectors], upstream[:1])))
 
 
 # --- values ---------------------------------------------------------------------------------------
