@@ -20,6 +20,7 @@ budget.json (kept for each minor version of Triton, whose ptxas decides; written
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,9 @@ def record(rows: Iterable[Row], path: Path) -> None:
         if not row.error:
             mine.setdefault(str(row.arch), {})[row.key] = [row.registers, row.shared]
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(budgets, indent=1, sort_keys=True)
+    text = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)  # a row a line
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 # --- command --------------------------------------------------------------------------------------
