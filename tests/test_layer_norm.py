@@ -407,6 +407,20 @@ def test_gradients_of_some_inputs(wanted, device):
         assert torch.equal(x.grad, every[k].grad) if k in wanted else x.grad is None
 
 
+def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
+    def gradients(dtype):
+        x, residual, weight = make("add_rms_norm", 5, 24, device=device).values()
+        tensors = [x.to(dtype).requires_grad_(), residual.requires_grad_(), weight]
+        y, total = add_rms_norm(*tensors)
+        return torch.autograd.grad((y, total), tensors[:2], (y.detach(), total.detach()))
+
+    dx, dresidual = gradients(torch.float32)
+    assert dx.data_ptr() == dresidual.data_ptr()
+    dx, dresidual = gradients(torch.float16)
+    assert torch.equal(dresidual.half(), dx)
+    assert not torch.equal(dresidual, dx.float())  # it was not rounded to x's dtype on the way
+
+
 def test_a_second_derivative_raises(device):
     x = awkward(3, 8, device=device).requires_grad_()
     (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
