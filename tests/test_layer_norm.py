@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, runtime
@@ -498,6 +499,22 @@ def test_compiles_to_one_node_and_never_again(name, dynamic, device):
     assert all(len(found) == 1 for found in nodes)
     # where it is not told, Dynamo learns that a size changes from the first change
     assert graphs[0 if dynamic else 2] == graphs[-1]
+
+
+def test_dispatch_modes_see_the_op(device):
+    """Selective checkpointing and FLOP counters are such modes."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = awkward(5, 24, device=device).requires_grad_()
+    with Mode():
+        y = rms_norm(x)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert {"fastgpt.norm.default", "fastgpt.norm_backward.default"} <= set(seen)
 
 
 def test_fake_tensors_need_no_kernel(device):
