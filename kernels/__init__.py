@@ -3,5 +3,14 @@
 from kernels.attention import attention_ref
 from kernels.attention_blocked import attention_blocked
 from kernels.dropout import dropout
+from kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["attention_blocked", "attention_ref", "dropout"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention_blocked",
+    "attention_ref",
+    "dropout",
+    "layer_norm",
+    "rms_norm",
+]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it once, when it is imported: kernels then run, interpreted, on CPU tensors.
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
 
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 

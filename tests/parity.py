@@ -27,11 +27,15 @@ def awkward(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random numbers that hide nothing: none near 0, a mean other than 0, gaps between rows."""
+    """Random numbers that hide nothing: none near 0, a mean other than 0, NaN all around each row.
+
+    So the rows are neither adjacent nor aligned, and whoever reads past one meets a NaN.
+    """
     *rows, N = shape or (1,)
     x = torch.randn(*rows, N, generator=generator)  # drawn on the CPU: the same for every device
     x += torch.where(x < 0, -0.05, 0.35)
-    strided = torch.empty(*rows, N + 3, dtype=dtype, device=device)[..., 1 : N + 1].copy_(x)
+    poison = torch.full((math.prod(rows) + 2, N + 3), math.nan, dtype=dtype, device=device)
+    strided = poison[1:-1].view(*rows, N + 3)[..., 1 : N + 1].copy_(x)
     return strided if shape else strided[0]
 
 

@@ -1,0 +1,189 @@
+"""Compiles every shipped configuration of every kernel, without a GPU, and judges the machine code.
+
+    python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--one] [--static] [--json FILE]
+
+A module with kernels is named in MODULES and has one function,
+
+    def aot_cases(arch: int) -> Iterator[Case]
+
+whose cases call the module's launchers with tensors on the meta device. `runtime.launch` records
+what they would launch on a device of that arch, so what is compiled here is what is launched there:
+the same table look-ups, constexprs, warps, stages and specialisations. A case also declares which
+tensor-core instruction its matrix products must become.
+
+Exits 1 on a spilled register, on more shared memory than the arch has, on a kernel without its
+declared instruction, and on more registers or shared memory than recorded in kernels/tuning/
+budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
+--static adds what each main loop asks of each unit and the ceiling that sets: see kernels.sass.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from kernels.aot_compile import Case, Config, Row, collect, compile_config
+from kernels.runtime import INTERPRETING
+from kernels.sass import DEVICES, UNITS, ceiling
+
+__all__ = ["Case"]
+
+MODULES = ("kernels.norm_launch",)
+ARCHS = (80, 90, 100)
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
+BUDGET = Path(__file__).with_name("tuning") / "budget.json"
+
+
+# --- judge ----------------------------------------------------------------------------------------
+
+
+def judge(row: Row, budget: Mapping[str, list[int]]) -> list[str]:
+    """What is wrong with a row; `budget` maps `Row.key` to [registers, shared bytes]."""
+    if row.error:
+        return [f"does not compile: {row.error}"]
+    problems = []
+    if row.spilled:
+        problems.append(f"spills {row.spilled} bytes")
+    if row.shared > SHARED_LIMIT[row.arch]:
+        problems.append(f"{row.shared} bytes of shared memory > {SHARED_LIMIT[row.arch]}")
+    if row.declared and not any(name.startswith(row.declared) for name in row.mma):
+        problems.append(f"has no {row.declared}")
+    registers, shared = budget.get(row.key, (row.registers, row.shared))
+    if row.registers > registers:
+        problems.append(f"{row.registers} registers > {registers} recorded")
+    if row.shared > shared:
+        problems.append(f"{row.shared} bytes of shared memory > {shared} recorded")
+    return problems
+
+
+def triton_minor() -> str:
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def read_budgets(path: Path) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """{Triton's minor version: {arch: {`Row.key`: [registers, shared bytes]}}}."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def record(rows: Iterable[Row], path: Path) -> None:
+    """Writes what the rows use as the budget of this version of Triton; other rows stay."""
+    budgets = read_budgets(path)
+    mine = budgets.setdefault(triton_minor(), {})
+    for row in rows:
+        if not row.error:
+            mine.setdefault(str(row.arch), {})[row.key] = [row.registers, row.shared]
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps(budgets, indent=1, sort_keys=True)
+    text = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)  # a row a line
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> str:
+    lines: list[tuple[str, ...]] = [
+        ("kernel", "arch", "configuration", "warps", "stages", "regs", "spilled", "shared", "mma")
+    ]
+    for r in rows:
+        mma = " ".join(f"{name} {n}" for name, n in r.mma.items())
+        numbers = (r.warps, r.stages, r.registers, r.spilled, r.shared)
+        lines.append((r.kernel, f"sm_{r.arch}", r.config, *map(str, numbers), mma or "-"))
+    return _aligned(lines)
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def static_table(rows: Iterable[Row]) -> str:
+    """Instructions of a warp in one pass of each innermost loop, and the ceiling they set."""
+    units = (*UNITS, "alu", "uniform")
+    lines = [("kernel", "arch", "configuration", "loop", *units,
+              "blocks/SM", "warps/SM", "bound", "clocks", "TFLOP/s", "GB/s")]  # fmt: skip
+    for r in rows:
+        for loop in r.loops:
+            top = ceiling(loop, r.arch, r.warps, r.registers, r.shared)
+            if top is None:
+                continue
+            figures = (top.blocks, top.blocks * r.warps, top.bound, f"{top.clocks:.0f}",
+                       f"{top.tflops:.0f}" if top.tflops else "-", f"{top.gbytes:.0f}")  # fmt: skip
+            counts = (loop.units.get(unit, 0) for unit in units)
+            name = (r.kernel, f"sm_{r.arch}", r.config, f"{loop.start:04x}")
+            lines.append((*name, *map(str, counts), *map(str, figures)))
+    stated = (f"sm_{a}: {d.multiprocessors} SMs at {d.ghz} GHz" for a, d in DEVICES.items())
+    return f"{_aligned(lines)}\n{', '.join(stated)}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.aot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one"
+    )
+    parser.add_argument("--one", action="store_true", help="one configuration per kernel and arch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    parser.add_argument("--static", action="store_true", help="each main loop's units and ceiling")
+    parser.add_argument("--record", action="store_true", help="make the rows the budget")
+    parser.add_argument("--budget", type=Path, default=BUDGET, help="other than the shipped one")
+    parser.add_argument("--modules", nargs="+", default=MODULES, help="whose aot_cases to compile")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
+    return parser.parse_args(argv)
+
+
+def select(args: argparse.Namespace) -> list[Config]:
+    configs = [
+        c
+        for c in collect(args.modules, args.arch)
+        if any(text in f"{c.kernel} {c.label}" for text in args.only)
+    ]
+    if args.one:
+        configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
+    return configs
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if INTERPRETING:
+        print("kernels.aot: unset TRITON_INTERPRET; the interpreter compiles nothing")
+        return 2
+    configs = select(args)
+    if not configs:
+        print(f"kernels.aot: no configuration matches --only {' '.join(args.only)}")
+        return 2
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = list(pool.map(compile_config, configs))
+    if args.record:
+        record(rows, args.budget)
+    budget = read_budgets(args.budget).get(triton_minor(), {})
+    for row in rows:
+        row.problems = judge(row, budget.get(str(row.arch), {}))
+    print(table(rows))
+    if args.static:
+        print(f"\n{static_table(rows)}\n")
+    if args.json:
+        document = {"triton": triton_minor(), "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    wrong = [row for row in rows if row.problems]
+    for row in wrong:
+        print(f"sm_{row.arch} {row.key}: {'; '.join(row.problems)}")
+    unknown = sum(row.key not in budget.get(str(row.arch), {}) for row in rows)
+    print(f"{len(rows)} configurations, {len(wrong)} wrong, {unknown} without a recorded budget")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Machine code of a compiled kernel, read without a GPU by the tools that come with Triton.
+
+The ceiling of a loop takes the instructions of one pass and asks which unit is busy longest if all
+of them are always busy. It leaves out latency, memory and masked lanes: it ranks configurations
+and shows what limits them, it predicts no time.
+"""
+
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+def disassemble(cubin: bytes) -> str:
+    """Resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_cuobjdump(), "--dump-resource-usage", "--dump-sass", file.name]
+        # nvdisasm is looked up on PATH and comes with Triton too
+        path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+        )
+    return done.stdout
+
+
+@cache
+def _cuobjdump() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def tensor_core_instructions(sass: str) -> dict[str, int]:
+    """How often each tensor-core instruction occurs in SASS."""
+    found = re.findall(r"\s((?:HGMMA|QGMMA|HMMA|UTC[A-Z]*MMA)\b)[\w.]*\s", sass)
+    return dict(sorted(Counter(found).items()))
+
+
+# --- loops and their ceilings ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one GPU does in a clock, in instructions of a warp for each multiprocessor.
+
+    CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's peak
+    for fp16 over multiprocessors and clock.
+    """
+
+    multiprocessors: int
+    ghz: float
+    warps: int
+    """Resident at most on one multiprocessor; 65536 registers and 32 blocks, too."""
+    shared: int
+    """Bytes of shared memory on one multiprocessor."""
+    fp32: float
+    flops: float
+    """Tensor-core FLOPs a clock on one multiprocessor, fp16."""
+
+
+DEVICES = {
+    80: Device(108, 1.41, 64, 167_936, 2.0, 2048),  # A100 SXM
+    90: Device(132, 1.83, 64, 233_472, 4.0, 4096),  # H100, H200 SXM
+    100: Device(148, 1.85, 64, 233_472, 4.0, 8192),  # B200
+}
+ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
+
+UNITS = {
+    "tensor": ("HGMMA", "QGMMA", "HMMA", "UTC"),
+    "mufu": ("MUFU",),
+    "fp32": ("FADD", "FMUL", "FFMA", "FSETP", "FSEL", "FMNMX", "FSET", "HFMA2", "HADD2", "HMUL2"),
+    "global": ("LDG", "STG", "RED", "ATOMG", "UTMA", "UBLKCP"),
+    "shared": ("LDS", "STS", "SHFL", "ATOMS", "REDUX"),
+    "barrier": ("BAR", "SYNCS", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "WARPSYNC", "MEMBAR", "FENCE"),
+    "branch": ("BRA", "EXIT", "NOP", "BSYNC", "BSSY", "CALL", "RET", "NANOSLEEP"),
+}
+"""Prefixes of SASS instructions by the unit that runs them; what is not listed is the ALU's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What one warp does in one pass through an innermost loop of a kernel."""
+
+    start: int
+    units: dict[str, int]
+    bytes: int
+    """To and from global memory by loads and stores of a warp, none of its lanes masked."""
+    flops: int
+    """Of the tensor cores; 0 where the instruction does not tell its shape (sm_100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a loop can reach if memory and latency cost nothing."""
+
+    bound: str
+    blocks: int
+    """Resident on one multiprocessor."""
+    clocks: float
+    """For one pass of one block's warps."""
+    tflops: float
+    gbytes: float
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]*)([^;]*);")
+
+
+def loops(sass: str) -> list[Loop]:
+    """The innermost loops by their address, or all of a kernel that has none.
+
+    One of fewer than 16 instructions only waits.
+    """
+    code = [
+        (int(address, 16), op, operands)
+        for address, op, operands in _INSTRUCTION.findall(sass)
+        if op != "NOP"
+    ]
+    spans = []
+    for address, op, operands in code:
+        target = re.search(r"0x([0-9a-f]+)", operands) if op.startswith("BRA") else None
+        if target and int(target[1], 16) < address:
+            spans.append((int(target[1], 16), address))
+    inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+    found = []
+    for start, end in sorted(inner) or [(0, code[-1][0])]:
+        body = [op for address, op, _ in code if start <= address <= end]
+        if len(body) >= 16:
+            units = dict(Counter(map(_unit, body)))
+            found.append(Loop(start, units, sum(map(_bytes, body)), sum(map(_flops, body))))
+    return found
+
+
+def _unit(op: str) -> str:
+    for unit, prefixes in UNITS.items():
+        if op.startswith(prefixes):
+            return unit
+    return "uniform" if op.startswith("U") else "alu"
+
+
+def _bytes(op: str) -> int:
+    if not op.startswith(("LDG", "STG")) or op.startswith("LDGDEPBAR"):
+        return 0
+    bits = re.search(r"\.(128|64|U?S?16|U?S?8)(?:\.|$)", op)
+    return 32 * (int(re.sub(r"\D", "", bits[1])) // 8 if bits else 4)
+
+
+def _flops(op: str) -> int:
+    shape = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", op)
+    if shape:  # issued by four warps together
+        return 2 * math.prod(map(int, shape.groups())) // 4
+    shape = re.match(r"HMMA\.(16)(8)(8|16)\b", op)
+    return 2 * math.prod(map(int, shape.groups())) if shape else 0
+
+
+def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
+    """The bound that issue rate and units set; None for an arch that has no figures here."""
+    device = DEVICES.get(arch)
+    if device is None:
+        return None
+    per_warp = 8 * -(-registers // 8) * 32
+    fits = (65_536 // (per_warp * warps), device.warps // warps, 32)
+    blocks = min(*fits, device.shared // (shared + 1024))
+    counts = Counter(loop.units)
+    clocks = {
+        "issue": sum(counts.values()) / ISSUE,
+        "fp32": counts["fp32"] / device.fp32,
+        "alu": counts["alu"] / ALU,
+        "mufu": counts["mufu"] / MUFU,
+        "memory": (counts["shared"] + counts["global"]) / MEMORY,
+        "tensor": loop.flops / device.flops,
+    }
+    bound = max(clocks, key=clocks.__getitem__)
+    per_second = device.multiprocessors * device.ghz / clocks[bound]
+    return Ceiling(
+        bound=bound,
+        blocks=blocks,
+        clocks=clocks[bound] * warps,
+        tflops=loop.flops * per_second / 1e3,
+        gbytes=loop.bytes * per_second,
+    )

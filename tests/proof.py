@@ -1,0 +1,109 @@
+"""What the test of every kernel uses beside the rule of errors in `tests/parity.py`."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.runtime import LAUNCHES
+from tests.parity import Op, assert_parity
+
+
+@contextmanager
+def launches(*kernels: str) -> Iterator[None]:
+    """Fails unless each of `kernels` was launched inside; with none named, unless nothing was."""
+    before = Counter(LAUNCHES)
+    yield
+    seen = LAUNCHES - before
+    if kernels:
+        missing = [name for name in kernels if not seen[name]]
+        assert not missing, f"not launched: {', '.join(missing)}; launched: {dict(seen)}"
+    else:
+        assert not seen, f"launched: {dict(seen)}"
+
+
+@contextmanager
+def guarded() -> Iterator[list[Tensor]]:
+    """Poisons what kernels allocate; on leaving, fails if a poisoned row around a buffer changed.
+
+    Inside, `torch.empty`, by which launchers allocate, gives buffers full of NaN between rows of
+    NaN (of the least number where the dtype has no NaN): what a kernel forgets to write is NaN in
+    its output, what it writes elsewhere is missed here. Yields the buffers.
+    """
+    empty = torch.empty
+    buffers: list[Tensor] = []
+    guards: list[tuple[Tensor, int, int]] = []
+
+    def poisoned(*size, dtype=None, device=None, **options) -> Tensor:
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        numel = math.prod(shape)
+        margin = 64 * -(-max(64, *shape[-1:]) // 64)  # keeps the alignment of a buffer of its own
+        dtype = dtype or torch.get_default_dtype()
+        buffer = empty(numel + 2 * margin, dtype=dtype, device=device, **options)
+        buffer.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).min)
+        guards.append((buffer, margin, numel))
+        buffers.append(buffer[margin : margin + numel].view(shape))
+        return buffers[-1]
+
+    with mock.patch.object(torch, "empty", poisoned):
+        yield buffers
+    for buffer, margin, numel in guards:
+        rows = torch.cat((buffer[:margin], buffer[margin + numel :]))
+        kept = rows.isnan() if rows.is_floating_point() else rows == torch.iinfo(rows.dtype).min
+        assert kept.all(), f"written outside of a buffer of {numel} elements"
+
+
+def assert_kernel_parity(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, kernels: tuple[str, ...], **options: object
+) -> None:
+    """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
+    with launches(*kernels), guarded():
+        assert_parity(op, ref, inputs, **options)
+
+
+# --- a test of the tests --------------------------------------------------------------------------
+
+
+def backward_only(x: Tensor, factor: float) -> Tensor:
+    """`x`, whose gradient alone is multiplied by `factor`."""
+    return x + (factor - 1) * (x - x.detach())
+
+
+def mutations(op: Op, inputs: Mapping[str, Tensor], outputs: int) -> dict[str, Op]:
+    """`op` with an error of 1 % in one output, or in one gradient, by the name parity gives it."""
+
+    def of_output(i: int) -> Callable[..., tuple[Tensor, ...]]:
+        def mutated(*args, **options):
+            ys = op(*args, **options)
+            ys = list((ys,) if isinstance(ys, Tensor) else ys)
+            ys[i] = ys[i] + 0.01 * ys[i].detach()
+            return tuple(ys)
+
+        return mutated
+
+    def of_gradient(i: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        def mutated(*args, **options):
+            return op(*args[:i], backward_only(args[i], 1.01), *args[i + 1 :], **options)
+
+        return mutated
+
+    return {
+        **{f"output {i}": of_output(i) for i in range(outputs)},
+        **{f"gradient of {name}": of_gradient(i) for i, name in enumerate(inputs)},
+    }
+
+
+def assert_mutations_are_caught(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, outputs: int = 1
+) -> None:
+    """An error of 1 % in any output or gradient is reported, there and nowhere else."""
+    for name, mutated in mutations(op, inputs, outputs).items():
+        with pytest.raises(AssertionError, match=name) as caught:
+            assert_parity(mutated, ref, inputs)
+        others = [line for line in str(caught.value).splitlines() if not line.startswith(name)]
+        assert others == [], name

@@ -1,0 +1,174 @@
+"""`python -m kernels.aot`, run as a command: in this process kernels may be interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
+from kernels.aot_compile import Row
+from kernels.sass import Loop, ceiling
+
+ROOT = Path(__file__).parents[1]
+FAULTS = ("--modules", "tests.aot_faults")
+ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    # what is compiled is kept with the rest of what the tests keep: not in the user's cache
+    env = {**ENV, "TRITON_CACHE_DIR": os.path.join(os.environ["FASTGPT_CACHE"], "triton")}
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def aot(tmp_path: Path, *args: str) -> tuple[int, str, list[dict]]:
+    """(exit code, what was printed, rows)."""
+    out = tmp_path / "rows.json"
+    done = python("-m", "kernels.aot", "--json", str(out), *args)
+    assert done.stderr == ""
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    return done.returncode, done.stdout, rows
+
+
+def test_each_kernel_compiles_well_for_each_arch(tmp_path):
+    code, printed, rows = aot(tmp_path, "--one")
+    assert code == 0, printed
+    compiled = [(r["kernel"], r["arch"]) for r in rows]
+    assert len(set(compiled)) == len(compiled)
+    for kernel in ("_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_kernel", "_norm_dots_kernel"):
+        assert {arch for name, arch in compiled if name == kernel} == set(ARCHS)
+    assert f"{len(rows)} configurations, 0 wrong, 0 without a recorded budget" in printed
+
+
+@pytest.mark.slow
+def test_every_shipped_configuration_compiles_well(tmp_path):
+    code, printed, _ = aot(tmp_path)
+    assert code == 0, printed
+    assert "0 without a recorded budget" in printed
+
+
+def test_there_are_at_most_two_hundred_configurations():
+    for version, archs in read_budgets(BUDGET).items():
+        assert {int(arch) for arch in archs} == set(ARCHS), version
+        assert all(len(rows) <= 200 for rows in archs.values())
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """One run over faulty kernels, with a budget of one register for the sound one."""
+    folder = tmp_path_factory.mktemp("faults")
+    budget = folder / "budget.json"
+    record([Row("_square_kernel", 90, "sound", registers=1, shared=1)], budget)
+    code, printed, rows = aot(folder, *FAULTS, "--arch", "90", "--budget", str(budget))
+    return code, printed, {r["config"]: r for r in rows}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("spill", "spills "),
+        ("too much shared memory", " bytes of shared memory > 232448"),
+        ("small for its instruction", "has no HGMMA"),
+        ("broken", "NameError('no_such_name is not defined')"),
+        ("sound", " registers > 1 recorded"),
+        ("sound", " bytes of shared memory > 1 recorded"),
+    ],
+)
+def test_each_fault_is_found(faults, config, problem):
+    code, printed, rows = faults
+    assert code == 1
+    problems = "; ".join(rows[config]["problems"])
+    assert problem in problems
+    assert f"{config}: {problems}" in printed
+
+
+def test_no_other_fault_is_found(faults):
+    _, printed, rows = faults
+    counts = {config: len(r["problems"]) for config, r in rows.items()}
+    assert counts == {"sound": 2, "small for its instruction": 1, "too much shared memory": 1,
+                      "spill": 1, "broken": 1}  # fmt: skip
+    assert rows["sound"]["mma"].keys() == {"HGMMA"}
+    assert "5 configurations, 5 wrong, 4 without a recorded budget" in printed
+
+
+def test_loops_are_counted_by_unit(faults):
+    """The work that a source demands, found again in the machine code."""
+    _, _, rows = faults
+    (square,) = rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
+    assert square["flops"] * 4 == 2 * 64**3
+    assert square["units"]["tensor"] == 4
+    assert square["bytes"] * 4 == 64 * 64 * (2 + 4)
+    stream = max(rows["too much shared memory"]["loops"], key=lambda loop: loop["bytes"])
+    assert stream["bytes"] * 8 == 4 * 2**13
+    assert stream["start"] > 0
+    assert stream["units"]["fp32"] == 2**13 // (8 * 32)  # one addition each
+
+
+@pytest.mark.parametrize(
+    ("loop", "bound", "clocks"),
+    [
+        (Loop(0, {"alu": 30, "fp32": 10}, 0, 0), "alu", 4 * 15),
+        (Loop(0, {"alu": 10, "fp32": 30}, 4096, 0), "issue", 4 * 10),
+        (Loop(0, {"mufu": 8, "fp32": 20}, 0, 0), "mufu", 4 * 16),
+        (Loop(0, {"shared": 9, "global": 9, "fp32": 20}, 0, 0), "memory", 4 * 18),
+        (Loop(0, {"tensor": 1}, 0, 2**20), "tensor", 4 * 256),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
+    top = ceiling(loop, 90, warps=4, registers=100, shared=50_000)
+    assert (top.bound, top.clocks) == (bound, clocks)
+    assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
+    assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
+    assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
+    assert ceiling(loop, 89, warps=4, registers=100, shared=0) is None
+
+
+def test_less_than_the_budget_is_no_fault():
+    row = Row("k", 90, "c", registers=10, shared=100)
+    assert judge(row, {"k c": [10, 100]}) == judge(row, {"k c": [11, 101]}) == judge(row, {}) == []
+
+
+def test_recording_keeps_the_other_rows(tmp_path):
+    path = tmp_path / "budget.json"
+    path.write_text('{"0.1": {"90": {"k c": [1, 2]}}}')
+    record([Row("k", 90, "c", registers=10, shared=100), Row("k", 80, "d", error="?")], path)
+    record([Row("k", 90, "d", registers=20, shared=200)], path)
+    assert read_budgets(path) == {
+        "0.1": {"90": {"k c": [1, 2]}},
+        triton_minor(): {"90": {"k c": [10, 100], "k d": [20, 200]}},
+    }
+
+
+SPECIALISATIONS = """
+import torch
+from kernels.aot import main
+from kernels.aot_compile import specialised
+from kernels.norm_launch import norm_fwd, norm_bwd
+from kernels.runtime import recording
+
+seen = {}
+for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
+    x = torch.empty(M, 768, device="meta")
+    w = torch.empty(768, device="meta")
+    with recording(90) as launches:
+        _, total, stats = norm_fwd(x, x, w, w, 1e-5, True, x.dtype)
+        norm_bwd(x, x, total, stats, w, x.dtype, None, w.dtype, w.dtype)
+    for launch in launches:
+        seen.setdefault(launch.kernel.__name__, set()).add(repr(specialised(launch)))
+print({name: len(forms) for name, forms in sorted(seen.items())})
+print(main(["--only", "no such kernel"]))
+"""
+
+
+def test_the_number_of_rows_compiles_nothing_anew_and_nothing_selected_is_an_error():
+    done = python("-c", SPECIALISATIONS)
+    assert done.stdout.splitlines() == [
+        "{'_norm_bwd_kernel': 1, '_norm_fwd_kernel': 1, '_norm_sum_kernel': 1}",
+        "kernels.aot: no configuration matches --only no such kernel",
+        "2",
+    ], done.stderr

@@ -1,0 +1,567 @@
+"""LayerNorm and RMSNorm; on a CPU the kernels run in Triton's interpreter, on CUDA as they are."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, runtime
+from kernels.layer_norm import (
+    add_layer_norm_ref,
+    add_rms_norm_ref,
+    layer_norm_ref,
+    rms_norm_ref,
+)
+from tests.parity import assert_parity, awkward
+from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
+
+# op -> (itself, its reference, its inputs, how many outputs)
+OPS = {
+    "layer_norm": (layer_norm, layer_norm_ref, ("x", "weight", "bias"), 1),
+    "add_layer_norm": (
+        add_layer_norm,
+        add_layer_norm_ref,
+        ("x", "residual", "weight", "bias"),
+        2,
+    ),
+    "rms_norm": (rms_norm, rms_norm_ref, ("x", "weight"), 1),
+    "add_rms_norm": (add_rms_norm, add_rms_norm_ref, ("x", "residual", "weight"), 2),
+}
+FWD, BWD, SUM = "_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_kernel"
+WIDE = 8_192 + 40  # a row that the backward takes in parts
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+all_ops = pytest.mark.parametrize("name", OPS)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def make(name, *shape, dtype=torch.float32, device="cpu", without=()):
+    """Inputs of the op `name` for x of `shape`."""
+    return {
+        key: awkward(
+            *(shape if key in ("x", "residual") else shape[-1:]), dtype=dtype, device=device
+        )
+        for key in OPS[name][2]
+        if key not in without
+    }
+
+
+def named(op):
+    """`op` taking the tensors that `inputs` names, by name; the others are None."""
+
+    def of(inputs):
+        keys = list(inputs)
+
+        def call(*tensors, **options):
+            given = dict(zip(keys, tensors, strict=True))
+            return op(**{"weight": None, **given}, **options)
+
+        return call
+
+    return of
+
+
+# --- the references -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_references_are_torchs_own_in_fp64(eps):
+    x, residual, weight, bias = make("add_layer_norm", 7, 12, dtype=torch.float64).values()
+    total, n = x + residual, (12,)
+    y, kept = add_layer_norm_ref(x, residual, weight, bias, eps)
+    y_rms, kept_rms = add_rms_norm_ref(x, residual, weight, eps)
+    assert torch.equal(kept, total)
+    assert torch.equal(kept_rms, total)
+    for got, true in (
+        (y, F.layer_norm(total, n, weight, bias, eps)),
+        (y_rms, F.rms_norm(total, n, weight, eps)),
+        (layer_norm_ref(x, weight, bias, eps), F.layer_norm(x, n, weight, bias, eps)),
+        (rms_norm_ref(x, None, eps), F.rms_norm(x, n, None, eps)),
+    ):
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+SHAPES = {
+    "one-row": (1, 8),
+    "masked-tail": (7, 123),
+    "rows-and-columns-masked": (21, 60),
+    "more-tiles-than-programs": (23, 520),
+    "three-dimensions": (3, 5, 200),
+    "gpt2-small": (9, 768),
+    "gpt2-xl": (3, 1600),
+}
+
+
+@all_ops
+@both_dtypes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_norm_matches_reference(name, shape, dtype, device):
+    op, ref, _, _ = OPS[name]
+    inputs = make(name, *shape, dtype=dtype, device=device)
+    assert_kernel_parity(op, ref, inputs, kernels=(FWD, BWD, SUM))
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("N", [8192, WIDE])
+def test_wide_rows(name, N, device):
+    op, ref, _, _ = OPS[name]
+    kernels = (FWD, BWD, SUM, "_norm_dots_kernel")[: 3 + (N > 8192)]
+    assert_kernel_parity(op, ref, make(name, 3, N, device=device), kernels=kernels)
+
+
+def test_more_programs_than_a_block_of_the_final_sum(device, monkeypatch):
+    monkeypatch.setattr("kernels.norm_launch.multiprocessors", lambda _: 5)
+    inputs = make(
+        "layer_norm", 80 * 16 + 3, 16, device=device
+    )  # 80 programs of 16 rows, 64 a block
+    assert_kernel_parity(layer_norm, layer_norm_ref, inputs, kernels=(FWD, BWD, SUM))
+
+
+def test_one_column(device):
+    inputs = make("layer_norm", 5, 1, device=device)
+    assert_kernel_parity(layer_norm, layer_norm_ref, inputs, kernels=(FWD, BWD, SUM))
+    del inputs["bias"]  # eps of 1: with less, what is left of dx is smaller than its rounding
+    assert_kernel_parity(rms_norm, rms_norm_ref, inputs, kernels=(FWD, BWD, SUM), eps=1.0)
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("layer_norm", ("bias",)),
+        ("layer_norm", ("weight", "bias")),
+        ("add_layer_norm", ("bias",)),
+        ("add_layer_norm", ("weight",)),
+        ("rms_norm", ("weight",)),
+        ("add_rms_norm", ("weight",)),
+    ],
+    ids=str,
+)
+def test_weight_and_bias_are_optional(name, without, dtype, device):
+    inputs = make(name, 7, 24, dtype=dtype, device=device, without=without)
+    op, ref = (named(f)(inputs) for f in OPS[name][:2])
+    assert_kernel_parity(op, ref, inputs, kernels=(FWD, BWD), eps=0.1)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_norm_matches_reference_at_any_shape(data, device):
+    name = data.draw(st.sampled_from(list(OPS)))
+    dtype = data.draw(st.sampled_from(list(DTYPES.values())))
+    shape = (*data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)),
+             data.draw(st.integers(2, 300)))  # fmt: skip
+    optional = [key for key in OPS[name][2] if key in ("weight", "bias")]
+    without = data.draw(st.sets(st.sampled_from(optional)))
+    inputs = make(name, *shape, dtype=dtype, device=device, without=without)
+    op, ref = (named(f)(inputs) for f in OPS[name][:2])
+    assert_kernel_parity(op, ref, inputs, kernels=(FWD, BWD), eps=data.draw(st.floats(1e-3, 1)))
+
+
+MIXED = {
+    # x, residual, weight, bias -> y, sum; the narrowest comes first
+    "fp16-with-fp32-weights": ("float16", "float16", "float32", "float32", "float16", "float16"),
+    "fp16-on-fp32-stream": ("float16", "float32", "float32", "float16", "float16", "float32"),
+    "bf16-with-fp32-weights": (
+        "bfloat16",
+        "bfloat16",
+        "float32",
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ),
+    "bf16-on-fp32-stream": ("bfloat16", "float32", "bfloat16", "float32", "bfloat16", "float32"),
+    "fp32-on-fp16-stream": ("float32", "float16", "float32", "float32", "float32", "float32"),
+}
+
+
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_dtypes_may_differ(name, dtypes, device):
+    *of_inputs, of_y, of_sum = (getattr(torch, dtype) for dtype in dtypes)
+    op, ref, _, _ = OPS[name]
+
+    def cast(f):
+        def of(*tensors):
+            if tensors[0].dtype == torch.float64:  # the truth
+                return f(*tensors)
+            return f(*(t.to(d) for t, d in zip(tensors, of_inputs, strict=False)))
+
+        return of
+
+    # of the narrowest dtype, so that only what comes out is rounded
+    inputs = make(name, 16, 120, dtype=min(of_inputs, key=lambda d: d.itemsize), device=device)
+    y, total = cast(op)(*inputs.values())
+    assert (y.dtype, total.dtype) == (of_y, of_sum)
+    assert_kernel_parity(cast(op), cast(ref), inputs, kernels=(FWD, BWD, SUM))
+
+
+def test_bf16_in_and_out(device):
+    inputs = make("add_layer_norm", 16, 120, dtype=torch.bfloat16, device=device)
+    assert_kernel_parity(add_layer_norm, add_layer_norm_ref, inputs, kernels=(FWD, BWD, SUM))
+
+
+@all_ops
+def test_parity_catches_one_percent(name, device):
+    op, ref, _, outputs = OPS[name]
+    inputs = make(name, 9, 40, device=device)
+    assert_mutations_are_caught(op, ref, inputs, outputs=outputs)
+
+
+def test_guards_catch_a_write_outside_of_a_buffer_and_a_missing_one():
+    def write_four_of_three():
+        with guarded():
+            torch.empty(2, 3)[1].as_strided((4,), (1,)).zero_()
+
+    with pytest.raises(AssertionError, match="outside of a buffer of 6"):
+        write_four_of_three()
+    with guarded() as buffers:
+        torch.empty((2, 3))[0] = 0
+    assert buffers[0].isnan().tolist() == [[False] * 3, [True] * 3]
+    with pytest.raises(AssertionError, match=f"not launched: {FWD}"), launches(FWD):
+        pass
+    with pytest.raises(AssertionError, match=FWD), launches():
+        layer_norm(awkward(2, 4), None)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def forward_backward(op, inputs, upstream=None):
+    """Outputs and gradients; `inputs` keep their strides."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    ys = op(*leaves)
+    ys = (ys,) if isinstance(ys, torch.Tensor) else ys
+    if upstream is None:
+        generator = torch.Generator().manual_seed(1)
+        upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_do_not_matter(layout, device):
+    inputs = make("add_layer_norm", 4, 5, 24, device=device)
+    inputs["x"], inputs["residual"] = layout(inputs["x"]), layout(inputs["residual"])
+    plain = [x.contiguous() for x in inputs.values()]
+    with launches(FWD, BWD), guarded():
+        got = forward_backward(add_layer_norm, inputs.values())
+    for a, b in zip(got, forward_backward(add_layer_norm, plain), strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+def test_strides_of_weights_do_not_matter(device):
+    inputs = list(make("layer_norm", 5, 24, device=device).values())
+    spread = [inputs[0], *(x.repeat_interleave(2)[::2] for x in inputs[1:])]
+    want = forward_backward(layer_norm, inputs)
+    assert all(map(torch.equal, forward_backward(layer_norm, spread), want))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "scalar"])
+def test_strides_of_gradients_do_not_matter(layout, device):
+    inputs = make("add_layer_norm", 4, 5, 24, device=device)
+    upstream = [awkward(4, 5, 24, device=device) for _ in range(2)]
+    if layout == "scalar":  # what .sum() sends back
+        upstream = [d[0, 0, 0].expand(4, 5, 24) for d in upstream]
+    else:
+        upstream = [LAYOUTS[layout](d) for d in upstream]
+    with launches(BWD), guarded():
+        got = forward_backward(add_layer_norm, inputs.values(), upstream)
+    plain = [d.contiguous() for d in upstream]
+    want = forward_backward(add_layer_norm, inputs.values(), plain)
+    assert all(map(torch.equal, got, want))
+
+
+@all_ops
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)], ids=str)
+def test_no_rows(name, shape, device):
+    op, _, _, outputs = OPS[name]
+    with launches():
+        got = forward_backward(op, make(name, *shape, device=device).values())
+    assert all(y.shape == shape for y in got[:outputs])
+    for d in got[outputs:]:
+        assert d.shape == shape or (d == 0).all()
+
+
+@pytest.mark.parametrize("N", [24, WIDE])
+def test_offsets_beyond_int32(N, device):
+    """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
+
+    def far(x):
+        stride = (1 << 30) + 8
+        y = torch.empty(2 * stride + N, dtype=x.dtype, device=device).as_strided(
+            (3, N), (stride, 1)
+        )
+        return y.copy_(x)
+
+    inputs = make("add_layer_norm", 3, N, dtype=torch.float16, device=device)
+    upstream = [awkward(3, N, dtype=torch.float16, device=device) for _ in range(2)]
+    x, residual, *vectors = inputs.values()
+    with launches(FWD, BWD):
+        got = forward_backward(
+            add_layer_norm, [far(x), far(residual), *vectors], map(far, upstream)
+        )
+    want = forward_backward(add_layer_norm, inputs.values(), upstream)
+    assert all(map(torch.equal, got, want))
+    # alone, because after a sum the backward reads no x but the sum
+    got = forward_backward(layer_norm, [far(x), *vectors], [far(upstream[0])])
+    assert all(map(torch.equal, got, forward_backward(layer_norm, [x, *vectors], upstream[:1])))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_variance_takes_two_passes(device):
+    """Mean 1e4 and deviation 1: E[x**2] - E[x]**2 in fp32 would keep no digit of the variance."""
+    inputs = {"x": awkward(6, 300, device=device) + 1e4}
+    assert_kernel_parity(lambda x: layer_norm(x, None), lambda x: layer_norm_ref(x, None), inputs,
+                         kernels=(FWD, BWD))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_statistics_are_those_of_the_rounded_sum(name, device):
+    """The backward sees no other; near 1000 an fp16 sum is off by up to a quarter."""
+    inputs = make(f"add_{name}", 5, 40, dtype=torch.float16, device=device)
+    inputs["x"] = 1000 + inputs["x"]
+    y, total = OPS[f"add_{name}"][0](*inputs.values())
+    weights = list(inputs.values())[2:]
+    assert torch.equal(y, OPS[name][0](total, *weights))
+
+
+def test_constant_rows_give_the_bias(device):
+    x = torch.full((3, 40), 7.0, device=device)
+    weight, bias = awkward(40, device=device), awkward(40, device=device)
+    y, _, *gradients = forward_backward(lambda *t: (layer_norm(*t), t[0] * 1), [x, weight, bias])
+    assert torch.equal(y, bias.expand(3, 40))
+    assert all(d.isfinite().all() for d in gradients)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_stays_in_its_row(value, device):
+    x, residual, weight, bias = make("add_layer_norm", 19, 40, device=device).values()
+    x[4, 7] = value
+    y, total = add_layer_norm(x, residual, weight, bias)
+    assert y[4].isnan().all()
+    assert not total[4, 7].isfinite()
+    others = torch.arange(19, device=device) != 4
+    assert y[others].isfinite().all()
+
+
+def test_same_input_same_bits(device):
+    inputs = make("add_layer_norm", 23, 520, device=device)
+    first = forward_backward(add_layer_norm, inputs.values())
+    for _ in range(3 if device == "cpu" else 1000):
+        again = forward_backward(add_layer_norm, inputs.values())
+        assert all(map(torch.equal, first, again))
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_may_be_unused(used, device):
+    def one(f):
+        return lambda *tensors: f(*tensors)[used]
+
+    inputs = make("add_layer_norm", 5, 24, device=device)
+    if used == 1:  # the weights have no part in the sum
+        weight, bias = inputs.pop("weight"), inputs.pop("bias")
+        add = one(lambda x, r: add_layer_norm(x, r, weight.requires_grad_(), bias))
+        assert_parity(add, lambda x, r: x + r, inputs)
+        return
+    assert_kernel_parity(one(add_layer_norm), one(add_layer_norm_ref), inputs, kernels=(BWD, SUM))
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"x"}, {"residual"}, {"weight"}, {"bias"}, {"x", "bias"}], ids=str
+)
+def test_gradients_of_some_inputs(wanted, device):
+    inputs = make("add_layer_norm", 5, 24, device=device)
+    leaves = {k: x.clone().requires_grad_(k in wanted) for k, x in inputs.items()}
+    every = {k: x.clone().requires_grad_() for k, x in inputs.items()}
+    for tensors in (leaves, every):
+        y, total = add_layer_norm(*tensors.values())
+        (y.square().sum() + total.square().sum()).backward()
+    for k, x in leaves.items():
+        assert torch.equal(x.grad, every[k].grad) if k in wanted else x.grad is None
+
+
+def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
+    def gradients(dtype):
+        x, residual, weight = make("add_rms_norm", 5, 24, device=device).values()
+        tensors = [x.to(dtype).requires_grad_(), residual.requires_grad_(), weight]
+        y, total = add_rms_norm(*tensors)
+        return torch.autograd.grad((y, total), tensors[:2], (y.detach(), total.detach()))
+
+    dx, dresidual = gradients(torch.float32)
+    assert dx.data_ptr() == dresidual.data_ptr()
+    dx, dresidual = gradients(torch.float16)
+    assert torch.equal(dresidual.half(), dx)
+    assert not torch.equal(dresidual, dx.float())  # it was not rounded to x's dtype on the way
+
+
+def test_a_second_derivative_raises(device):
+    x = awkward(3, 8, device=device).requires_grad_()
+    (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+    args = (dx.detach(), None, x, torch.ones(1, 3, device=device), None, dx.dtype, None, None, None)
+    dx = torch.ops.fastgpt.norm_backward(*args)[0]
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_sets_the_dtype_of_y_alone(dtype, device):
+    if dtype == torch.float16 and device == "cpu":
+        dtype = torch.bfloat16  # what the interpreter can do, and a CPU's default
+    inputs = make("add_layer_norm", 5, 24, device=device)
+    with torch.autocast(device, dtype), launches(FWD):
+        y, total = add_layer_norm(*inputs.values())
+        alone = layer_norm(total, inputs["weight"], inputs["bias"])
+        plain, _ = add_layer_norm_ref(*inputs.values())
+    assert (y.dtype, total.dtype, plain.dtype) == (dtype, torch.float32, dtype)
+    assert torch.equal(alone, y)
+    torch.testing.assert_close(y, plain)
+
+
+def test_checkpointing_gives_the_same_gradients(device):
+    inputs = make("add_layer_norm", 5, 24, device=device).values()
+
+    def recomputed(*tensors):
+        return checkpoint(add_layer_norm, *tensors, use_reentrant=False)
+
+    want = forward_backward(add_layer_norm, inputs)
+    assert all(map(torch.equal, forward_backward(recomputed, inputs), want))
+
+
+# --- torch.compile and torch.library --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.float16], ids=str)
+def test_opcheck(centred, residual, device):
+    x = awkward(2, 3, 24, device=device).mT.contiguous().mT.requires_grad_()  # dense, permuted
+    r = None if residual is None else awkward(2, 3, 24, dtype=residual, device=device)
+    r = None if r is None else r.requires_grad_()
+    w = awkward(24, device=device).requires_grad_()
+    bias = awkward(24, device=device).requires_grad_() if centred else None
+    opcheck(torch.ops.fastgpt.norm.default, (x, r, w, bias, 1e-5, centred, torch.float16))
+    stats = torch.ones(2 if centred else 1, 6, device=device)
+    dy, total = awkward(2, 3, 24, device=device), awkward(2, 3, 24, device=device)
+    vectors = (torch.float32, torch.float32) if centred else (torch.float16, None)
+    for dtotal, dresidual in ((None, None), (dy, torch.float16)):
+        arguments = (dy, dtotal, total, stats, w.detach(), torch.float32, dresidual, *vectors)
+        opcheck(torch.ops.fastgpt.norm_backward.default, arguments)
+
+
+@all_ops
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_to_one_node_and_never_again(name, dynamic, device):
+    op = OPS[name][0]
+    nodes = []
+
+    def backend(graph, examples):
+        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    torch.compiler.reset()
+    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
+    graphs = []
+    for shape in ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24)):
+        inputs = make(name, *shape, device=device)
+        with launches(FWD, BWD):
+            got = forward_backward(compiled, inputs.values())
+        assert all(map(torch.equal, got, forward_backward(op, inputs.values())))
+        graphs.append(len(nodes))
+    assert all(len(found) == 1 for found in nodes)
+    # where it is not told, Dynamo learns that a size changes from the first change
+    assert graphs[0 if dynamic else 2] == graphs[-1]
+
+
+def test_dispatch_modes_see_the_op(device):
+    """Selective checkpointing and FLOP counters are such modes."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = awkward(5, 24, device=device).requires_grad_()
+    with Mode():
+        y = rms_norm(x)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert {"fastgpt.norm.default", "fastgpt.norm_backward.default"} <= set(seen)
+
+
+def test_fake_tensors_need_no_kernel(device):
+    with launches(), FakeTensorMode():
+        x = torch.empty(4, 5, 24, dtype=torch.bfloat16, device=device, requires_grad=True)
+        weight = torch.empty(24, device=device, requires_grad=True)
+        y, total = add_rms_norm(x, x, weight)
+        y.float().sum().backward()
+    assert (y.shape, y.dtype, total.dtype) == (x.shape, x.dtype, x.dtype)
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@all_ops
+def test_where_no_kernel_runs_the_reference_does(name, monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    op, ref, _, _ = OPS[name]
+    inputs = make(name, 5, 24).values()
+    with launches():
+        got = forward_backward(torch.compile(op, fullgraph=True, backend="eager"), inputs)
+        got_eager = forward_backward(op, inputs)
+    want = forward_backward(ref, inputs)
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, got_eager, want))
+
+
+# --- bad arguments --------------------------------------------------------------------------------
+
+X = torch.ones(2, 8)
+BAD = {
+    "dtype": ((X.double(), None), r"x: expected fp32, fp16 or bf16, got torch.float64"),
+    "scalar": ((torch.ones(()), None), r"x: expected \(\.\.\., N\) .* got \(\)"),
+    "no-columns": ((torch.ones(2, 0), None), r"x: .* got \(2, 0\)"),
+    "too-wide": ((torch.ones(1, 16_385), None), r"N from 1 to 16384, got \(1, 16385\)"),
+    "weight": ((X, torch.ones(4)), r"weight: expected \(8,\), got \(4,\)"),
+    "weight-dtype": ((X, torch.ones(8).long()), r"weight: expected fp32, .* got torch.int64"),
+    "bias": ((X, None, torch.ones(1, 8)), r"bias: expected \(8,\), got \(1, 8\)"),
+    "device": ((X, torch.ones(8, device="meta")), r"weight: expected cpu as x, got meta"),
+    "eps": ((X, None, None, -1.0), r"eps: expected 0 or more, got -1.0"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(args, message):
+    with launches(), pytest.raises(ValueError, match=message):
+        layer_norm(*args)
+
+
+def test_bad_residual_is_named():
+    with launches(), pytest.raises(ValueError, match=r"residual: expected \(2, 8\), got \(8,\)"):
+        add_rms_norm(X, torch.ones(8))
