@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 QUIET_S = 3
 """Text that is prepared in less than this is not worth a word."""
@@ -30,7 +31,7 @@ class Display:
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a sample must not end a run
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
 
@@ -90,8 +91,9 @@ class Display:
 
     def sample(self, text: str) -> None:
         """A sample of the model's output."""
+        text = printable(text)
         if self.live:
-            self.console.print(Panel(escape(text), title="sample", title_align="left"))
+            self.console.print(Panel(Text(text), title="sample", title_align="left"))
         else:
             self.line(f"--- sample ---\n{text}\n--------------")
 
@@ -142,6 +144,12 @@ class Preparing:
             self.shown = self.seconds
             left = self.seconds * (1 - share) / max(fresh, 1e-9)
             self.console.print(f"preparing text: {share:.1%}, {text}, about {left:.0f} s left")
+
+
+def printable(text: str) -> str:
+    """`text` without the control characters that a terminal would obey."""
+    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(kept)
 
 
 def short(number: float) -> str:

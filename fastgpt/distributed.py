@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from fastgpt.errors import OtherRankError, UserError
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +44,33 @@ class World:
             dist.all_reduce(x)
         return x
 
-    def from_main(self, value: Any) -> Any:
+    def from_main(self, value: Any, group: Any = None) -> Any:
         """The main rank's `value`, on every rank."""
         box = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.sum(torch.zeros(())).item()
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the main rank, on every rank; its `UserError` is raised on all."""
+    def on_main(self, work: Callable[[], T], *, patient: bool = False) -> T:
+        """What `work` gives on the main rank, on every rank; its `UserError` is raised on all.
+
+        The others wait, without end if `patient`.
+        """
+        # the usual time-out is half an hour; the group is made while all ranks are here
+        long = patient and self.size > 1
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if long else None
         value, problem = None, None
         if self.is_main:
             try:
                 value = work()
             except UserError as error:
                 problem = error
-        value, message = self.from_main((value, None if problem is None else str(problem)))
+        outcome = (value, None if problem is None else str(problem))
+        value, message = self.from_main(outcome, group)
         if message is not None:
             raise problem or OtherRankError(message)
         return value

@@ -68,8 +68,14 @@ class Engine:
             data.orders(config.model.context, config.seed)
 
         # downloaded, prepared and checked by one, and its documents found; read by all
-        self.world.on_main(open_once)
-        return open_data(config.data, source)
+        self.world.on_main(open_once, patient=True)
+        data = open_data(config.data, source)
+        if (main := self.world.from_main(data.identity)) != data.identity:
+            raise UserError(
+                f"{data.name} has other tokens here ({data.identity[:12]}) than on the main rank"
+                f" ({main[:12]}): give every host the same prepared directory"
+            )
+        return data
 
     def _build_model(self) -> None:
         config = self.config
@@ -105,10 +111,10 @@ class Engine:
             raise UserError(
                 f"--steps is {self.config.steps}: {found.path} has taken {self.step} already"
             )
-        if found.state["corpus"] != self.data.sha256:
+        if found.state["corpus"] != self.data.identity:
             self.warn(
-                f"{found.path} was trained on other text ({found.state['corpus'][:12]}): "
-                f"this one ({self.data.sha256[:12]}) is read from its start"
+                f"{found.path} was trained on other tokens ({found.state['corpus'][:12]}): "
+                f"these ({self.data.identity[:12]}) are read from their start"
             )
             return None
         return found.state["loader"]
@@ -137,6 +143,13 @@ class Engine:
         orders = self.data.orders(config.model.context, config.seed)
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
         self.coverage = [order.coverage() for order in orders]
+        for corpus, covered in zip(self.data.corpora, self.coverage):
+            if covered < 0.5:
+                self.warn(
+                    f"{corpus.name}: an epoch of data.align {config.data.align} has"
+                    f" {covered:.0%} of its tokens as targets: its documents are long for a"
+                    f" context of {config.model.context}"
+                )
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
             self.data.mixture(orders, state),
@@ -217,7 +230,7 @@ class Engine:
         return {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
-            "corpus": self.data.sha256,
+            "corpus": self.data.identity,
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.config.seed, "step": self.step},
         }

@@ -30,11 +30,12 @@ class Arguments:
     """bytes, chars, gpt2; bpe or wordpiece, trained on the source; or the path of a tokenizer.json.
     auto: chars for shakespeare, bytes for other text, gpt2 for sets of documents."""
     vocab_size: int | None = None
-    """Tokens of a bpe or wordpiece vocabulary."""
+    """Tokens of a bpe or wordpiece vocabulary, which is learnt from the first 100 million
+    characters."""
     val_fraction: float | None = None
     """What is held out, between 0 and 1: the end of a text (0.1 by default), or so many of a set's
-    documents, chosen by their hash (0.005). Files and splits named train and val(idation) are kept
-    as they are."""
+    documents, chosen by their hash (0.005). Files, folders and splits named train and
+    val(idation) are kept apart as they are."""
     separator: str | None = None
     r"""What stands between the documents of a text: '\n' for one a line, '<|endoftext|>', ...
     Without it a text is one document."""

@@ -1,4 +1,4 @@
-"""Where files are kept, and how they are written whole or not at all."""
+"""What the machine gives: where files are kept, how they are written whole, how many cores."""
 
 import os
 import secrets
@@ -54,3 +54,8 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

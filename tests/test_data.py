@@ -188,7 +188,7 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["nowhere"], "nowhere: no manifest.json and no token shards in it"),
+        (["nowhere"], "nowhere has no *train*.bin or *val*.bin: expected a manifest.json"),
         (["{}", "--windows", "-1"], "--windows is -1: expected 0 or more"),
         (["{}", "--length", "0"], "--length is 0: expected 1 or more"),
         (["{}", "--seed", "-1"], "--seed is -1"),

@@ -258,13 +258,13 @@ def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two
     cut = fit(source, "--steps 4 --optim.schedule constant")
     capfd.readouterr()
     fit(source, f"--resume {cut} --steps 8 --run-dir {tmp_path / 'on'} --optim.schedule constant")
-    assert "other text" not in capfd.readouterr().out
+    assert "other tokens" not in capfd.readouterr().out
     straight = fit(source, f"--optim.schedule constant --run-dir {tmp_path / 'straight'}")
     losses = series(straight, "train_loss")
     resumed = series(tmp_path / "on", "train_loss")
     assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
     fit(source.replace("0.75", "0.5"), "--resume auto --steps 5")
-    assert "was trained on other text" in capfd.readouterr().out
+    assert "was trained on other tokens" in capfd.readouterr().out
 
 
 def test_run_over_shards_of_another_program(fit, fineweb):

@@ -1,14 +1,18 @@
 import gzip
 import sys
+from pathlib import Path
 
 import pytest
 
 from fastgpt.data import files
 from fastgpt.data.files import folder_files, named_files, opened
+from fastgpt.data.shards import shard_header, token_dtype
 from fastgpt.errors import UserError
 from tests.prepared import PACKERS, write_documents
 
 CONTENT = "One line, naïve.\r\nAnother.\n".encode() * 50
+
+SHARD = bytes(shard_header(1, token_dtype(256))) + b"\0\0"
 
 
 def write(root, contents):
@@ -121,11 +125,44 @@ def test_pattern_is_sorted_and_a_name_is_itself_first(tmp_path):
     write(
         tmp_path, {"2.txt": b"x", "10.txt": b"x", "a/3.txt": b"x", "[x].txt": b"x", "x.txt": b"x"}
     )
-    found = names(named_files(f"{tmp_path}/**/*.txt"), tmp_path)
-    assert found == ["10.txt", "2.txt", "[x].txt", "a/3.txt", "x.txt"]
-    assert names(named_files(f"{tmp_path}/[x].txt"), tmp_path) == ["[x].txt"]
-    assert names(named_files(f"{tmp_path}/?.txt"), tmp_path) == ["2.txt", "x.txt"]
-    assert named_files(f"{tmp_path}/a") == named_files(f"{tmp_path}/*.md") == []
+
+    def named(pattern):
+        return names(named_files(f"{tmp_path}/{pattern}")[0], tmp_path)
+
+    assert named("**/*.txt") == ["10.txt", "2.txt", "[x].txt", "a/3.txt", "x.txt"]
+    assert named("[x].txt") == ["[x].txt"]
+    assert named("?.txt") == ["2.txt", "x.txt"]
+    assert named("a") == named("*.md") == []
+
+
+def test_pattern_passes_over_what_is_no_text(tmp_path):
+    write(tmp_path, {"a.txt": b"x", "b.txt": b"caf\xe9", "c.txt": b""})
+    found, skipped = named_files(f"{tmp_path}/*.txt")
+    assert (names(found, tmp_path), skipped) == (["a.txt"], 2)
+
+
+def test_folder_of_json_lines_alone_is_a_set_of_documents(tmp_path):
+    """C4's names; a project's own .json beside other files is text."""
+    lines = gzip.compress(b'{"text": "a"}\n{"text": "b"}\n')
+    write(tmp_path / "c4", {"c4-train.00000-of-01024.json.gz": lines})
+    assert [file.format for file in folder_files(tmp_path / "c4")[0]] == ["jsonl"]
+    write(tmp_path / "project", {"package.json": b'{\n "name": 1}'})
+    assert [file.format for file in folder_files(tmp_path / "project")[0]] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern", "complaint"),
+    [
+        ({"x_train_0.bin": SHARD}, "*.bin", r"x_train_0\.bin is a token shard: give the folder"),
+        ({"x.bin": SHARD}, "x.bin", r"x\.bin is a token shard"),
+        ({"x.txt.bz2": b"x"}, "x.txt.bz2", r"bz2: expected text, \.jsonl or \.parquet"),
+        ({"a.txt": b"x", "b.jsonl": b"{}"}, "*", "matches both texts and documents"),
+    ],
+)
+def test_what_nobody_means_as_text_is_refused(tmp_path, content, pattern, complaint):
+    write(tmp_path, content)
+    with pytest.raises(UserError, match=complaint):
+        named_files(f"{tmp_path}/{pattern}")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +171,7 @@ def test_pattern_is_sorted_and_a_name_is_itself_first(tmp_path):
 )
 def test_format_of_a_named_file_is_in_its_name(tmp_path, name, format):
     (tmp_path / name).write_bytes(b"x")
-    assert [file.format for file in named_files(str(tmp_path / name))] == [format]
+    assert [file.format for file in named_files(str(tmp_path / name))[0]] == [format]
 
 
 @pytest.mark.parametrize(
@@ -148,10 +185,26 @@ def test_format_of_a_named_file_is_in_its_name(tmp_path, name, format):
         (["train.txt", "val.txt", "notes.txt"], [None] * 3),  # where would the third belong?
         (["trainer.txt", "value.txt"], [None, None]),
         (["train_val.txt", "val.txt"], [None, None]),
+        (["w.train.txt", "w.valid.txt", "w.test.txt"], ["train", "val", "left out"]),
     ],
 )  # fmt: skip
 def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
     write(tmp_path / "train", dict.fromkeys(given, b"x"))  # the folder's name tells nothing
-    expected = dict(zip(given, splits))
-    for found in (folder_files(tmp_path / "train")[0], named_files(f"{tmp_path}/train/*.txt")):
+    expected = {name: split for name, split in zip(given, splits) if split != "left out"}
+    for found in (folder_files(tmp_path / "train")[0], named_files(f"{tmp_path}/train/*.txt")[0]):
         assert {file.path.rsplit("/", 1)[1]: file.split for file in found} == expected
+
+
+def test_folders_tell_the_split_where_names_do_not(tmp_path):
+    write(tmp_path, {"train/0.jsonl": b"{}", "val/0.jsonl": b"{}", "test/0.jsonl": b"{}"})
+    for found, skipped in (folder_files(tmp_path), named_files(f"{tmp_path}/*/*.jsonl")):
+        assert [(Path(file.path).parent.name, file.split) for file in found] == [
+            ("train", "train"), ("val", "val"),
+        ]  # fmt: skip
+        assert skipped == 1
+
+
+def test_documents_beside_named_splits_must_say_where_they_belong(tmp_path):
+    write(tmp_path, {"train.jsonl": b"{}", "val.jsonl": b"{}", "more.jsonl": b"{}"})
+    with pytest.raises(UserError, match=r"more\.jsonl is named neither train nor validation"):
+        folder_files(tmp_path)

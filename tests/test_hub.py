@@ -50,7 +50,7 @@ def texts(source, **place):
         ("hf:one/set/en-10BT", ("one/set", "en-10BT", None)),
         ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet")),
         ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None)),
-        ("openwebtext", ("Skylion007/openwebtext", None, "refs/convert/parquet")),
+        ("openwebtext", ("Skylion007/openwebtext", None, None)),
     ],
 )
 def test_name_gives_repository_configuration_and_revision(load, name, asked):
@@ -113,7 +113,9 @@ def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
         find_source("fineweb")
     assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in str(raised.value)
-    assert "(Couldn't reach the hub); or get its files another way" in str(raised.value)
+    assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in str(
+        raised.value
+    )
     assert f"put them into {tmp_path / 'mine' / 'fineweb'} and give that folder" in str(
         raised.value
     )

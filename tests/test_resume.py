@@ -204,7 +204,7 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
     text.write_text(text.read_text() + "and so on, for another while.")
     fit(STEPS, "--resume auto")
     assert "warning: " in (out := capfd.readouterr().out)
-    assert "was trained on other text" in out
+    assert "was trained on other tokens" in out
 
 
 def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):

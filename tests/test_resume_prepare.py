@@ -213,7 +213,9 @@ def test_full_disk_is_told_and_what_was_done_is_kept(preparing, tmp_path):
     assert contents(out) == whole
 
 
-def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(source, preparing, tmp_path):
+def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(
+    source, preparing, tmp_path, caplog
+):
     whole = contents(preparing("whole"))
     good = source.read_bytes()
     status = source.stat()
@@ -226,12 +228,22 @@ def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(source, prepa
         preparing()
     assert [path.name for path in tmp_path.glob("out*")] == ["out.incomplete"]
     source.write_bytes(good)
-    with pytest.raises(UserError, match=r"holds another preparation .files was"):
-        preparing()  # whoever changes a file has to start anew
-    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     first = []
     assert contents(preparing(report=lambda tokens, _: first.append(tokens))) == whole
     assert first[0] > 0
+    assert f"{source} was changed: it is read on from row" in caplog.text
+
+
+def test_file_that_was_read_may_not_change(preparing, tmp_path):
+    (tmp_path / "set").mkdir()
+    files = [write_documents(tmp_path / "set" / f"{n}.jsonl", DOCUMENTS[:60]) for n in range(3)]
+    bad, good = files[2].read_bytes() + b"{\n", files[2].read_bytes()
+    files[2].write_bytes(bad)
+    with pytest.raises(UserError, match=r"2\.jsonl line 61 is not JSON"):
+        preparing(given=tmp_path / "set")
+    files[0].write_bytes(good + good)
+    with pytest.raises(UserError, match=r"another preparation \(.*0\.jsonl was changed\)"):
+        preparing(given=tmp_path / "set")
 
 
 # --- other requests, other processes --------------------------------------------------------------
@@ -244,7 +256,7 @@ def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(source, prepa
         ({"val_fraction": 0.4}, "val_fraction was 0.3"),
         ({"shard_tokens": 900}, "shard_tokens was 800"),
         ({"separator": "--"}, "source was "),
-        ("file", "files was "),
+        ("another", "source was .*, it was of 1 files, now other ones"),
     ],
 )
 def test_other_request_for_what_was_begun_is_refused(
@@ -253,9 +265,8 @@ def test_other_request_for_what_was_begun_is_refused(
     interrupted(5)
     before, whole = contents(tmp_path / "out.incomplete"), source.read_bytes()
     status = source.stat()
-    if changed == "file":
-        source.write_bytes(whole + b'{"text": "more"}\n')
-        changed = {}
+    if changed == "another":
+        changed = {"given": write_documents(tmp_path / "other.jsonl", DOCUMENTS[:9])}
     with pytest.raises(
         UserError, match=rf"^.*out\.incomplete holds another preparation \({said}.*$"
     ):
@@ -266,29 +277,28 @@ def test_other_request_for_what_was_begun_is_refused(
     assert contents(preparing()) == contents(preparing("whole"))
 
 
-@pytest.mark.parametrize("moment", ["before progress is removed", "before the renaming"])
+@pytest.mark.parametrize("last", ["the renaming", "the removal of progress"])
 def test_other_request_for_what_was_all_but_done_never_gets_its_data(
-    preparing, tmp_path, monkeypatch, moment
+    preparing, tmp_path, monkeypatch, last
 ):
     def die(*_, **__):
         raise KeyboardInterrupt
 
+    reports = []
     with monkeypatch.context() as patch:
-        if moment == "before the renaming":
+        if last == "the renaming":
             rename = lambda a, b: die() if b.name == "out" else os.rename(a, b)  # noqa: E731
             patch.setattr(os, "replace", rename)
         else:
-            patch.setattr(Path, "unlink", die)
+            patch.setattr(Path, "unlink", lambda path, **_: die() if path.name == PROGRESS else 0)
         with pytest.raises(KeyboardInterrupt):
             preparing()
-    assert MANIFEST in contents(tmp_path / "out.incomplete")
-    expected = contents(preparing("whole", tokenizer="chars"))
-    if moment == "before the renaming":
-        assert contents(preparing(tokenizer="chars")) == expected
-    else:
-        with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
-            preparing(tokenizer="chars")
-        assert contents(preparing()) == contents(preparing("whole2"))
+    with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
+        preparing(tokenizer="chars")
+    # what was done is neither lost nor done again
+    done = contents(preparing(report=lambda tokens, _: reports.append(tokens)))
+    assert done == contents(preparing("whole"))
+    assert reports == []
 
 
 def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_path):

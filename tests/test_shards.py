@@ -223,7 +223,7 @@ def mapped_bytes():
 @pytest.mark.parametrize("count", [1, 4])
 def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
     """Of 64 MiB that are read all over; a read maps 64 KiB to 2 MiB, as the page cache lies."""
-    monkeypatch.setattr(shards, "READS_BETWEEN_UNMAPS", 4)
+    monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
     paths = [tmp_path / f"{i}.bin" for i in range(count)]
     size = 2**25 // count
     for path in paths:

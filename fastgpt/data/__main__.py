@@ -3,7 +3,6 @@
 DIR is a prepared directory, or a folder of token shards that another program wrote.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,13 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
-from fastgpt.data.corpus import MANIFEST, Corpus, open_corpus
+from fastgpt.data.corpus import Corpus, open_shards
 from fastgpt.data.verify import check_shard
+from fastgpt.display import printable
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.storage import cores
 
 SPLITS = ("train", "val")
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
@@ -55,11 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
         arguments = tyro.cli(Arguments, args=argv, prog="python -m fastgpt.data")
-        path = arguments.path.expanduser()
-        if not (path / MANIFEST).is_file() and not any(path.glob("*.bin")):
-            raise UserError(f"{path}: no {MANIFEST} and no token shards in it")
-        corpus = open_corpus(str(path), tokenizer=arguments.tokenizer, val_fraction=0.1)
-        console = Console(highlight=False, soft_wrap=True)
+        corpus = open_shards(arguments.path.expanduser(), tokenizer=arguments.tokenizer)
+        console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
         console.print(_facts(corpus))
         if corpus.tokenizer.eot_id is not None:
@@ -150,13 +149,13 @@ def _show_windows(corpus: Corpus, console: Console, arguments: Arguments) -> Non
         start = int(draws.integers(max(1, len(corpus.train) - arguments.length)))
         ids = corpus.train[start : start + arguments.length]
         title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
-        text = escape(corpus.tokenizer.decode(ids))
+        text = Text(printable(corpus.tokenizer.decode(ids)))
         console.print(Panel(text, title=title, title_align="left"))
 
 
 def _verify(corpus: Corpus, console: Console) -> None:
     shards, vocab_size = corpus.shards(), corpus.tokenizer.vocab_size
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         done = pool.map(lambda shard: check_shard(shard, vocab_size), shards)
         for _ in track(done, "verifying", total=len(shards), console=console, transient=True):
             pass

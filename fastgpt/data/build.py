@@ -7,7 +7,9 @@ cuts the shards back to that point and goes on from there. The manifest is writt
 """
 
 import hashlib
+import itertools
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -20,16 +22,31 @@ from typing import Any
 
 from fastgpt.data.batches import SPLITS, Encoded, Place, batches, encode
 from fastgpt.data.documents import read_pieces, scan, source_size
+from fastgpt.data.download import sha256_of
 from fastgpt.data.shards import MAX_TOKENS, token_dtype
 from fastgpt.data.sources import Source
 from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
-from fastgpt.data.tokenizer import KINDS, ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from fastgpt.data.tokenizer import (
+    KINDS,
+    SIZED,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
 from fastgpt.data.verify import checksums
 from fastgpt.data.writer import ShardWriter
 from fastgpt.errors import UserError, writing
-from fastgpt.storage import write_atomically
+from fastgpt.storage import cores, write_atomically
 
 Report = Callable[[int, float], None]
+LEARNT = ("chars", *SIZED)
+"""Tokenizers for which the source is read before its tokens are made."""
+LEARNT_CHARACTERS = 10**8
+"""Of the beginning of a source, which is all that bpe and wordpiece learn from: their memory grows
+with the distinct words."""
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 """Of the prepared directory; part of what a build is asked for, so old ones are made anew."""
@@ -134,15 +151,10 @@ def build(
         for path in out.glob(".*.json-*"):
             path.unlink()  # killed while it had its temporary name
         progress = _load_progress(out, request)
-        if (out / MANIFEST).exists():  # killed between the manifest and the directory's new name
-            (out / (MANIFEST if progress is None else PROGRESS)).unlink()
-            if progress is not None:
-                return
-        _Build(request, out, progress, workers or _cores(), report, save_every_s).run()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if progress is not None and (out / MANIFEST).exists():
+            return  # whole, but for its name
+        (out / MANIFEST).unlink(missing_ok=True)
+        _Build(request, out, progress, workers or cores(), report, save_every_s).run()
 
 
 def _load_progress(out: Path, request: Request) -> Progress | None:
@@ -155,16 +167,34 @@ def _load_progress(out: Path, request: Request) -> Progress | None:
         saved = json.loads((out / PROGRESS).read_text())
     except (OSError, ValueError):
         return None
-    facts = request.facts()
-    changed = [name for name in facts if facts[name] != saved["request"].get(name)]
-    if changed:
-        before = ", ".join(f"{name} was {_short(saved['request'].get(name))}" for name in changed)
-        raise UserError(
-            f"{out} holds another preparation ({before}): ask for the same to go on with it, or"
-            " remove it"
-        )
     progress = saved["progress"]
-    return Progress(**{**progress, "place": Place(**progress["place"])})
+    found = Progress(**{**progress, "place": Place(**progress["place"])})
+    facts, before = request.facts(), saved["request"]
+    changed = [
+        f"{name} was {_short(before.get(name))}"
+        for name in facts
+        if name != "files" and facts[name] != before.get(name)
+    ]
+    # documents that are yet to be read may be mended without losing what is done
+    behind = found.place.file if _reads_once(request) else len(facts["files"])
+    old, new = before.get("files", []), facts["files"]
+    if len(old) != len(new) or [f[:3] for f in old] != [f[:3] for f in new]:
+        changed.append(f"it was of {len(old)} files, now other ones")
+    changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
+    if changed:
+        raise UserError(
+            f"{out} holds another preparation ({', '.join(changed)}): ask for the same to go on"
+            " with it, or remove it"
+        )
+    for a, b in zip(old[behind : behind + 1], new[behind : behind + 1]):
+        if a != b and found.place.row:
+            logger.warning("%s was changed: it is read on from row %d", a[0], found.place.row)
+    return found
+
+
+def _reads_once(request: Request) -> bool:
+    """Nothing of the source is read before its tokens are made."""
+    return request.source.split != "tail" and request.tokenizer not in LEARNT
 
 
 def _short(value: object) -> str:
@@ -186,7 +216,7 @@ class _Build:
         self.workers, self.report, self.save_every_s = workers, report, save_every_s
         self.facts = request.facts()
         self.raw = request.tokenizer == ByteTokenizer.kind
-        self.sizes = source_size(self.source)
+        self.before = list(itertools.accumulate(source_size(self.source), initial=0))
         self.tail_starts, self.sha256 = None, None
         if self.source.split == "tail":
             length, self.sha256 = scan(self.source, raw=self.raw)
@@ -211,13 +241,18 @@ class _Build:
         return tokenizer
 
     def _texts(self) -> Iterator[str]:
+        length, sized = 0, self.request.tokenizer in SIZED
         for piece in read_pieces(self.source, raw=False):
             assert isinstance(piece.text, str)
             yield piece.text
+            length += len(piece.text)
+            if sized and length >= LEARNT_CHARACTERS:
+                break
         if not self.source.plain:
             yield "\n"  # what ends a document where no token does; characters must know it
 
     def run(self) -> None:
+        self._save()  # a trained tokenizer, if nothing else yet
         self._report()
         pending: deque[tuple[Future[Encoded], Place]] = deque()
         tokenize = partial(
@@ -253,9 +288,9 @@ class _Build:
 
     def _report(self) -> None:
         place = self.progress.place
-        behind = sum(self.sizes[: place.file]) + place.done
+        behind = self.before[place.file] + place.done
         if self.report is not None:
-            self.report(sum(self.progress.tokens.values()), behind / max(1, sum(self.sizes)))
+            self.report(sum(self.progress.tokens.values()), behind / max(1, self.before[-1]))
 
     def _save(self) -> None:
         for writer in self.writers.values():
@@ -268,6 +303,7 @@ class _Build:
         documents = sum(self.progress.documents.values())
         for split, verb in (("train", "train on"), ("val", "validate on")):
             if self.progress.tokens[split] < 2:
+                (self.out / PROGRESS).unlink()  # nothing to go on with: another fraction is due
                 raise UserError(
                     f"val_fraction {self.request.val_fraction} of {self.source.name} ({documents:,}"
                     f" documents) leaves nothing to {verb}"
@@ -275,7 +311,6 @@ class _Build:
         splits = {split: self._complete(split) for split in SPLITS}
         content = json.dumps(self._manifest(splits), indent=1) + "\n"
         write_atomically(self.out / MANIFEST, content.encode())
-        (self.out / PROGRESS).unlink()
 
     def _complete(self, split: str) -> dict[str, Any]:
         """Completes a split's shards; what the manifest says of them."""
@@ -311,6 +346,7 @@ class _Build:
             "tokenizer": self.tokenizer.kind,
             "vocab_size": self.tokenizer.vocab_size,
             "eot_id": self.tokenizer.eot_id,
+            "tokenizer_sha256": sha256_of(self.out / TOKENIZER),
             "val_fraction": None if source.split == "named" else self.request.val_fraction,
             "splits": splits,
         }

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from fastgpt.data.build import FORMAT_VERSION, MANIFEST, SHARD_TOKENS, Report, Request, build
+from fastgpt.data.build import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PROGRESS,
+    SHARD_TOKENS,
+    Report,
+    Request,
+    build,
+)
+from fastgpt.data.download import sha256_of
 from fastgpt.data.shards import LARGE, Tokens
 from fastgpt.data.sources import HUB, HUB_PREFIX, Source, find_source
 from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
@@ -68,6 +77,12 @@ class Corpus:
     manifest: dict[str, Any]
     """As it was written; empty for the shards of another program."""
 
+    @property
+    def identity(self) -> str:
+        """A sha256 of all tokens: the same text may be tokenized or split in another way."""
+        hashes = [shard.sha256 for shard in self.shards()]
+        return hashlib.sha256(repr((self.sha256, hashes)).encode()).hexdigest()
+
     def document_starts(self, split: str) -> np.ndarray:
         """Where the documents of `train` or `val` begin: (documents,) int64, increasing.
 
@@ -113,15 +128,8 @@ def open_corpus(
     path = Path(source).expanduser()
     if tokenizer != "auto":
         check_kind(tokenizer, None)
-    if (path / MANIFEST).is_file():
-        corpus = _read_prepared(path)
-        _check_tokenizer(corpus, tokenizer)
-        check_once(corpus.shards(), corpus.tokenizer.vocab_size)
-        return corpus
-    if path.is_dir() and any(path.glob("*train*.bin")):
-        corpus = _read_foreign(path, tokenizer)
-        check_once(corpus.shards(), corpus.tokenizer.vocab_size)
-        return corpus
+    if (path / MANIFEST).is_file() or (path.is_dir() and any(path.glob("*train*.bin"))):
+        return open_shards(path, tokenizer=tokenizer)
     request = _request(find_source(source), tokenizer=tokenizer, val_fraction=val_fraction)
     key = hashlib.sha256(json.dumps(request.facts()).encode()).hexdigest()[:16]
     entry = cache_dir() / "corpora" / f"{request.source.name}-{key}"
@@ -131,6 +139,24 @@ def open_corpus(
         shutil.rmtree(entry, ignore_errors=True)
         _build_whole(request, entry, report=report)
     return _read_prepared(entry)
+
+
+def open_shards(path: Path, *, tokenizer: str) -> Corpus:
+    """Opens a prepared directory, or a folder of shards that another program wrote.
+
+    Args:
+        path: the folder.
+        tokenizer: as for `open_corpus`.
+    Raises:
+        UserError: as `open_corpus`.
+    """
+    if (path / MANIFEST).is_file():
+        corpus = _read_prepared(path)
+        _check_tokenizer(corpus, tokenizer)
+    else:
+        corpus = _read_foreign(path, tokenizer)
+    check_once(corpus.shards(), corpus.tokenizer.vocab_size)
+    return corpus
 
 
 def prepare(
@@ -160,11 +186,14 @@ def prepare(
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
     """
-    out = Path(out).expanduser().absolute()
+    out = Path(out).expanduser().resolve()
     if tokenizer != "auto":
         check_kind(tokenizer, vocab_size)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    renamed = (out / PROGRESS).is_file()  # killed with one last step to go
+    if out.exists() and not renamed and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; give another one or remove it")
+    if out.is_mount():
+        raise UserError(f"{out} is where a file system is mounted; give a folder inside it")
     if (Path(source).expanduser() / MANIFEST).is_file():
         raise UserError(f"{source} is a prepared directory already: it has a {MANIFEST}")
     if tokenizer == "gpt2" or (
@@ -179,6 +208,8 @@ def prepare(
         shard_tokens=shard_tokens,
     )
     with writing(out), _locked(out, wait=False):
+        if renamed:
+            os.replace(out, _unfinished(out))
         _build_whole(request, out, **options)
     return out
 
@@ -201,19 +232,23 @@ def _request(
 
 def _build_whole(request: Request, out: Path, **options: Any) -> None:
     """Builds beside `out`, where a build that was broken off goes on, and renames."""
-    unfinished = out.with_name(f"{out.name}.incomplete")
+    unfinished = _unfinished(out)
     build(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
+    (out / PROGRESS).unlink()  # until here, or what was finished could not be told from anything
+
+
+def _unfinished(out: Path) -> Path:
+    """Where what will be `out` is built."""
+    return out.with_name(f"{out.name}.incomplete")
 
 
 @contextmanager
 def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Held by whoever writes `path`; the system lets go of it when a process ends."""
-    folder = cache_dir() / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(path).encode()).hexdigest()[:32]
-    lock = FileLock(folder / f"{name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(timeout=PATIENCE_S if wait else 0)
     except Timeout as error:
@@ -255,7 +290,7 @@ def _read_prepared(path: Path) -> Corpus:
             name=manifest["name"],
             train=_read_split(path, manifest["splits"]["train"]),
             val=_read_split(path, val),
-            tokenizer=load_tokenizer(path / TOKENIZER),
+            tokenizer=_read_tokenizer(path, manifest["tokenizer_sha256"]),
             val_bytes_per_token=val["bytes"] / val["tokens"] if val["bytes"] else None,
             sha256=manifest["sha256"],
             python=manifest["python"],
@@ -266,6 +301,13 @@ def _read_prepared(path: Path) -> Corpus:
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
     return corpus
+
+
+def _read_tokenizer(path: Path, sha256: str) -> Tokenizer:
+    found = load_tokenizer(path / TOKENIZER)
+    if sha256_of(path / TOKENIZER) != sha256:
+        raise UserError(f"{path / TOKENIZER} is not the file that was written: another sha256")
+    return found
 
 
 def _read_split(path: Path, split: dict[str, Any]) -> Tokens:
@@ -293,8 +335,9 @@ def _check_tokenizer(corpus: Corpus, asked: str) -> None:
 def _read_foreign(path: Path, tokenizer: str) -> Corpus:
     """Shards in a folder without a manifest, as llm.c and modded-nanogpt name them."""
     train, val = (sorted(path.glob(f"*{split}*.bin")) for split in ("train", "val"))
-    if not val:
-        raise UserError(f"{path} has *train*.bin but no *val*.bin: expected both")
+    if not train or not val:
+        missing = " or ".join(f"*{n}*.bin" for n, f in (("train", train), ("val", val)) if not f)
+        raise UserError(f"{path} has no {missing}: expected a {MANIFEST}, or shards of both splits")
     found = {"train": Tokens(train), "val": Tokens(val)}
     if tokenizer == "auto" and (path / TOKENIZER).is_file():
         tokenizer = str(path / TOKENIZER)

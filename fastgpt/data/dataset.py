@@ -40,11 +40,15 @@ class DataSet:
 
     @property
     def sha256(self) -> str:
-        """Of the corpus; of several, of their hashes and weights."""
+        """Of the corpus's text; of several, of their hashes and weights."""
         if len(self.corpora) == 1:
             return self.corpora[0].sha256
-        parts = [(corpus.sha256, weight) for corpus, weight in zip(self.corpora, self.weights)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return _hash_of([corpus.sha256 for corpus in self.corpora], self.weights)
+
+    @property
+    def identity(self) -> str:
+        """A sha256 of all tokens and weights: what has it, is read in the same order."""
+        return _hash_of([corpus.identity for corpus in self.corpora], self.weights)
 
     @property
     def val_bytes_per_token(self) -> float | None:
@@ -82,6 +86,10 @@ class DataSet:
         return Mixture(orders, self.weights, state)
 
 
+def _hash_of(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def open_data(config: DataConfig, source: str, report: Report | None = None) -> DataSet:
     """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`; `report` as for `build`.
 
@@ -107,18 +115,24 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
 
 
 def _parts(source: str) -> list[tuple[str, float]]:
-    if "=" not in source or Path(source).expanduser().exists():
+    given = [part.strip().rpartition("=") for part in source.split(",")]
+    # a pattern may have a "=" in it (lang=en/*.jsonl), but no number behind it
+    numbered = any(equals and _number(weight) is not None for _, equals, weight in given)
+    if not numbered or Path(source).expanduser().exists():
         return [(source, 1.0)]
     parts = []
-    for part in source.split(","):
-        name, _, weight = part.strip().rpartition("=")
-        try:
-            value = float(weight)
-        except ValueError:
-            value = 0.0
+    for part, (name, _, weight) in zip(source.split(","), given):
+        value = _number(weight) or 0.0
         if not name or not 0 < value < math.inf:
             raise UserError(
                 f"data.source {source!r}: {part!r} is no SOURCE=WEIGHT with a weight above 0"
             )
         parts.append((name, value))
     return parts
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,8 +1,9 @@
 """A source's texts, piece by piece: in order, in bounded memory, and from any place on.
 
-A piece is a document, or a part of a long one. Long texts are cut before white space that follows
-something else: GPT-2's BPE, and every tokenizer that separates words at white space, gives the
-parts the same tokens as the whole.
+A piece is a document, or a part of a long one. Long texts are cut before a space between two
+letters, or where there is none before white space that follows something else. GPT-2's BPE gives
+the parts the tokens of the whole, and so do the patterns of later GPTs at the first kind of place;
+a tokenizer that puts a mark before each text it is given (Metaspace) has one more in each part.
 """
 
 import codecs
@@ -20,7 +21,7 @@ from fastgpt.errors import UserError
 
 MAX_PIECE = 2**24
 """Characters after which a text without white space is cut where it stands."""
-MAX_DOCUMENT = 2**28
+MAX_DOCUMENT = 2**26
 """Characters after which a separator that has not come is taken for the wrong one."""
 WORD_ENDS = " \n\r\t"
 ROWS = 256
@@ -123,20 +124,31 @@ def _text(file: File, raw: bool, ends_lines: bool, row: int) -> Iterator[_Row]:
 def _separated(file: File, separator: str, row: int) -> Iterator[_Row]:
     """Documents between separators, without the newlines around them."""
     with opened(file.path) as (stream, on_disk):
-        rest, number = "", 0
-        for block in _decoded(stream, file.path):
-            *whole, rest = (rest + block).split(separator)
-            if len(rest) > MAX_DOCUMENT:
-                raise UserError(
-                    f"{file.path}: no {separator!r} in {MAX_DOCUMENT:,} characters after document"
-                    f" {number + len(whole):,}; is it what separates its documents?"
-                )
-            for document in whole:
-                number += 1
-                if number > row:
-                    yield document.strip("\r\n"), True, number, on_disk.tell()
-        if number >= row:
-            yield rest.strip("\r\n"), True, number + 1, on_disk.tell()
+        parts = _between(_decoded(stream, file.path), separator, file.path)
+        for number, document in enumerate(parts, start=1):
+            if number > row:
+                yield document.strip("\r\n"), True, number, on_disk.tell()
+
+
+def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
+    """What lies between separators. Each block is looked through once, with the few characters
+    before it that may begin a separator."""
+    overlap = len(separator) - 1
+    parts, carry, size, number = [], "", 0, 0
+    for block in blocks:
+        *whole, rest = (carry + block).split(separator)
+        for document in whole:
+            yield "".join((*parts, document))
+            parts, size, number = [], 0, number + 1
+        keep = max(0, len(rest) - overlap)
+        parts.append(rest[:keep])
+        carry, size = rest[keep:], size + keep
+        if size > MAX_DOCUMENT:
+            raise UserError(
+                f"{path}: no {separator!r} in {MAX_DOCUMENT:,} characters after document"
+                f" {number:,}; is it what separates its documents?"
+            )
+    yield "".join((*parts, carry))
 
 
 def _blocks(stream: BinaryIO) -> Iterator[bytes]:
@@ -169,7 +181,7 @@ def _cut(texts: Iterator[str]) -> Iterator[str]:
     rest = ""
     for text in texts:
         rest += text
-        place = _last_word_end(rest)
+        place = _last_cut(rest)
         if place == 0 and len(rest) >= MAX_PIECE:
             place = len(rest)
         if place:
@@ -179,13 +191,18 @@ def _cut(texts: Iterator[str]) -> Iterator[str]:
         yield rest
 
 
-def _last_word_end(text: str) -> int:
-    """The last place in `text` between something and white space after it; 0 if there is none."""
-    end = len(text)
-    while (place := max(text.rfind(space, 0, end) for space in WORD_ENDS)) > 0:
-        end = len(text[: place + 1].rstrip())  # a run of white space is passed over at once
-        if end > 0 and text[end] in WORD_ENDS:
-            return end
+def _last_cut(text: str) -> int:
+    """The last place in `text` to cut before; 0 if there is none."""
+    place = len(text)
+    while (place := text.rfind(" ", 1, place)) > 0:
+        if text[place - 1].isalpha() and text[place + 1 : place + 2].isalpha():
+            return place
+    place = len(text)
+    while (place := max(text.rfind(space, 0, place) for space in WORD_ENDS)) > 0:
+        while place > 0 and text[place - 1].isspace():
+            place -= 1
+        if place > 0 and text[place] in WORD_ENDS:
+            return place
     return 0
 
 
@@ -206,6 +223,8 @@ def _field_of(line: bytes, field: str, place: str) -> str:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error})") from error
     text = record.get(field) if isinstance(record, dict) else None
+    if text is None and isinstance(record, dict) and field in record:
+        return ""  # as an empty field of Parquet
     if not isinstance(text, str):
         found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{place} has no text in field {field!r}; it has: {found}")
@@ -220,7 +239,9 @@ def _without_surrogates(text: str) -> str:
 def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
     arrow, number = pyarrow(), 0
     try:
-        with arrow.parquet.ParquetFile(file.path) as table:
+        # otherwise a whole row group, which may be all there is, would be held
+        options = {"pre_buffer": False, "buffer_size": 2**20}
+        with arrow.parquet.ParquetFile(file.path, **options) as table:
             _check_column(table.schema_arrow, field, file.path)
             total, size = table.metadata.num_rows, os.path.getsize(file.path)
             for group in range(table.num_row_groups):
@@ -228,7 +249,9 @@ def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
                 if number + rows <= row:
                     number += rows
                     continue
-                for batch in table.iter_batches(ROWS, row_groups=[group], columns=[field]):
+                for batch in table.iter_batches(
+                    ROWS, row_groups=[group], columns=[field], use_threads=False
+                ):
                     for text in batch.column(0).to_pylist():
                         number += 1
                         if number > row:

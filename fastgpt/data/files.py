@@ -3,6 +3,7 @@
 import glob
 import gzip
 import io
+import json
 import os
 import re
 import zlib
@@ -12,11 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
+from fastgpt.data.shards import FORMATS as SHARD_MAGICS
 from fastgpt.errors import UserError
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
-SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val"}
+SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
+OTHER_ARCHIVES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".npy", ".npz", ".pt")
 CHUNK_BYTES = 2**18
 """What is read of a file at a time."""
 SNIFFED_BYTES = 2**20
@@ -47,10 +50,10 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     try:
         with open(path, "rb") as raw:
-            if path.endswith(".gz"):
+            if path.lower().endswith(".gz"):
                 with gzip.open(raw, "rb") as stream:
                     yield cast(BinaryIO, stream), raw
-            elif path.endswith(".zst"):
+            elif path.lower().endswith(".zst"):
                 unpacked = pyarrow().input_stream(raw, compression="zstd")
                 with io.BufferedReader(unpacked, CHUNK_BYTES) as stream:  # it knows lines
                     yield stream, raw
@@ -77,15 +80,29 @@ def pyarrow():
     return pyarrow
 
 
-def named_files(name: str) -> list[File]:
-    """The file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted; none is
-    an empty list."""
+def named_files(name: str) -> tuple[list[File], int]:
+    """The file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
+
+    Returns:
+        The files (none is an empty list), and how many of a pattern's were passed over.
+
+    Raises:
+        UserError: it holds no text that is known here, or texts and documents at once.
+    """
     path = str(Path(name).expanduser())
     if os.path.isfile(path):
-        paths = [path]
-    else:
-        paths = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    return _with_splits([File(path=path, format=_format(path)) for path in paths])
+        _refuse(path)
+        return [File(path=path, format=_format(path))], 0
+    paths = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    for found in paths:
+        _refuse(found)
+    kept = [p for p in paths if os.path.getsize(p) and (_format(p) != "text" or _is_text(p))]
+    files = [File(path=p, format=_format(p)) for p in kept]
+    formats = {file.format == "text" for file in files}
+    if len(formats) > 1:
+        raise UserError(f"{name!r} matches both texts and documents: expected one kind")
+    files, left_out = _with_splits(files)
+    return files, len(paths) - len(kept) + left_out
 
 
 def folder_files(root: Path) -> tuple[list[File], int]:
@@ -93,19 +110,44 @@ def folder_files(root: Path) -> tuple[list[File], int]:
 
     Returns:
         Those that are not empty, sorted by POSIX path, and how many others were passed over:
-        hidden, binary, not UTF-8, or of the other kind.
+        hidden, binary, not UTF-8, of the other kind, or named as a test split.
+
+    Raises:
+        UserError: documents of which some are named as train or validation and some are not.
     """
     paths = _below(root)
-    visible = [p for p in paths if not p.relative_to(root).name.startswith(".")]
-    # .json: a project's settings lie in folders of text, and are no lines of documents
-    documents = [p for p in visible if _kind(str(p)) in (".jsonl", ".ndjson", ".parquet")]
-    kept = documents or [p for p in visible if _is_text(str(p))]
+    visible = [str(p) for p in paths if not p.relative_to(root).name.startswith(".")]
+    documents = [p for p in visible if _format(p) != "text" and _kind(p) != ".json"]
+    if not documents and all(map(_is_json_lines, visible)):
+        documents = visible  # as C4 comes; among other files .json is a project's settings
+    kept = documents or [p for p in visible if _is_text(p)]
     files = [
-        File(path=str(path), format=_format(str(path)) if documents else "text")
+        File(path=path, format=_format(path) if documents else "text")
         for path in kept
-        if path.stat().st_size
+        if os.path.getsize(path)
     ]
-    return _with_splits(files), len(paths) - len(kept)
+    files, left_out = _with_splits(files)
+    return files, len(paths) - len(kept) + left_out
+
+
+def _refuse(path: str) -> None:
+    """Raises `UserError` for what nobody means as text."""
+    if path.lower().endswith(OTHER_ARCHIVES):
+        raise UserError(f"{path}: expected text, .jsonl or .parquet, as it is or as .gz or .zst")
+    with open(path, "rb") as file:
+        if int.from_bytes(file.read(4), "little") in SHARD_MAGICS:
+            raise UserError(f"{path} is a token shard: give the folder that it is in")
+
+
+def _is_json_lines(path: str) -> bool:
+    """Whether a file is named .json and begins with an object in one line."""
+    if _kind(path) != ".json":
+        return False
+    try:
+        with opened(path) as (stream, _):
+            return isinstance(json.loads(stream.readline(SNIFFED_BYTES)), dict)
+    except (UserError, ValueError, RecursionError):
+        return False
 
 
 def _below(root: Path) -> list[Path]:
@@ -119,26 +161,41 @@ def _below(root: Path) -> list[Path]:
 
 def _kind(path: str) -> str:
     """The suffix that says what is in a file, compressed or not."""
+    path = path.lower()
     for suffix in COMPRESSED:
         path = path.removesuffix(suffix)
-    return os.path.splitext(path)[1].lower()
+    return os.path.splitext(path)[1]
 
 
 def _format(path: str) -> Literal["text", "jsonl", "parquet"]:
     return FORMATS.get(_kind(path), "text")  # type: ignore[return-value]
 
 
-def _with_splits(files: Sequence[File]) -> list[File]:
-    """`files` with the splits that their names say, if every one says one and both are there."""
-    splits = [_split_of(os.path.basename(file.path).lower()) for file in files]
-    if set(splits) != {"train", "val"}:
-        return list(files)
-    return [replace(file, split=split) for file, split in zip(files, splits)]
+def _with_splits(files: Sequence[File]) -> tuple[list[File], int]:
+    """`files` with the splits that their paths say, if train and validation are both among them;
+    and how many were left out, since they are for testing."""
+    folder = os.path.commonpath([os.path.dirname(file.path) for file in files]) if files else ""
+    splits = [_split_of(os.path.relpath(file.path, folder or ".").lower()) for file in files]
+    if not {"train", "val"} <= set(splits):
+        return list(files), 0
+    if None in splits:
+        if files[0].format == "text":
+            return list(files), 0  # a project's sources: train.py beside val.py
+        unnamed = files[splits.index(None)].path
+        raise UserError(
+            f"{unnamed} is named neither train nor validation, as other files are: give them apart"
+        )
+    named = [replace(file, split=split) for file, split in zip(files, splits) if split != "test"]
+    return named, len(files) - len(named)
 
 
-def _split_of(name: str) -> Literal["train", "val"] | None:
-    words = {SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", name) if word in SPLIT_NAMES}
-    return words.pop() if len(words) == 1 else None  # type: ignore[return-value]
+def _split_of(path: str) -> str | None:
+    """What the name says, or else the nearest folder."""
+    for part in reversed(path.split(os.sep)):
+        words = {SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part) if word in SPLIT_NAMES}
+        if words:
+            return words.pop() if len(words) == 1 else None
+    return None
 
 
 def _is_text(path: str) -> bool:
@@ -147,7 +204,7 @@ def _is_text(path: str) -> bool:
         with opened(path) as (stream, _):
             data = stream.read(SNIFFED_BYTES)
     except UserError:
-        if path.endswith(COMPRESSED):
+        if path.lower().endswith(COMPRESSED):
             return False  # its name says compressed, its content does not
         raise
     if b"\0" in data:

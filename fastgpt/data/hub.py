@@ -69,7 +69,7 @@ def _load(source: str) -> Any:
             download_config=datasets.DownloadConfig(max_retries=5),
         )
     except Exception as error:  # it has no base class of its own for what the network does
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise UserError(f"cannot load {source} from the Hugging Face hub ({reason})") from error
 
 

@@ -29,7 +29,7 @@ from fastgpt.errors import UserError
 IGNORED = -100
 """Target of a position that is not scored: the default `ignore_index` of PyTorch's losses."""
 PREFETCHED = 4
-"""Micro-batches that may wait, ready: enough to ride over the start of an epoch."""
+"""Micro-batches that may wait, ready: enough to ride over a slow read."""
 JOIN_TIMEOUT_S = 10
 """How long closing waits for a batch that is being read; the thread is a daemon."""
 
@@ -178,7 +178,8 @@ def eval_batches(
         stops = np.minimum(starts + context + 1, len(tokens))
     else:
         scored = starts = documents.documents
-        stops, targets = documents.stops(starts), len(tokens) / len(starts)
+        stops = documents.stops(starts)
+        targets = float((stops - starts - 1).mean())
     windows = np.stack((starts, stops, scored - starts), axis=1)
     if 0 < max_tokens < len(tokens) - 1:
         count = min(len(windows), max(1, int(max_tokens // targets)))

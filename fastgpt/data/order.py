@@ -7,13 +7,16 @@ none        Windows end to end (stride T, so that each of their targets is score
             window sit that epoch out; over the epochs, every token is read.
 bos         Windows that begin where a document begins: after one, the next document that begins
             at its end or later, or with a chance of 1/4 the one after that. Without those skips
-            every epoch would soon follow the same chain, and cut the same ends off documents.
+            every epoch would soon follow the same chain, and cut the same ends off documents. What
+            a document holds beyond T+1 tokens is never read.
 document    One document a sample, with the end-of-text token that follows it; cut after T+1 tokens.
 
 An epoch visits every sample once, shuffled; or draws as many with replacement (`random-windows`).
 Several corpora are mixed by weight, sample by sample, each in its own order.
 """
 
+import math
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,7 +92,9 @@ class SampleOrder:
         return self._layout(epoch)[2] if self.align == "none" else len(self._starts_of(epoch))
 
     def coverage(self) -> float:
-        """Share of the corpus's tokens that the first epoch has as targets."""
+        """Share of the corpus's tokens that the first epoch has as targets, on average."""
+        if self.sampling == "random-windows":
+            return 1 - math.exp(-1)  # as many draws as there are samples, with replacement
         starts = self._starts_of(0)
         return float((self.stops(starts) - starts - 1).sum() / max(1, self.num_tokens - 1))
 
@@ -163,12 +168,12 @@ class SampleOrder:
 
     def _chain(self, first: int, skips: np.ndarray) -> np.ndarray:
         """Starts of the windows from document `first` on (an earlier one, if it does not fit)."""
-        following, chosen = (self._next + skips).tolist(), []
+        following, chosen = self._next + skips, array("q")
         document = min(first, len(following) - 1)
         while document < len(following):
             chosen.append(document)
-            document = following[document]
-        return self.documents[chosen]
+            document = following.item(document)
+        return self.documents[np.frombuffer(chosen, np.int64)]
 
 
 class Mixture:

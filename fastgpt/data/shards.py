@@ -26,9 +26,10 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Magic: (version, dtype of a token)."""
 SMALL, LARGE = (dtype for _, dtype in FORMATS.values())
 
-MAPPED_SHARDS = 128
-"""Files mapped at a time: each map keeps a file descriptor, of which 1,024 is a usual limit."""
-READS_BETWEEN_UNMAPS = 128
+MAPPED_SHARDS = 512
+"""Files mapped at a time, at most: each map keeps a file descriptor. A quarter of those that the
+process may have is not passed either."""
+READS_BETWEEN_RELEASES = 128
 """A read of one window may map a whole large folio of the page cache, 2 MiB (seen with Linux 6.18
 on ext4; 64 KiB where there are none), so that about 256 MiB count towards the resident set."""
 
@@ -103,22 +104,31 @@ def read_shard(path: Path) -> np.ndarray:
     Raises:
         UserError: as `read_header`.
     """
-    return _map(path, *read_header(path))
+    return _map(path, *read_header(path))[0]
 
 
-def _map(path: Path, count: int, dtype: np.dtype) -> np.ndarray:
+def _map(path: Path, count: int, dtype: np.dtype) -> tuple[np.ndarray, mmap.mmap]:
     with open(path, "rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # a plain array over the map: slicing an np.memmap costs as much as copying a row
-    return np.frombuffer(pages, dtype, count, HEADER_BYTES)
+    return np.frombuffer(pages, dtype, count, HEADER_BYTES), pages
+
+
+def _mapped_at_most() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MAPPED_SHARDS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAPPED_SHARDS if soft < 0 else max(1, min(MAPPED_SHARDS, soft // 4))
 
 
 class Tokens:
     """Shards, one after the other, as one sequence to slice: `tokens[start:stop]`, `len(tokens)`.
 
     A slice is a view where one shard holds it, a copy where it crosses from one to the next. Files
-    are mapped when they are read, not many at a time, and let go of now and then: the resident set
-    stays bounded however long a run reads.
+    are mapped when they are read, and their pages given back now and then: the resident set stays
+    bounded however long a run reads.
 
     Args:
         paths: the shards in order, all of one dtype.
@@ -138,7 +148,9 @@ class Tokens:
                 raise UserError(f"{path} holds {dtype}, but {self.paths[0]} {self.dtype}")
         self.counts = np.array([count for count, _ in headers], np.int64)
         self._ends = np.cumsum(self.counts)
-        self._maps: dict[int, np.ndarray] = {}
+        self._maps: dict[int, tuple[np.ndarray, mmap.mmap]] = {}
+        self._mapped_at_most = _mapped_at_most()
+        self._touched: set[int] = set()
         self._reads = 0
 
     def __len__(self) -> int:
@@ -166,10 +178,21 @@ class Tokens:
 
     def _shard(self, number: int) -> np.ndarray:
         self._reads += 1
-        if self._reads % READS_BETWEEN_UNMAPS == 0 or len(self._maps) > MAPPED_SHARDS:
-            self._maps = {}
-        shard = self._maps.get(number)
-        if shard is None:
+        if self._reads % READS_BETWEEN_RELEASES == 0:
+            self._release()
+        if number not in self._maps:
+            if len(self._maps) >= self._mapped_at_most:
+                self._maps.pop(next(iter(self._maps)))  # the one mapped first
             count, dtype = int(self.counts[number]), self.dtype
-            shard = self._maps[number] = _map(self.paths[number], count, dtype)
-        return shard
+            self._maps[number] = _map(self.paths[number], count, dtype)
+        self._touched.add(number)
+        return self._maps[number][0]
+
+    def _release(self) -> None:
+        """Gives the pages that were read back; they stay in the system's cache."""
+        for number in self._touched & self._maps.keys():
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._maps[number][1].madvise(mmap.MADV_DONTNEED)
+            else:
+                del self._maps[number]
+        self._touched.clear()

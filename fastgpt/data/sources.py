@@ -30,8 +30,7 @@ SHAKESPEARE_URL = (
 HUB_PREFIX = "hf:"
 HUB = {
     "tinystories": "hf:roneneldan/TinyStories",
-    # the branch that the hub converted: the main one held a script, which `datasets` runs no more
-    "openwebtext": "hf:Skylion007/openwebtext@refs/convert/parquet",
+    "openwebtext": "hf:Skylion007/openwebtext",
     "fineweb": "hf:HuggingFaceFW/fineweb/sample-10BT",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu/sample-10BT",
 }
@@ -106,6 +105,8 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
         raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
     if separator == "":
         raise UserError("the separator is empty: expected what stands between two documents")
+    if separator and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
+        raise UserError(f"separator {separator!r}: {source} is not text files to be cut")
     if source == "builtin":
         return stdlib_source(Path(sysconfig.get_path("stdlib")))
     if source == "shakespeare":
@@ -113,7 +114,7 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
             name=source, given=source, files=(File(path=str(_shakespeare()), format="text"),)
         )
     if source in HUB:
-        return _named_set(source, field)
+        return _named_set(source, separator, field)
     if source.startswith(HUB_PREFIX):
         return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]), field)
     found = _local(source)
@@ -175,11 +176,13 @@ def _shakespeare() -> Path:
     return cached
 
 
-def _named_set(name: str, field: str) -> Source:
+def _named_set(name: str, separator: str | None, field: str) -> Source:
     """The files that someone has put into the data folder, else the hub's data set."""
     folder = data_dir() / name
     if folder.is_dir():
-        return replace(_local(str(folder)), separator=SEPARATORS.get(name), field=field)
+        return replace(
+            _local(str(folder)), separator=separator or SEPARATORS.get(name), field=field
+        )
     return _hub(HUB[name], name, field)
 
 
@@ -199,8 +202,10 @@ def _local(source: str) -> Source:
         files, skipped = folder_files(path)
         name, ends_lines = path.resolve().name, True
     else:
-        files, skipped = named_files(source), 0
+        files, skipped = named_files(source)
         name, ends_lines = path.name, len(files) > 1
+        if skipped and not files:
+            raise UserError(f"corpus {source!r}: none of the {skipped} files is text")
         if not files and (len(path.parts) > 1 or path.suffix):
             raise UserError(f"corpus {source!r}: no such file or folder")
         if not files:

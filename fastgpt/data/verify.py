@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 
 from fastgpt.data.shards import HEADER_BYTES, Tokens, read_header
 from fastgpt.errors import UserError
-from fastgpt.storage import cache_dir, write_atomically
+from fastgpt.storage import cache_dir, cores, write_atomically
 
 BLOCK_BYTES = 4 * 2**20
 """What one CRC covers: small enough to say where a shard is damaged."""
@@ -98,12 +97,17 @@ def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
     size = sum(shard.path.stat().st_size for shard in due)
     if size > 2**30:
         logger.warning("checking %d shards once (%.1f GB)", len(due), size / 1e9)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda shard: check_shard(shard, vocab_size, sha256=False), due):
-            pass
-    with suppress(OSError):  # a cache that cannot be written costs time, no more
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(record, json.dumps(stamps).encode())
+    passed = {path: stamp for path, stamp in stamps.items() if passed.get(path) == stamp}
+    try:
+        with ThreadPoolExecutor(cores()) as pool:
+            checks = pool.map(lambda shard: check_shard(shard, vocab_size, sha256=False), due)
+            for shard, _ in zip(due, checks):
+                path = str(shard.path.resolve())
+                passed[path] = stamps[path]
+    finally:
+        with suppress(OSError):  # a cache that cannot be written costs time, no more
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(record, json.dumps(passed).encode())
 
 
 def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
@@ -154,7 +158,7 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fastgpt.data.shards import HEADER_BYTES, shard_header
+from fastgpt.errors import UserError
 from fastgpt.storage import sync
 
 
@@ -41,11 +42,22 @@ class ShardWriter:
             if path.name > self._path(full).name or (path == self._path(full) and not rest):
                 path.unlink()
         self.tokens = tokens
+        for number, count in enumerate(self.counts()):
+            self._check_size(number, count)
         if rest:
             self.file = self._path(full).open("r+b")
             self.file.write(bytes(HEADER_BYTES))  # it is not whole any more
             self.file.truncate(HEADER_BYTES + rest * self.dtype.itemsize)
             self.file.seek(0, os.SEEK_END)
+
+    def _check_size(self, number: int, count: int) -> None:
+        path, least = self._path(number), HEADER_BYTES + count * self.dtype.itemsize
+        size = path.stat().st_size if path.exists() else 0
+        if size < least or (count == self.shard_tokens and size > least):
+            raise UserError(
+                f"{path} has {size:,} bytes, not the {least:,} that were written: remove"
+                f" {self.out} and start again"
+            )
 
     def append(self, tokens: np.ndarray) -> None:
         while tokens.size:
