@@ -165,3 +165,13 @@ def test_files_are_downloaded_once_into_the_cache(files, gpt2, nowhere, monkeypa
     assert asked == [GPT2_URL + name for name in GPT2_SHA256]
     assert {path.name for path in nowhere[1].iterdir()} == set(GPT2_SHA256)
     assert same_tokenizer(make_tokenizer("gpt2", None), gpt2)  # no network any more
+
+
+@given(
+    st.lists(
+        st.text() | st.sampled_from(["", " a", "a ", "\n", "<|endoftext|>", "\ud800"]), min_size=1
+    )
+)
+def test_documents_in_one_call_are_the_documents_one_by_one(gpt2, texts):
+    expected = [id for text in texts for id in (50_256, *gpt2.encode(text).tolist())]
+    assert gpt2.encode_documents(texts).tolist() == expected

@@ -6,6 +6,7 @@ Batches are cut by the text alone: a build that goes on at the end of one makes 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -100,26 +101,34 @@ def encode(
         val_fraction: of the documents, where their hash decides.
         ends_documents: for such a tokenizer, documents end in a newline.
     """
-    dtype, eot = token_dtype(tokenizer.vocab_size), tokenizer.eot_id
-    found: dict[str, list[np.ndarray]] = {split: [np.empty(0, dtype)] for split in SPLITS}
+    found: dict[str, list[Part]] = {split: [] for split in SPLITS}
     num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for part in parts:
         text = part.text
         data = text if isinstance(text, bytes) else text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
         split = part.split or ("val" if _draw(data) < val_fraction else "train")
-        if eot is None and ends_documents and isinstance(text, str) and not text.endswith("\n"):
+        ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
+        if isinstance(text, str) and not ends:
             text, data = text + "\n", data + b"\n"
-        if part.begins:
-            documents[split] += 1
-            if eot is not None:
-                found[split].append(np.array([eot], dtype))
-        found[split].append(_ids(tokenizer, text))
+        found[split].append(Part(text, part.begins, split))
         num_bytes[split] += len(data)
-    tokens = {split: np.concatenate(arrays).astype(dtype) for split, arrays in found.items()}
+    tokens = {split: _tokens(mine, tokenizer) for split, mine in found.items()}
+    documents = {split: sum(part.begins for part in mine) for split, mine in found.items()}
     return Encoded(tokens, num_bytes, documents, digest.digest())
+
+
+def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
+    dtype = token_dtype(tokenizer.vocab_size)
+    arrays = [np.empty(0, dtype)]
+    for begin, group in groupby(parts, lambda part: part.begins):
+        texts = [part.text for part in group]
+        if begin and tokenizer.eot_id is not None:
+            arrays.append(tokenizer.encode_documents([str(text) for text in texts]))
+        else:
+            arrays += [_ids(tokenizer, text) for text in texts]
+    return np.concatenate(arrays).astype(dtype, copy=False)
 
 
 def _ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:

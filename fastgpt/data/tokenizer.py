@@ -6,7 +6,7 @@ Decoding shows an id that stands for nothing as U+FFFD: a sample must never end 
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -41,6 +41,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`: (N,), uint16 where every id of the vocabulary fits, else uint32."""
         ...
+
+    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
+        """Ids of several documents, the end-of-text token before each; there must be one."""
+        eot = np.array([self.eot_id], token_dtype(self.vocab_size))
+        return np.concatenate([ids for text in texts for ids in (eot, self.encode(text))])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Text of `ids`; never fails on an integer."""

@@ -16,6 +16,7 @@ from fastgpt.data.tokenizer import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, data_dir
 
+EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/"
 GPT2_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -55,7 +56,7 @@ class GPT2Tokenizer(Tokenizer):
             "gpt2",
             pat_str=GPT2_PATTERN,
             mergeable_ranks={token: rank for rank, token in enumerate(self.tokens)},
-            special_tokens={"<|endoftext|>": len(self.tokens)},
+            special_tokens={EOT: len(self.tokens)},
             explicit_n_vocab=self.vocab_size,
         )
 
@@ -93,6 +94,19 @@ class GPT2Tokenizer(Tokenizer):
             if len(parts) == 1:
                 raise
             return np.concatenate([self.encode(part) for part in parts])
+        return ids.astype(np.uint16)
+
+    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
+        """As the documents one by one, in one call: each return to Python waits for its lock."""
+        if any(EOT in text for text in texts):
+            return super().encode_documents(texts)
+        joined = "".join(part for text in texts for part in (EOT, text))
+        try:
+            ids = self._encoding.encode_to_numpy(
+                joined, allowed_special={EOT}, disallowed_special=()
+            )
+        except (UnicodeEncodeError, ValueError):
+            return super().encode_documents(texts)
         return ids.astype(np.uint16)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
