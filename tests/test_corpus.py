@@ -289,3 +289,20 @@ def test_two_processes_prepare_at_once(text_file):
     assert [process.returncode for process in running] == [0, 0]
     assert outputs == {f"{opened(text_file).path}\n"}
     assert len(entries()) == 1
+
+
+def test_same_text_split_in_another_way_has_another_identity(text_file, tmp_path):
+    corpora = [
+        opened(prepare(str(text_file), tmp_path / str(fraction), val_fraction=fraction))
+        for fraction in (0.1, 0.2)
+    ]
+    assert corpora[0].sha256 == corpora[1].sha256
+    assert corpora[0].identity != corpora[1].identity
+
+
+def test_changed_tokenizer_of_a_prepared_directory_is_named(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="chars")
+    saved = json.loads((out / "tokenizer.json").read_text())
+    (out / "tokenizer.json").write_text(json.dumps(saved, indent=1))
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the file that was written"):
+        opened(out)

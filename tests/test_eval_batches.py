@@ -114,3 +114,14 @@ def test_part_of_the_documents_is_spread():
         max_tokens=20, documents=order,
     )  # fmt: skip
     assert (y[:, 0] // 1_000).tolist() == [1, 41, 81, 121, 161]
+
+
+def test_budget_counts_the_targets_that_are_scored():
+    """Documents of 100 tokens have 10 targets each in a context of 10, not 100."""
+    starts = np.arange(0, 4000, 100)
+    order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
+    batches = eval_batches(
+        np.zeros(4000, np.uint16), context=10, micro_batch=4, rank=0, world_size=1,
+        max_tokens=200, documents=order,
+    )  # fmt: skip
+    assert sum(int((y != IGNORED).sum()) for _, y in batches) == 200

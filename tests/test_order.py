@@ -259,3 +259,23 @@ def test_mixture_goes_on_from_any_state(weights, counts):
 def test_state_of_other_corpora_is_refused(state, complaint):
     with pytest.raises(UserError, match=complaint):
         mixed([1, 1], state, align="document")
+
+
+@pytest.mark.parametrize("align", ["none", "bos", "document"])
+def test_coverage_is_the_share_of_tokens_that_are_targets(align):
+    order = order_of(align)
+    starts = whole_epoch(order)
+    targets = {
+        position
+        for start, stop in zip(starts.tolist(), order.stops(starts).tolist())
+        for position in range(start + 1, stop)
+    }
+    assert order.coverage() == pytest.approx(len(targets) / (NUM_TOKENS - 1), abs=0.01)
+
+
+def test_coverage_of_random_windows_is_that_of_as_many_draws():
+    order = SampleOrder(20_000, context=10, seed=0, sampling="random-windows")
+    reached = np.zeros(20_000, bool)
+    for start in order.take(0, 0, order.epoch_size(0))[0].tolist():
+        reached[start + 1 : start + 11] = True
+    assert order.coverage() == pytest.approx(reached.mean(), abs=0.02)

@@ -345,3 +345,27 @@ def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
         with pytest.raises(UserError, match="is not an empty directory"):
             preparing(taken)
         assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("left", [5000, 0])
+def test_shard_that_lost_bytes_is_named(interrupted, preparing, tmp_path, left):
+    interrupted(20, shard_tokens=10_000)
+    shard = tmp_path / "out.incomplete" / "train_000000.bin"
+    with shard.open("r+b") as file:
+        file.truncate(min(left, shard.stat().st_size - 1))
+    with pytest.raises(UserError, match=r"train_000000\.bin has [\d,]+ bytes, not the .* remove"):
+        preparing(shard_tokens=10_000)
+
+
+def test_link_to_a_folder_is_written_through(preparing, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    assert preparing() == tmp_path / "elsewhere"
+    assert contents(tmp_path / "out") == contents(preparing("whole"))
+    assert (tmp_path / "out").is_symlink()
+
+
+def test_fraction_that_held_nothing_out_leaves_nothing_in_the_way(preparing, tmp_path):
+    with pytest.raises(UserError, match=r"val_fraction 1e-09 of x .* leaves nothing to validate"):
+        preparing(val_fraction=1e-9)
+    assert contents(preparing()) == contents(preparing("whole"))

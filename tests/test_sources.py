@@ -179,3 +179,9 @@ def test_directories_come_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTGPT_CACHE")
     assert data_dir() == Path("data")
     assert cache_dir() == Path.home() / ".cache" / "fastgpt"
+
+
+@pytest.mark.parametrize("name", ["builtin", "shakespeare", "hf:one/set"])
+def test_separator_of_what_is_no_text_file_is_refused(name):
+    with pytest.raises(UserError, match=rf"separator '--': {name} is not text files to be cut"):
+        find_source(name, separator="--")
