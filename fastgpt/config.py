@@ -248,6 +248,8 @@ class OpsConfig:
 
     attention: Literal["auto", "torch", "sdpa", "blocked"] = "auto"
     """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs."""
+    norm: Literal["auto", "torch", "triton"] = "auto"
+    """LayerNorm and RMSNorm, with the residual sum before them. `triton`: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 

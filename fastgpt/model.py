@@ -43,28 +43,30 @@ class Dropout(nn.Module):
 class LayerNorm(nn.Module):
     """(norm(x + residual), x + residual); without a residual, x stands for the sum."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.op = ops.norms
         self.weight = nn.Parameter(torch.ones(config.dim))
         self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5), x
-        return op.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
+            return self.op.layer_norm(x, self.weight, self.bias, 1e-5), x
+        return self.op.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
 
 
 class RMSNorm(nn.Module):
     """As `LayerNorm`, by the root mean square alone; it has no bias."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.op = ops.norms
         self.weight = nn.Parameter(torch.ones(config.dim))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, 1e-6), x
-        return op.add_rms_norm(x, residual, self.weight, 1e-6)
+            return self.op.rms_norm(x, self.weight, 1e-6), x
+        return self.op.add_rms_norm(x, residual, self.weight, 1e-6)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -124,9 +126,9 @@ class PreNormBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ln_1 = NORMS[config.norm](config)
+        self.ln_1 = NORMS[config.norm](config, ops)
         self.attn = Attention(config, ops)
-        self.ln_2 = NORMS[config.norm](config)
+        self.ln_2 = NORMS[config.norm](config, ops)
         self.mlp = MLP(config, ops)
 
     def forward(
@@ -225,7 +227,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
         self.h = nn.ModuleList(block(config, ops) for _ in range(config.num_layers))
-        self.ln_f = NORMS[config.norm](config) if config.norm_position == "pre" else None
+        self.ln_f = NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
         self.lm_head = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=False)

@@ -1,8 +1,9 @@
 """Which implementation of each op the model runs: the one place that chooses.
 
-`torch` is the plain form, `sdpa` PyTorch's fused attention; `blocked` and `lanes` are for CPUs. A
-name that cannot run on the device is an error, never a silent fallback; `auto` is resolved once,
-when the model is built, and the choice is written to the run's manifest.
+`torch` is the plain form, `sdpa` PyTorch's fused attention, `triton` our kernels, on CUDA (and on
+CPUs where Triton interprets them, for tests); `blocked` and `lanes` are for CPUs. A name that
+cannot run on the device is an error, never a silent fallback; `auto` is resolved once, when the
+model is built, and the choice is written to the run's manifest.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+import kernels
 from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
 from kernels import attention_blocked, attention_ref, dropout
 from kernels.attention import attention_mask
+from kernels.runtime import runs_kernels
 
 
 def sdpa(
@@ -44,18 +47,28 @@ def sdpa(
     return out.transpose(1, 2)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Over the last dimension, by PyTorch; contract: `kernels.layer_norm`."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual): a sub-layer's output joins the residual stream."""
     total = x + residual
-    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+    return layer_norm(total, weight, bias, eps), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, by PyTorch; contract: `kernels.rms_norm`."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); Zhang & Sennrich 2019, arXiv:1910.07467."""
     total = x + residual
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm(total, weight, eps), total
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,10 +124,29 @@ DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
 @dataclass(frozen=True, slots=True)
+class Norms:
+    """The two normalisations, alone and after a residual sum."""
+
+    layer_norm: Callable[..., Tensor]
+    add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+
+
+NORMS = {
+    "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm),
+    "triton": Norms(
+        kernels.layer_norm, kernels.add_layer_norm, kernels.rms_norm, kernels.add_rms_norm
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """The implementations chosen for the ops that have more than one, and their names."""
 
     attention: Callable[..., Tensor]
+    norms: Norms
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
 
@@ -124,12 +156,13 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
 
     On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
     torch.compile
-    they are left to Inductor.
+    they are left to Inductor. On CUDA the norms are our kernels.
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled
     names = {
         "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
+        "norm": _named(config.norm, "torch" if on_cpu else "triton"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():
@@ -138,7 +171,13 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
             raise UserError(
                 f"ops.{op} is {name}: it runs on an uncompiled CPU model, not on {where}"
             )
-    return Ops(ATTENTION[names["attention"]], DROPOUT[names["dropout"]], names)
+        if name == "triton" and not runs_kernels(torch.device(device)):
+            raise UserError(
+                f"ops.{op} is triton: it runs on CUDA, not on {torch.device(device).type}"
+            )
+    return Ops(
+        ATTENTION[names["attention"]], NORMS[names["norm"]], DROPOUT[names["dropout"]], names
+    )
 
 
 def _named(asked: str, automatic: str) -> str:

@@ -320,7 +320,7 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
         seen.append(dropout_p)
         return attention_ref(q, k, v, window=window, doc_ids=doc_ids)
 
-    return Ops(attention, lambda x, p: x * 0, {}), seen
+    return Ops(attention, ops.NORMS["torch"], lambda x, p: x * 0, {}), seen
 
 
 PLACES = {
@@ -530,10 +530,10 @@ def test_compiles_fullgraph_and_only_once(option_set, attention):
 
 def test_ops_for_compiled_models():
     assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
-        "attention": "sdpa", "dropout": "torch",
+        "attention": "sdpa", "norm": "torch", "dropout": "torch",
     }  # fmt: skip
     assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
-        "attention": "blocked", "dropout": "lanes",
+        "attention": "blocked", "norm": "torch", "dropout": "lanes",
     }  # fmt: skip
 
 
