@@ -246,8 +246,9 @@ class TrainConfig:
 class OpsConfig:
     """Which implementation runs each op."""
 
-    attention: Literal["auto", "torch", "sdpa", "blocked"] = "auto"
-    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs."""
+    attention: Literal["auto", "torch", "sdpa", "blocked", "triton"] = "auto"
+    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs; `triton`: our
+    kernels, on CUDA."""
     norm: Literal["auto", "torch", "triton"] = "auto"
     """LayerNorm and RMSNorm, with the residual sum before them. `triton`: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"

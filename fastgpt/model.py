@@ -84,19 +84,26 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(H * D, C, bias=config.bias)
         self.qk_norm = config.qk_norm
         self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
+        turned = config.qk_norm or config.position == "rotary"
+        self.packed = None if turned else ops.attention_packed
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None
     ) -> Tensor:
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        p = self.p if self.training else 0.0
+        if self.packed is not None:
+            y = self.packed(
+                qkv, self.heads[0], window=self.window, dropout_p=p, doc_ids=doc_ids
+            )  # (B, T, H, D)
+            return self.dropout(self.c_proj(y.flatten(2)))
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
             # autocast may normalise in fp32
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
         if turn is not None:
             q, k = op.rotary(q, k, *turn)
-        p = self.p if self.training else 0.0
         y = self.op(q, k, v, window=self.window, dropout_p=p, doc_ids=doc_ids)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 

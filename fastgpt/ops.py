@@ -119,7 +119,14 @@ def linear_cross_entropy(
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
-ATTENTION = {"torch": attention_ref, "sdpa": sdpa, "blocked": attention_blocked}
+ATTENTION = {
+    "torch": attention_ref,
+    "sdpa": sdpa,
+    "blocked": attention_blocked,
+    "triton": kernels.attention,
+}
+PACKED_ATTENTION = {"triton": kernels.attention_packed}
+"""Those that take the packed projection itself, whose gradient then needs no concatenation."""
 DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
@@ -146,6 +153,7 @@ class Ops:
     """The implementations chosen for the ops that have more than one, and their names."""
 
     attention: Callable[..., Tensor]
+    attention_packed: Callable[..., Tensor] | None
     norms: Norms
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
@@ -156,12 +164,13 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
 
     On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
     torch.compile
-    they are left to Inductor. On CUDA the norms are our kernels.
+    they are left to Inductor. On CUDA attention and the norms are our kernels.
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled
+    fused = "blocked" if fast_cpu else "sdpa"
     names = {
-        "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
+        "attention": _named(config.attention, fused if on_cpu else "triton"),
         "norm": _named(config.norm, "torch" if on_cpu else "triton"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
@@ -176,7 +185,11 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
                 f"ops.{op} is triton: it runs on CUDA, not on {torch.device(device).type}"
             )
     return Ops(
-        ATTENTION[names["attention"]], NORMS[names["norm"]], DROPOUT[names["dropout"]], names
+        ATTENTION[names["attention"]],
+        PACKED_ATTENTION.get(names["attention"]),
+        NORMS[names["norm"]],
+        DROPOUT[names["dropout"]],
+        names,
     )
 
 

@@ -1,14 +1,18 @@
 """The ops of a GPT's step, one a file; `<op>_ref` is the plain form that the others are held to."""
 
-from kernels.attention import attention_ref
+from kernels.attention import attention, attention_packed, attention_ref
 from kernels.attention_blocked import attention_blocked
+from kernels.attention_dropout import attention_dropout_mask
 from kernels.dropout import dropout
 from kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "attention_blocked",
+    "attention_dropout_mask",
+    "attention_packed",
     "attention_ref",
     "dropout",
     "layer_norm",

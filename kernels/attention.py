@@ -5,11 +5,25 @@ Shapes
     q: (B, Tq, H, D)   k, v: (B, Tk, K, D)   out: (B, Tq, H, D)
 Source
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023,
-    arXiv:2305.13245.
+    arXiv:2305.13245.  Backward and traffic: docs/kernels.md.
+
+On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `attention_fwd` and
+`attention_bwd` run; anywhere else the plain form does. A gradient of a gradient raises where the
+kernels run.
 """
+
+import math
 
 import torch
 from torch import Tensor
+
+from kernels.attention_dropout import attention_dropout_mask
+from kernels.attention_op import attention_op, attention_packed_op
+from kernels.runtime import autocast_dtype, runs_kernels
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_D = 256
+INTEGERS = (torch.int32, torch.int64)
 
 
 def attention_mask(
@@ -48,7 +62,7 @@ def attention_mask(
         keep = keep & (distance < window)
     keep = keep[None, None]
     if doc_ids is not None:
-        keep = keep & (doc_ids[:, None, -Tq:, None] == doc_ids[:, None, None, :])
+        keep = keep & (doc_ids[:, None, Tk - Tq :, None] == doc_ids[:, None, None, :])
     return keep
 
 
@@ -80,6 +94,7 @@ def attention_ref(
     scale: float | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """Attention in plain PyTorch, scores and softmax in fp32: the contract that every kernel meets.
@@ -87,13 +102,14 @@ def attention_ref(
     A query that sees no key gives output 0 and gradient 0.
 
     Args:
-        q: (B, Tq, H, D), fp32 | fp16 | bf16, any strides.
+        q: (B, Tq, H, D), fp32 | fp16 | bf16, or fp64, which stays fp64; any strides.
         k: (B, Tk, K, D), dtype of `q`; H is a multiple of K.
         v: (B, Tk, K, D), dtype of `q`.
         causal: query i sees keys j <= i + Tk - Tq.
         scale: factor on the scores; D**-0.5 by default.
         window: see only the last `window` keys, the query's own place included.
         dropout_p: probability with which each attention weight is dropped.
+        dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn if not given.
         doc_ids: (B, Tk) integers, non-decreasing in each row; no look across documents.
 
     Returns:
@@ -106,8 +122,9 @@ def attention_ref(
     B, Tq, H, D = q.shape
     Tk, K = k.shape[1:3]
     factor = D**-0.5 if scale is None else scale
-    qf = q.float().unflatten(2, (K, H // K))
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", qf, k.float()) * factor
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.to(wide).reshape(B, Tq, K, H // K, D)
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide)) * factor
     mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
     if mask is not None:
         mask = mask[:, :, None]  # broadcast over the group
@@ -116,6 +133,199 @@ def attention_ref(
     weights = scores.softmax(-1)
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
-    weights = torch.nn.functional.dropout(weights, dropout_p)
-    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v.float())
+    if dropout_mask is None:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    else:
+        weights = weights * dropout_mask.view_as(weights) / (1 - dropout_p)
+    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v.to(wide))
     return out.reshape(B, Tq, H, D).to(q.dtype)
+
+
+# --- public ---------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v by fused kernels; the contract is `attention_ref`'s.
+
+    Scores and weights are never stored: beside the output, one fp32 number a query is. The last
+    query stands beside the last key. A query that sees no key gives output 0 and gradient 0. The
+    same input gives the same bits, gradients included.
+
+    Args:
+        q: (B, Tq, H, D), fp32 | fp16 | bf16, D up to 256; any strides, read in place where the last
+            dimension is contiguous. Under autocast q, k and v are cast.
+        k: (B, Tk, K, D), dtype of `q`; H is a multiple of K.
+        v: (B, Tk, K, D), dtype of `q`.
+        causal: query i sees keys j <= i + Tk - Tq.
+        scale: factor on the scores; D**-0.5 by default.
+        window: keep 0 <= i + Tk - Tq - j < window (implies causal).
+        dropout_p: probability with which each attention weight is dropped, in [0, 1).
+        dropout_seed: the mask is `attention_dropout_mask`'s for this seed; an int, or int64 (1,) on
+            q's device. Drawn on the device, from PyTorch's generator, if not given.
+        doc_ids: (B, Tk) int32 or int64, non-decreasing in each row (not checked: that would wait
+            for the device); no look across documents. Queries are the last Tq <= Tk places.
+
+    Returns:
+        Tensor: (B, Tq, H, D), contiguous, dtype of `q`, or autocast's.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+    check_qkv(q, k, v)
+    _check(q, k.shape[1], scale, window, dropout_p, dropout_seed, doc_ids)
+    seed = _seed(q, dropout_p, dropout_seed)
+    if not runs_kernels(q.device):
+        return _plain(q, k, v, causal, scale, window, dropout_p, seed, doc_ids)
+    if scale is not None and scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    spans = _document_spans(doc_ids)
+    return attention_op(q, k, v, *spans, seed, scale, causal, window, dropout_p)[0]
+
+
+def attention_packed(
+    qkv: Tensor,
+    heads: int,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """`attention` of the three slices of one projection, whose gradient needs no concatenation.
+
+    Args:
+        qkv: (B, T, H + 2 K, D): the heads of q, then of k, then of v.
+        heads: H.
+        causal: as for `attention`, like all that follow.
+        scale: factor on the scores.
+        window: of keys.
+        dropout_p: of the weights.
+        dropout_seed: of the mask.
+        doc_ids: (B, T).
+
+    Returns:
+        Tensor: (B, T, H, D), contiguous, dtype of `qkv`, or autocast's.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+    if qkv.dim() != 4 or not 0 < heads < qkv.shape[2] or (qkv.shape[2] - heads) % 2:
+        raise ValueError(
+            f"qkv: expected (B, T, {heads} + 2 K, D) for {heads} heads, got {tuple(qkv.shape)}"
+        )
+    qkv = qkv.to(autocast_dtype(qkv))
+    K = (qkv.shape[2] - heads) // 2
+    q, k, v = qkv.split((heads, K, K), dim=2)
+    check_qkv(q, k, v)
+    _check(q, k.shape[1], scale, window, dropout_p, dropout_seed, doc_ids)
+    seed = _seed(q, dropout_p, dropout_seed)
+    if not runs_kernels(qkv.device):
+        return _plain(q, k, v, causal, scale, window, dropout_p, seed, doc_ids)
+    if scale is not None and scale <= 0:
+        return attention(
+            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
+            dropout_seed=seed, doc_ids=doc_ids,
+        )  # fmt: skip
+    spans = _document_spans(doc_ids)
+    return attention_packed_op(qkv, heads, *spans, seed, scale, causal, window, dropout_p)[0]
+
+
+def _check(
+    q: Tensor,
+    Tk: int,
+    scale: float | None,
+    window: int | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    doc_ids: Tensor | None,
+) -> None:
+    D = q.shape[3]
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q: expected fp32, fp16 or bf16, got {q.dtype}")
+    if not 1 <= D <= MAX_D:
+        raise ValueError(f"q: expected a head dimension from 1 to {MAX_D}, got {D}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected 1 or more, got {window}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: expected 0 <= p < 1, got {dropout_p}")
+    if isinstance(dropout_seed, Tensor):
+        _check_tensor("dropout_seed", dropout_seed, (1,), (torch.int64,), q)
+    elif dropout_seed is not None and not -(2**63) <= dropout_seed < 2**63:
+        raise ValueError(f"dropout_seed: expected 64 bits with a sign, got {dropout_seed}")
+    if doc_ids is not None:
+        _check_tensor("doc_ids", doc_ids, (q.shape[0], Tk), INTEGERS, q)
+        if q.shape[1] > Tk:
+            raise ValueError(f"doc_ids: expected at most {Tk} queries, got {q.shape[1]}")
+
+
+def _check_tensor(
+    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor
+) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name}: expected {expected}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected {q.device} as q, got {x.device}")
+
+
+def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:
+    """The seed on q's device, drawn or filled in there: nothing is copied and nothing waits."""
+    if dropout_p == 0:
+        return None
+    if dropout_seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(dropout_seed, Tensor):
+        return dropout_seed
+    return torch.full((1,), dropout_seed, dtype=torch.int64, device=q.device)
+
+
+def _document_spans(doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """First and one past the last place of each place's document, (B, Tk) int32 each.
+
+    Outside the op on purpose: torch.compile then finds them once for all layers.
+    """
+    if doc_ids is None:
+        return None, None
+    doc_ids = doc_ids.contiguous()
+    starts = torch.searchsorted(doc_ids, doc_ids, out_int32=True)
+    return starts, torch.searchsorted(doc_ids, doc_ids, right=True, out_int32=True)
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    doc_ids: Tensor | None,
+) -> Tensor:
+    mask = None
+    if seed is not None:
+        B, Tq, H, _ = q.shape
+        mask = attention_dropout_mask((B, H, Tq, k.shape[1]), dropout_p, seed, q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        return attention_ref(
+            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
+            dropout_mask=mask, doc_ids=doc_ids,
+        )  # fmt: skip

@@ -320,7 +320,7 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
         seen.append(dropout_p)
         return attention_ref(q, k, v, window=window, doc_ids=doc_ids)
 
-    return Ops(attention, ops.NORMS["torch"], lambda x, p: x * 0, {}), seen
+    return Ops(attention, None, ops.NORMS["torch"], lambda x, p: x * 0, {}), seen
 
 
 PLACES = {

@@ -1,5 +1,7 @@
 """The model on our kernels gives what it gives on PyTorch's ops; here they are interpreted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,11 @@ from kernels import runtime
 from tests.proof import launches
 
 TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)
+ATTENTION_KERNELS = (
+    "_attention_fwd_kernel",
+    "_attention_bwd_dq_kernel",
+    "_attention_bwd_dkv_kernel",
+)
 NORM_KERNELS = ("_norm_fwd_kernel", "_norm_bwd_kernel")
 
 
@@ -23,35 +30,44 @@ def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"norm": "rmsnorm", "bias": False}, {"norm_position": "post"},
-    {"norm": "rmsnorm", "norm_position": "post"},
+    {}, {"norm": "rmsnorm", "bias": False, "position": "rotary", "num_kv_heads": 2},
+    {"norm_position": "post", "window": 5},
+    {"norm": "rmsnorm", "norm_position": "post", "qk_norm": True},
+    {"document_mask": True, "eot_id": 7},
 ])  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True])
-def test_model_on_triton_norms_is_the_model_on_torchs(options, autocast):
-    config = ModelConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, **options})
+def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
+    if autocast and options:
+        options = {**options, "num_layers": 1}
+    config = replace(TINY, **options)
     models = []
-    for norm in ("torch", "triton"):
+    for name in ("torch", "triton"):
         torch.manual_seed(0)
-        model = GPT(config, ops.select(OpsConfig(norm=norm), "cpu", compiled=False))
+        # the interpreter multiplies the raw bits of bf16
+        attention = "torch" if autocast else name
+        asked = OpsConfig(norm=name, attention=attention)
+        model = GPT(config, ops.select(asked, "cpu", compiled=False))
         with torch.no_grad():
-            for name, weight in model.named_parameters():
-                weight.add_(torch.randn_like(weight) * (0.3 if "ln" in name else 0.1))
+            for parameter, weight in model.named_parameters():
+                weight.add_(torch.randn_like(weight) * (0.3 if "ln" in parameter else 0.1))
         models.append(model)
     with launches():
         expected = loss_and_gradients(models[0], autocast)
-    with launches(*NORM_KERNELS):
+    with launches(*NORM_KERNELS, *(() if autocast else ATTENTION_KERNELS)):
         got = loss_and_gradients(models[1], autocast)
     # in bf16 the two round at different places
     tolerance = 5e-2 if autocast else 1e-4
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_cuda_runs_our_norms_and_cpus_torchs():
-    assert ops.select(OpsConfig(), "cuda", compiled=True).names["norm"] == "triton"
-    assert ops.select(OpsConfig(), "cpu", compiled=True).names["norm"] == "torch"
+def test_cuda_runs_our_kernels_and_cpus_do_not():
+    names = ops.select(OpsConfig(), "cuda", compiled=True).names
+    assert (names["attention"], names["norm"]) == ("triton", "triton")
+    assert "triton" not in ops.select(OpsConfig(), "cpu", compiled=True).names.values()
 
 
-def test_kernels_where_they_cannot_run_are_refused(monkeypatch):
+@pytest.mark.parametrize("op", ["norm", "attention"])
+def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
-    with pytest.raises(UserError, match=r"^ops\.norm is triton: it runs on CUDA, not on cpu$"):
-        ops.select(OpsConfig(norm="triton"), "cpu", compiled=False)
+    with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):
+        ops.select(OpsConfig(**{op: "triton"}), "cpu", compiled=False)
