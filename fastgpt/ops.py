@@ -168,10 +168,9 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled
-    fused = "blocked" if fast_cpu else "sdpa"
     names = {
-        "attention": _named(config.attention, fused if on_cpu else "triton"),
-        "norm": _named(config.norm, "torch" if on_cpu else "triton"),
+        "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
+        "norm": _named(config.norm, "torch"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():

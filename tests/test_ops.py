@@ -60,10 +60,12 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_cuda_runs_our_kernels_and_cpus_do_not():
-    names = ops.select(OpsConfig(), "cuda", compiled=True).names
+def test_our_kernels_run_where_they_are_asked_for():
+    asked = OpsConfig(attention="triton", norm="triton")
+    names = ops.select(asked, "cuda", compiled=True).names
     assert (names["attention"], names["norm"]) == ("triton", "triton")
-    assert "triton" not in ops.select(OpsConfig(), "cpu", compiled=True).names.values()
+    for device in ("cpu", "cuda"):
+        assert "triton" not in ops.select(OpsConfig(), device, compiled=True).names.values()
 
 
 @pytest.mark.parametrize("op", ["norm", "attention"])
