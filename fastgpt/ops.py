@@ -163,8 +163,8 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     """Resolves `auto` and checks that what was asked for runs on `device`.
 
     On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
-    torch.compile
-    they are left to Inductor. On CUDA attention and the norms are our kernels.
+    torch.compile they are left to Inductor. Our Triton kernels wait to be asked for, until a GPU
+    has passed their parity tests.
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled
