@@ -179,11 +179,14 @@ def define_op(
     return call
 
 
-def _nobody_listens(args: tuple[Any, ...]) -> bool:
-    """Whether nothing but autograd would see the call at torch's dispatcher."""
+def undisturbed(*args: Any) -> bool:
+    """Whether nothing but autograd would see a call with these arguments at torch's dispatcher."""
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
     plain = (Tensor, torch.nn.Parameter)
-    return all(type(x) in plain for x in args if isinstance(x, Tensor)) and runs_kernels(
-        args[0].device
-    )
+    return all(type(x) in plain for x in args if isinstance(x, Tensor))
+
+
+def _nobody_listens(args: tuple[Any, ...]) -> bool:
+    """Whether a call may go straight to the kernels."""
+    return undisturbed(*args) and runs_kernels(args[0].device)

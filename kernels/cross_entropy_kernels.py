@@ -1,0 +1,188 @@
+"""Cross-entropy on the device: loss and statistics, gradient, or both with one read of the logits.
+
+Shapes
+    M = rows, V = columns, of which `valid` count.  logits, dlogits: (M, V)   targets: (M,) integers
+    losses: (M,) fp32   stats: (2, M) fp32, the largest logit and log sum exp(logit - largest)
+    scale: () or (M,) fp32, by which a row's gradient is multiplied
+The math is derived in docs/kernels.md.
+
+One program a row. Each of its lanes keeps a largest logit and a sum of its own, over ROWS x LANES
+elements at a time: what is rescaled, and what lanes tell each other, is then a small part of the
+work. The largest logit is subtracted before anything is rounded, so that logits of 1e4 lose nothing
+but what their own dtype has lost. Rows of ignored targets are not read.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf less itself would be NaN
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tanh(x):
+    """Within 3e-7 of tanh, relatively: near 0 a quotient of exponentials would lose every digit."""
+    u = tl.exp2(x * (2 * LOG2E))
+    far = 1 - 2 / (u + 1)
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(y < 0.0625, near, far)
+
+
+@triton.jit
+def _capped(x, SOFTCAP: tl.constexpr):
+    if SOFTCAP is None:
+        return x
+    else:  # noqa: RET505 - an early return is no return to Triton's compiler
+        return SOFTCAP * _tanh(x * (1 / SOFTCAP))
+
+
+@triton.jit
+def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
+    """The target's column; -1 where it is ignored, -2 where there is no such column."""
+    target = tl.load(targets_ptr + row).to(tl.int64)
+    column = tl.where((target >= 0) & (target < valid), target, -2)
+    return tl.where(target == IGNORE_INDEX, -1, column).to(tl.int32)
+
+
+@triton.jit
+def _scale(scale_ptr, row, stride_sm, target):
+    """What multiplies a row's gradient; NaN for an impossible target."""
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row * stride_sm).to(tl.float32)
+    return tl.where(target >= 0, scale, float("nan"))
+
+
+@triton.jit
+def _gradient(x, top, coefficient, taken, SOFTCAP: tl.constexpr):
+    """The gradient of logit x: its probability times a coefficient, less what is taken off it."""
+    z = _capped(x, SOFTCAP)
+    g = tl.exp2((z - top) * LOG2E) * coefficient - taken
+    if SOFTCAP is not None:
+        tanh = z * (1 / SOFTCAP)
+        g *= 1 - tanh * tanh
+    return g
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"])
+def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the branches are the compiler's
+    logits_ptr, targets_ptr, losses_ptr, stats_ptr, scale_ptr, dlogits_ptr,
+    stride_lm, stride_sm,
+    M, V, valid,
+    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = _column_of(targets_ptr, row, valid, IGNORE_INDEX)
+    kept = target != -1
+    logits_ptr += row * stride_lm
+    picked = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+    capped = _capped(picked, SOFTCAP)
+    tops = tl.full((LANES,), LOWEST, tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    above = tl.zeros((LANES,), tl.float32)  # of the logits over the target's
+    whole = tl.where(kept, valid // (ROWS * LANES) * (ROWS * LANES), 0)
+    for rest in tl.static_range(2):  # blocks without a mask, then an element a lane, masked
+        rows = tl.arange(0, 1 if rest else ROWS)
+        offs = rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        end = tl.where(kept, valid, 0) if rest else whole
+        for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
+            cols = start + offs
+            # V and not `valid` bounds what is read: a bound inside a vector would make 8 loads of
+            # it; a gradient over the logits reads them again, so they are to stay in L2
+            if rest:
+                x = tl.load(logits_ptr + cols, mask=cols < V, other=0.0)
+            else:
+                x = tl.load(logits_ptr + cols, eviction_policy="evict_last")
+            z = _capped(x.to(tl.float32), SOFTCAP)
+            if rest:
+                z = tl.where(cols < valid, z, float("-inf"))
+            higher = tl.maximum(tops, tl.max(z, axis=0))
+            exps = tl.exp2((z - higher[None, :]) * LOG2E)
+            sums = sums * tl.exp2((tops - higher) * LOG2E) + tl.sum(exps, axis=0)
+            tops = higher
+            if LABEL_SMOOTHING != 0.0:
+                over = z - capped
+                if rest:
+                    over = tl.where(cols < valid, over, 0.0)
+                above += tl.sum(over, axis=0)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp2((tops - top) * LOG2E), axis=0)
+    logsum = tl.log(total)
+    loss = logsum + (top - capped)
+    if LABEL_SMOOTHING != 0.0:
+        loss -= LABEL_SMOOTHING * (tl.sum(above, axis=0) / valid)
+    lse = top + logsum
+    if Z_LOSS != 0.0:
+        loss += Z_LOSS * lse * lse
+    tl.store(losses_ptr + row, tl.where(target >= 0, loss, tl.where(kept, float("nan"), 0.0)))
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, top)
+        tl.store(stats_ptr + M + row, logsum)
+    if dlogits_ptr is not None:
+        dlogits_ptr += row * stride_lm
+        kind = dlogits_ptr.dtype.element_ty
+        scale = _scale(scale_ptr, row, stride_sm, target)
+        coefficient = scale * (1 + 2 * Z_LOSS * lse) / total
+        evenly = scale * (LABEL_SMOOTHING / valid)
+        # dlogits may be the logits: no thread writes before every thread has read its target
+        tl.debug_barrier()
+        for rest in tl.static_range(2):
+            rows = tl.arange(0, 1 if rest else ROWS)
+            offs = rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
+            end = V if rest else whole
+            for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
+                cols = start + offs
+                if rest:
+                    x = tl.load(logits_ptr + cols, mask=(cols < V) & kept, other=0.0)
+                else:
+                    x = tl.load(logits_ptr + cols, eviction_policy="evict_first")
+                g = _gradient(x.to(tl.float32), top, coefficient, evenly, SOFTCAP)
+                if rest:
+                    g = tl.where((cols < valid) & kept, g, 0.0)
+                    tl.store(dlogits_ptr + cols, g.to(kind), mask=cols < V)
+                else:
+                    tl.store(dlogits_ptr + cols, g.to(kind), eviction_policy="evict_first")
+        # the target's last, over what was written there: a comparison less for every element
+        tl.debug_barrier()
+        g = _gradient(picked, top, coefficient, evenly + scale * (1 - LABEL_SMOOTHING), SOFTCAP)
+        tl.store(dlogits_ptr + target, g.to(kind), mask=target >= 0)
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"])
+def _cross_entropy_bwd_kernel(
+    logits_ptr, targets_ptr, stats_ptr, scale_ptr, dlogits_ptr,
+    stride_lm, stride_sm, stride_dm,
+    M, V, valid,
+    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = _column_of(targets_ptr, row, valid, IGNORE_INDEX)
+    kept = target != -1
+    scale = _scale(scale_ptr, row, stride_sm, target)
+    top = tl.load(stats_ptr + row)
+    logsum = tl.load(stats_ptr + M + row)
+    coefficient = scale * (1 + 2 * Z_LOSS * (top + logsum)) * tl.exp2(-logsum * LOG2E)
+    taken = tl.where(cols == target, scale * (1 - LABEL_SMOOTHING), 0.0)
+    taken += scale * (LABEL_SMOOTHING / valid)
+    x = tl.load(logits_ptr + row * stride_lm + cols, mask=(cols < V) & kept, other=0.0)
+    g = _gradient(x.to(tl.float32), top, coefficient, taken, SOFTCAP)
+    g = tl.where((cols < valid) & kept, g, 0.0).to(dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + row * stride_dm + cols, g, mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _cross_entropy_scale_kernel(dlogits_ptr, scale_ptr, stride_dm, M, V, BLOCK_N: tl.constexpr):
+    """dlogits *= scale; where scale is 1, as it is when the loss is the root, nothing is read."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    for row in range(tl.program_id(0), tl.where(scale == 1, 0, M), tl.num_programs(0)):
+        ptr = dlogits_ptr + tl.cast(row, tl.int64) * stride_dm
+        for start in range(0, V, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            g = tl.load(ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+            tl.store(ptr + cols, (g * scale).to(dlogits_ptr.dtype.element_ty), mask=cols < V)
