@@ -15,7 +15,8 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from kernels import cross_entropy, linear_cross_entropy, runtime
-from kernels.linear_cross_entropy import linear_cross_entropy_ref, tokens_at_a_time
+from kernels.linear_cross_entropy import linear_cross_entropy_ref
+from kernels.linear_cross_entropy_chunks import tokens_at_a_time
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
 
