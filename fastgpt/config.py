@@ -251,6 +251,9 @@ class OpsConfig:
     kernels, on CUDA."""
     norm: Literal["auto", "torch", "triton"] = "auto"
     """LayerNorm and RMSNorm, with the residual sum before them. `triton`: our kernels, on CUDA."""
+    loss: Literal["auto", "torch", "chunked"] = "auto"
+    """The output head with its cross-entropy. `chunked`: the logits of some tokens at a time, never
+    of all; on CUDA by our kernels."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 

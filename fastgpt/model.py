@@ -235,6 +235,7 @@ class GPT(nn.Module):
         block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
         self.h = nn.ModuleList(block(config, ops) for _ in range(config.num_layers))
         self.ln_f = NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
+        self.loss = ops.loss
         self.lm_head = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=False)
@@ -281,7 +282,7 @@ class GPT(nn.Module):
         assert V is not None
         if targets is None:
             return op.head_logits(x, head, valid_vocab=V, softcap=softcap)
-        return op.linear_cross_entropy(x, head, targets, valid_vocab=V, softcap=softcap)
+        return self.loss(x, head, targets, valid_vocab=V, softcap=softcap)
 
     def num_params(self) -> int:
         """Trained numbers; the padding of the vocabulary is left out."""

@@ -1,9 +1,10 @@
 """Which implementation of each op the model runs: the one place that chooses.
 
 `torch` is the plain form, `sdpa` PyTorch's fused attention, `triton` our kernels, on CUDA (and on
-CPUs where Triton interprets them, for tests); `blocked` and `lanes` are for CPUs. A name that
-cannot run on the device is an error, never a silent fallback; `auto` is resolved once, when the
-model is built, and the choice is written to the run's manifest.
+CPUs where Triton interprets them, for tests); `blocked` and `lanes` are for CPUs; `chunked` is for
+both, with our kernels on CUDA. A name that cannot run on the device is an error, never a silent
+fallback; `auto` is resolved once, when the model is built, and the choice is written to the run's
+manifest.
 """
 
 from collections.abc import Callable
@@ -103,7 +104,9 @@ def head_logits(x: Tensor, weight: Tensor, *, valid_vocab: int, softcap: float |
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int, softcap: float | None = None
 ) -> Tensor:
-    """Mean cross-entropy in nats over the targets that are not -100, softmax in fp32.
+    """Mean cross-entropy in nats over the targets that are not -100, all logits at once.
+
+    The softmax is in fp32; contract: `kernels.linear_cross_entropy`.
 
     Args:
         x: (B, T, C).
@@ -125,6 +128,7 @@ ATTENTION = {
     "blocked": attention_blocked,
     "triton": kernels.attention,
 }
+LOSS = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
 PACKED_ATTENTION = {"triton": kernels.attention_packed}
 """Those that take the packed projection itself, whose gradient then needs no concatenation."""
 DROPOUT = {"torch": F.dropout, "lanes": dropout}
@@ -155,6 +159,7 @@ class Ops:
     attention: Callable[..., Tensor]
     attention_packed: Callable[..., Tensor] | None
     norms: Norms
+    loss: Callable[..., Tensor]
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
 
@@ -163,14 +168,15 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     """Resolves `auto` and checks that what was asked for runs on `device`.
 
     On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
-    torch.compile they are left to Inductor. Our Triton kernels wait to be asked for, until a GPU
-    has passed their parity tests.
+    torch.compile they are left to Inductor. Our Triton kernels, which `chunked` launches where they
+    run, wait to be asked for, until a GPU has passed their parity tests.
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled
     names = {
         "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
         "norm": _named(config.norm, "torch"),
+        "loss": _named(config.loss, "torch" if runs_kernels(torch.device(device)) else "chunked"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():
@@ -187,6 +193,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         ATTENTION[names["attention"]],
         PACKED_ATTENTION.get(names["attention"]),
         NORMS[names["norm"]],
+        LOSS[names["loss"]],
         DROPOUT[names["dropout"]],
         names,
     )

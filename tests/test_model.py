@@ -13,6 +13,7 @@ from fastgpt.generate import generate
 from fastgpt.model import GPT, LearnedPositions, Rotary
 from fastgpt.ops import Ops
 from fastgpt.recipes import RECIPES
+from kernels import runtime
 from kernels.attention import attention_ref
 
 OPTIONS = {
@@ -320,7 +321,7 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
         seen.append(dropout_p)
         return attention_ref(q, k, v, window=window, doc_ids=doc_ids)
 
-    return Ops(attention, None, ops.NORMS["torch"], lambda x, p: x * 0, {}), seen
+    return Ops(attention, None, ops.NORMS["torch"], ops.LOSS["torch"], lambda x, p: x * 0, {}), seen
 
 
 PLACES = {
@@ -528,12 +529,13 @@ def test_compiles_fullgraph_and_only_once(option_set, attention):
     assert graphs == [2, 2]  # training and evaluation, one graph each
 
 
-def test_ops_for_compiled_models():
+def test_ops_for_compiled_models(monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
     assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
-        "attention": "sdpa", "norm": "torch", "dropout": "torch",
+        "attention": "sdpa", "norm": "torch", "loss": "chunked", "dropout": "torch",
     }  # fmt: skip
     assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
-        "attention": "blocked", "norm": "torch", "dropout": "lanes",
+        "attention": "blocked", "norm": "torch", "loss": "chunked", "dropout": "lanes",
     }  # fmt: skip
 
 

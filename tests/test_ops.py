@@ -19,6 +19,9 @@ ATTENTION_KERNELS = (
     "_attention_bwd_dkv_kernel",
 )
 NORM_KERNELS = ("_norm_fwd_kernel", "_norm_bwd_kernel")
+LOSS_KERNELS = ("_cross_entropy_fwd_kernel",)
+OURS = OpsConfig(attention="triton", norm="triton", loss="chunked")
+PLAIN = OpsConfig(attention="torch", norm="torch", loss="torch")
 
 
 def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
@@ -33,7 +36,7 @@ def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
     {}, {"norm": "rmsnorm", "bias": False, "position": "rotary", "num_kv_heads": 2},
     {"norm_position": "post", "window": 5},
     {"norm": "rmsnorm", "norm_position": "post", "qk_norm": True},
-    {"document_mask": True, "eot_id": 7},
+    {"document_mask": True, "eot_id": 7, "tied": False, "softcap": 3.0},
 ])  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True])
 def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
@@ -41,11 +44,10 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
         options = {**options, "num_layers": 1}
     config = replace(TINY, **options)
     models = []
-    for name in ("torch", "triton"):
+    # the interpreter multiplies the raw bits of bf16
+    ours = replace(OURS, attention="torch") if autocast else OURS
+    for asked in (PLAIN, ours):
         torch.manual_seed(0)
-        # the interpreter multiplies the raw bits of bf16
-        attention = "torch" if autocast else name
-        asked = OpsConfig(norm=name, attention=attention)
         model = GPT(config, ops.select(asked, "cpu", compiled=False))
         with torch.no_grad():
             for parameter, weight in model.named_parameters():
@@ -53,19 +55,59 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
         models.append(model)
     with launches():
         expected = loss_and_gradients(models[0], autocast)
-    with launches(*NORM_KERNELS, *(() if autocast else ATTENTION_KERNELS)):
+    with launches(*NORM_KERNELS, *LOSS_KERNELS, *(() if autocast else ATTENTION_KERNELS)):
         got = loss_and_gradients(models[1], autocast)
     # in bf16 the two round at different places
     tolerance = 5e-2 if autocast else 1e-4
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("steps", "tolerance"), [(20, 1e-5), pytest.param(200, 1e-4, marks=pytest.mark.slow)]
+)
+def test_training_on_our_kernels_has_the_losses_of_training_on_torchs_ops(steps, tolerance):
+    curves = []
+    for asked in (PLAIN, OURS):
+        torch.manual_seed(0)
+        smaller = replace(TINY, num_layers=1, num_heads=2)
+        model = GPT(smaller, ops.select(asked, "cpu", compiled=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        generator = torch.Generator().manual_seed(1)
+        curve = []
+        for _ in range(steps):
+            # each token is the one before it plus one or two: there is something to learn
+            tokens = torch.randint(1, 3, (2, 17), generator=generator).cumsum(1) % 50
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.detach())
+        curves.append(torch.stack(curve))
+    plain, ours = curves
+    assert plain[-1] < plain[0] - 0.02 * steps**0.5
+    torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
+
+
+def test_loss_under_autocast_is_that_of_fp32():
+    torch.manual_seed(0)
+    model = GPT(replace(TINY, vocab_size=300), ops.select(OURS, "cpu", compiled=False))
+    tokens = torch.randint(300, (2, 17))
+    x = model.wte(tokens[:, :-1])  # the head's input: what the blocks round is not the loss's
+    losses = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), launches(*LOSS_KERNELS):
+            losses.append(model.loss(x, model.wte.weight, tokens[:, 1:], valid_vocab=300))
+    fp32, bf16 = losses
+    assert bf16 != fp32
+    torch.testing.assert_close(bf16, fp32, rtol=1e-3, atol=0)
+
+
 def test_our_kernels_run_where_they_are_asked_for():
-    asked = OpsConfig(attention="triton", norm="triton")
-    names = ops.select(asked, "cuda", compiled=True).names
-    assert (names["attention"], names["norm"]) == ("triton", "triton")
+    names = ops.select(OURS, "cuda", compiled=True).names
+    assert [names[op] for op in ("attention", "norm", "loss")] == ["triton", "triton", "chunked"]
     for device in ("cpu", "cuda"):
-        assert "triton" not in ops.select(OpsConfig(), device, compiled=True).names.values()
+        names = ops.select(OpsConfig(), device, compiled=True).names
+        assert not {"triton", "chunked"} & set(names.values())
 
 
 @pytest.mark.parametrize("op", ["norm", "attention"])

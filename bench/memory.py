@@ -1,0 +1,128 @@
+"""What a training step holds at its peak, by shapes alone: `python -m bench.memory [recipe]`.
+
+Forward and backward run on tensors without storage, in bf16 autocast and uncompiled, with attention
+and norms by our kernels, whose launches are recorded and not run; what is counted is every buffer
+from its allocation to its last reference. The GPU's own caching and the libraries' workspaces come
+on top, and AdamW's two moments, 8 bytes a weight. torch.compile fuses some of the whole form's
+copies of the logits away.
+"""
+
+import gc
+import sys
+import weakref
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastgpt import ops
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError, shown_in_one_line, unknown_name
+from fastgpt.model import GPT
+from fastgpt.recipes import RECIPES
+from kernels import linear_cross_entropy_chunks
+from kernels.runtime import Launch, recording
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside: `now` and the largest, `peak`.
+
+    Recorded launches, which hold their arguments, are forgotten at once.
+    """
+
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()
+        self.launches = launches
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.launches.clear()
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += self.sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Bytes: of the weights, of what the forward leaves for the backward, and the most in all."""
+
+    weights: int
+    kept: int
+    peak: int
+
+
+def account(config: ModelConfig, batch: int, loss: str) -> Account:
+    """One step of `batch` sequences of the context's length; `loss` as in `OpsConfig`."""
+    on_cuda = {"cpu": 2 * linear_cross_entropy_chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
+    asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
+    with (
+        mock.patch.dict(linear_cross_entropy_chunks.CHUNK_BYTES, on_cuda),
+        recording(90) as launches,
+        FakeTensorMode(),
+        LiveBytes(launches) as live,
+    ):
+        model = GPT(config, ops.select(asked, "cpu", compiled=False))
+        gc.collect()
+        weights = live.peak = live.now
+        tokens = torch.zeros(batch, config.context, dtype=torch.int64)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = model(tokens, tokens)
+        kept = live.now - weights
+        result.backward()
+        return Account(weights, kept, live.peak)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Peak bytes of a step with each implementation of the loss."""
+
+    recipe: Annotated[str, tyro.conf.Positional] = "gpt2-124m"
+    """Whose network."""
+    batch: int = 64
+    """Sequences."""
+
+
+def main(argv: list[str]) -> None:
+    asked = tyro.cli(Memory, prog="python -m bench.memory", args=argv)
+    if asked.recipe not in RECIPES:
+        raise unknown_name("recipe", asked.recipe, RECIPES)
+    if asked.batch < 1:
+        raise UserError(f"--batch is {asked.batch}: expected 1 or more")
+    config = RECIPES[asked.recipe][1].model
+    config = replace(config, vocab_size=config.vocab_size or 256)  # bytes
+    table = Table("loss", "weights", "kept for the backward", "peak", title="GiB")
+    for loss in ("torch", "chunked"):
+        found = account(config, asked.batch, loss)
+        figures = (found.weights, found.kept, found.peak)
+        table.add_row(loss, *(f"{n / 2**30:.3f}" for n in figures))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])
