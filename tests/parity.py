@@ -1,24 +1,12 @@
-"""The one tolerance rule: an op may be about as far from the truth as PyTorch itself is.
-
-The truth is the same computation in a wider dtype. For every output and every gradient:
-
-    largest error       <= 2 x PyTorch's + one ulp of the largest true value
-    relative L2 error   <= 1.5 x PyTorch's + half an ulp of 1
-
-so that no test chooses a tolerance. bf16 alone hides what is wrong by 1 %: test fp32 as well.
-"""
+"""Holds an op against the one tolerance rule, `kernels.parity`, on inputs that hide nothing."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-Op = Callable[..., Tensor | tuple[Tensor, ...]]
-
-# In fp32 the error is the order of summation and not the rounding of the result; PyTorch's may
-# happen to be 0. Eight ulp are 1e-6: four orders of magnitude below an error of 1 %.
-ULPS = {torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
+from kernels.parity import Op, complaints, outputs_and_gradients
 
 
 def awkward(
@@ -37,12 +25,6 @@ def awkward(
     poison = torch.full((math.prod(rows) + 2, N + 3), math.nan, dtype=dtype, device=device)
     strided = poison[1:-1].view(*rows, N + 3)[..., 1 : N + 1].copy_(x)
     return strided if shape else strided[0]
-
-
-def ulp(value: float, dtype: torch.dtype) -> float:
-    """Distance from `value` to the next larger number of `dtype`."""
-    tiny = torch.finfo(dtype).smallest_normal
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), tiny)))
 
 
 def assert_parity(
@@ -65,52 +47,20 @@ def assert_parity(
         options: handed on to each of the three.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
-    got = _outputs_and_gradients(op, inputs, dtype, options)
-    torchs = _outputs_and_gradients(eager or ref, inputs, dtype, options)
-    truth = _outputs_and_gradients(ref, inputs, truth_dtype, options)
+
+    def results(op: Op, in_dtype: torch.dtype) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1)  # the same for op, eager and truth
+
+        def draw(_: int, y: Tensor) -> Tensor:
+            return awkward(*y.shape, dtype=dtype, device=y.device, generator=generator)
+
+        return outputs_and_gradients(op, inputs, in_dtype, draw, **options)
+
+    got, torchs = results(op, dtype), results(eager or ref, dtype)
+    truth = results(ref, truth_dtype)
     assert got.keys() == truth.keys(), f"{list(got)} instead of {list(truth)}"
-    wrong = []
-    for name, true in truth.items():
-        a, b = got[name], torchs[name]
+    for name, a in got.items():
+        b = torchs[name]
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name}: {a.shape} {a.dtype}"
-        largest, l2 = _errors(a, true)
-        torch_largest, torch_l2 = _errors(b, true)
-        top = true.abs().max().item()
-        for kind, error, bound in (
-            ("largest error", largest, 2 * torch_largest + ULPS[dtype] * ulp(top, dtype)),
-            ("relative L2 error", l2, 1.5 * torch_l2 + ULPS[dtype] * ulp(1.0, dtype) / 2),
-        ):
-            if not error <= bound:  # so that NaN is wrong
-                wrong.append(f"{name} {tuple(a.shape)} {dtype}: {kind} {error:.3e} > {bound:.3e}")
+    wrong = complaints(got, torchs, truth, dtype)
     assert not wrong, "\n".join(wrong)
-
-
-def _errors(a: Tensor, true: Tensor) -> tuple[float, float]:
-    """(largest absolute, relative L2) error of `a`."""
-    difference = a.to(true.dtype) - true
-    norm = true.norm().item()
-    return difference.abs().max().item(), difference.norm().item() / (norm or 1.0)
-
-
-def _outputs_and_gradients(
-    op: Op, inputs: Mapping[str, Tensor], dtype: torch.dtype, options: dict[str, object]
-) -> dict[str, Tensor]:
-    # detach keeps the strides: the op under test meets the very layout it was given.
-    leaves = {
-        name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x
-        for name, x in inputs.items()
-    }
-    outputs = op(*leaves.values(), **options)
-    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-    narrow = next(x.dtype for x in inputs.values() if x.is_floating_point())
-    generator = torch.Generator().manual_seed(1)  # the same for op, eager and truth
-    upstream = [
-        awkward(*y.shape, dtype=narrow, device=y.device, generator=generator).to(y.dtype)
-        for y in outputs
-    ]
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream)
-    return {
-        **{f"output {i}": y.detach() for i, y in enumerate(outputs)},
-        **{f"gradient of {name}": dx for name, dx in zip(wanted, gradients, strict=True)},
-    }
