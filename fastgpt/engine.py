@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastgpt import checkpoint, device, distributed, ops, run
+from fastgpt import checkpoint, choose, device, distributed, ops, run
 from fastgpt.config import Config
 from fastgpt.data.dataset import DataSet, open_data
 from fastgpt.data.loader import Loader
@@ -79,7 +79,12 @@ class Engine:
 
     def _build_model(self) -> None:
         config = self.config
-        self.ops = ops.select(config.ops, self.device, compiled=self.compiled)
+        most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
+        sizes = choose.Sizes(config.model, most, self.precision, self.compiled)
+        asked, self.trials = self.world.on_main(
+            lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
+        )
+        self.ops = ops.select(asked, self.device, compiled=self.compiled)
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, self.ops).to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")

@@ -169,7 +169,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
 
     On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
     torch.compile they are left to Inductor. Our Triton kernels, which `chunked` launches where they
-    run, wait to be asked for, until a GPU has passed their parity tests.
+    run, must be asked for: by a person, or for a run on CUDA by `fastgpt.choose`.
     """
     on_cpu = torch.device(device).type == "cpu"
     fast_cpu = on_cpu and not compiled

@@ -78,6 +78,7 @@ class Trainer:
             "precision": engine.precision,
             "compile": engine.compiled,
             "ops": engine.ops.names,
+            "trials": engine.trials,
             "parameters": engine.model.num_params(),
             "peak_flops": self.peak,
             "mfu": MFU_CONVENTION,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt import ops
+from fastgpt import choose, ops
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.engine import Engine
@@ -111,3 +111,17 @@ def test_gpt2_runs_compiled_in_bf16_under_torchrun(tmp_path):
     assert last["tok_per_s"] > 0
     assert last["mfu"] > 0
     assert last["peak_memory_gib"] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
+    model = ModelConfig(num_layers=1, vocab_size=50_257)
+    said = []
+    sizes = choose.Sizes(model, 4, precision, True)
+    _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
+    assert verdicts.keys() == choose.TRIALS.keys()
+    for verdict in verdicts.values():
+        assert verdict["complaints"] == []
+        assert len(verdict["milliseconds"]) == 2
+    assert len(said) == 1

@@ -1,0 +1,291 @@
+"""What `auto` takes on CUDA: our kernels, where this very GPU has found them right and faster.
+
+Each op of ours is held to the rule of `kernels.parity` and timed beside PyTorch's, forward and
+backward, at the run's own sizes: once for a GPU, its versions, these kernels and sizes, before
+anything is trained; the answer is remembered. A child process does it (`python -m fastgpt.choose`,
+settings on stdin), so that a kernel that crashes or hangs takes nothing with it. What did not pass
+is said, and PyTorch's op runs.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgpt import device, ops
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.storage import cache_dir, write_atomically
+from kernels import attention_ref, parity
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT = 600.0
+"""Seconds for all ops."""
+CHECKED = 1024
+"""Tokens that the check takes at most: its reference holds all scores."""
+CHILD = ["-m", "fastgpt.choose"]
+
+Timer = Callable[[Callable[[], object]], float]
+Verdict = dict[str, Any]
+"""`chosen`; `complaints`: what was wrong with ours; `milliseconds` of each implementation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the trial of a run depends on, beside the machine."""
+
+    model: ModelConfig
+    batch: int
+    """Sequences that go through the model at once."""
+    precision: str
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An op of ours beside PyTorch's."""
+
+    plain: str
+    ours: str
+    ops: Mapping[str, parity.Op]
+    ref: parity.Op
+    inputs: Callable[[int, int], dict[str, Tensor]]
+    """Of so many sequences, so long; activations in the run's precision, weights in fp32."""
+    worth: float = 1.0
+    """Ours is taken up to so many times PyTorch's time."""
+
+
+# --- the ops --------------------------------------------------------------------------------------
+
+
+def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model = sizes.model
+    heads = (model.num_heads, model.kv_heads, model.kv_heads)
+
+    def inputs(batch: int, T: int) -> dict[str, Tensor]:
+        qkv = torch.randn(batch, T, sum(heads), model.head_dim, device=on, dtype=dtype)
+        return dict(zip("qkv", qkv.split(heads, dim=2), strict=True))  # views, as in the model
+
+    def with_options(op: parity.Op) -> parity.Op:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            B, T = q.shape[:2]
+            ids = None
+            if model.document_mask:  # three documents
+                ids = (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
+            return op(q, k, v, window=model.window, doc_ids=ids)  # pyright: ignore
+
+        return run
+
+    named = {name: with_options(ops.ATTENTION[name]) for name in ("sdpa", "triton")}
+    return Trial("sdpa", "triton", named, with_options(attention_ref), inputs)
+
+
+def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model, layer = sizes.model, sizes.model.norm == "layernorm"
+    with_bias = layer and model.bias
+
+    def inputs(batch: int, T: int) -> dict[str, Tensor]:
+        shape = (batch, T, model.dim)
+        x = torch.randn(shape, device=on, dtype=dtype)
+        weights = {"weight": torch.rand(model.dim, device=on) + 0.5}
+        if with_bias:
+            weights["bias"] = torch.randn(model.dim, device=on)
+        return {"x": x, "residual": torch.randn(shape, device=on), **weights}
+
+    def named(norms: ops.Norms) -> parity.Op:
+        if not layer:
+            return partial(norms.add_rms_norm, eps=1e-6)
+        fixed: dict[str, Any] = {"eps": 1e-5} if with_bias else {"bias": None, "eps": 1e-5}
+        return partial(norms.add_layer_norm, **fixed)
+
+    both = {name: named(norms) for name, norms in ops.NORMS.items()}
+    return Trial("torch", "triton", both, both["torch"], inputs)
+
+
+def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model = sizes.model
+
+    def inputs(batch: int, T: int) -> dict[str, Tensor]:
+        shape = (batch, T)
+        return {
+            "x": torch.randn(*shape, model.dim, device=on, dtype=dtype),
+            "weight": torch.randn(model.padded_vocab, model.dim, device=on) * model.dim**-0.5,
+            "targets": torch.randint(model.vocab_size or 0, shape, device=on),
+        }
+
+    fixed = {"valid_vocab": model.vocab_size, "softcap": model.softcap}
+    both: dict[str, parity.Op] = {name: partial(op, **fixed) for name, op in ops.LOSS.items()}
+    # it halves a step's memory, which is worth more than a twentieth of the loss's time
+    return Trial("torch", "chunked", both, both["torch"], inputs, worth=1.05)
+
+
+TRIALS = {"attention": _attention, "norm": _norm, "loss": _loss}
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
+    """Ours if it is right and fast enough."""
+    wrong = []
+    length = min(sizes.model.context, CHECKED)
+    for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
+        wrong += _complaints(trial, length, dtype)
+    times: dict[str, float] = {}
+    if not wrong:
+        for name in (trial.plain, trial.ours):
+            with suppress(torch.OutOfMemoryError):  # then it has no time, and is not taken
+                times[name] = 1e3 * _seconds(trial, name, sizes, on, timer)
+    mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
+    fast = mine < float("inf") and mine <= trial.worth * theirs
+    chosen = trial.ours if fast and not wrong else trial.plain
+    return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
+
+
+def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
+    torch.manual_seed(0)
+    inputs = {
+        name: x.to(dtype) if x.is_floating_point() else x
+        for name, x in trial.inputs(1, length).items()
+    }
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+
+    def draw(_: int, y: Tensor) -> Tensor:
+        # the same for all three, whatever their dtypes
+        return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+
+    got, torchs, truth = (
+        parity.outputs_and_gradients(op, inputs, of, draw)
+        for op, of in (
+            (trial.ops[trial.ours], dtype),
+            (trial.ops[trial.plain], dtype),
+            (trial.ref, wide),
+        )
+    )
+    return parity.complaints(got, torchs, truth, dtype)
+
+
+def _seconds(trial: Trial, name: str, sizes: Sizes, on: str, timer: Timer) -> float:
+    inputs = trial.inputs(sizes.batch, sizes.model.context)
+    wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    op = torch.compile(trial.ops[name]) if sizes.compiled else trial.ops[name]
+
+    def step() -> None:
+        with device.autocast(on, sizes.precision):
+            out = op(*inputs.values())
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        # randn_like would be timed, too
+        torch.autograd.grad(outs, wanted, [y if y.dim() else torch.ones_like(y) for y in outs])
+
+    return timer(step)
+
+
+def _do_bench(step: Callable[[], object]) -> float:
+    from triton.testing import do_bench  # flushes L2 between calls
+
+    return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
+    for name in asked["ops"]:
+        trial = TRIALS[name](sizes, asked["device"], device.DTYPES[sizes.precision])
+        print(json.dumps({name: judge(trial, sizes, asked["device"], _do_bench)}), flush=True)
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+def choose(
+    config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
+) -> tuple[OpsConfig, dict[str, Verdict]]:
+    """`config` with each `auto` of TRIALS that this GPU decides, and the verdicts.
+
+    Args:
+        config: as asked for.
+        sizes: the run's.
+        on: `cuda`; on a CPU nothing is tried.
+        warn: is told what the kernels did wrong.
+    """
+    asked = [name for name in TRIALS if getattr(config, name) == "auto"]
+    if on == "cpu" or not asked or importlib.util.find_spec("triton") is None:
+        return config, {}
+    verdicts = _remembered_or_tried(asked, sizes, on, warn)
+    for name, verdict in verdicts.items():
+        if verdict["complaints"]:
+            warn(
+                f"ops.{name}: our kernels did not pass their trial on this device, "
+                f"{verdict['chosen']} runs instead ({verdict['complaints'][0]})"
+            )
+    chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
+    return replace(config, **chosen), verdicts
+
+
+def _remembered_or_tried(
+    asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
+) -> dict[str, Verdict]:
+    path = cache_dir() / "ops.json"
+    known: dict[str, dict[str, Verdict]] = {}
+    with suppress(OSError, ValueError):
+        known = dict(json.loads(path.read_text()))
+    key = _key(sizes, on)
+    verdicts = known.setdefault(key, {})
+    if missing := [name for name in asked if name not in verdicts]:
+        warn("our kernels are checked and timed on this device, once: a minute or two")
+        found, reason = _tried(missing, sizes, on)
+        verdicts.update(found)
+        with suppress(OSError):  # a cache that cannot be written costs the trial next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
+        for name in set(missing) - set(found):  # not remembered: next time it may have an answer
+            plain = TRIALS[name](sizes, "cpu", torch.float32).plain
+            verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
+    return {name: verdicts[name] for name in asked}
+
+
+def _key(sizes: Sizes, on: str) -> str:
+    """Of everything that a verdict depends on."""
+    sources = hashlib.sha256()
+    for source in sorted((ROOT / "kernels").rglob("*")):
+        if source.suffix in (".py", ".json"):
+            sources.update(source.read_bytes())
+    versions = [importlib.metadata.version(name) for name in ("torch", "triton")]
+    facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], str]:
+    """The verdicts that a child process reached, and how it ended."""
+    order = json.dumps({"ops": asked, "device": on, "sizes": asdict(sizes)})
+    command = [sys.executable, *CHILD]
+    try:
+        done = subprocess.run(
+            command, input=order, capture_output=True, text=True, timeout=TIMEOUT, cwd=ROOT
+        )
+        said, errors = done.stdout, done.stderr.strip().splitlines()
+        reason = f"the trial ended with code {done.returncode}" + "".join(
+            f": {e}" for e in errors[-1:]
+        )
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stdout or b"").decode()
+        reason = f"the trial had no end after {TIMEOUT:.0f} s"
+    verdicts: dict[str, Verdict] = {}
+    for line in said.splitlines():
+        with suppress(ValueError):  # what a library prints
+            verdicts.update(json.loads(line))
+    return verdicts, reason
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What `auto` takes on CUDA, tried here on a CPU: Triton interprets, and a stand-in tells times."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from fastgpt import choose, ops
+from fastgpt.choose import Sizes, Trial, judge
+from fastgpt.config import ModelConfig, OpsConfig
+from tests.proof import backward_only, launches
+
+TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
+SIZES = Sizes(TINY, 2, "fp32", False)
+KERNELS = {
+    "attention": "_attention_bwd_dq_kernel",
+    "norm": "_norm_bwd_kernel",
+    "loss": "_cross_entropy_fwd_kernel",
+}
+
+
+def timer_of(*seconds):
+    """PyTorch's time, then ours; an exception is raised. Each step is run once."""
+    left = list(seconds)
+
+    def timer(step):
+        step()
+        now = left.pop(0)
+        if isinstance(now, type):
+            raise now
+        return now
+
+    return timer
+
+
+@pytest.fixture
+def cosine():
+    """A trial whose ops are right in any dtype."""
+
+    def plain(x):
+        return x.cos()
+
+    def ours(x):
+        return (x + 0).cos()
+
+    return Trial(
+        "plain",
+        "ours",
+        {"plain": plain, "ours": ours},
+        plain,
+        lambda B, T: {"x": torch.randn(B, T)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "worth", "chosen"),
+    [
+        (2.0, 1.0, 1.0, "ours"),
+        (1.0, 1.0, 1.0, "ours"),
+        (1.0, 1.1, 1.0, "plain"),
+        (1.0, 1.1, 1.2, "ours"),
+        (torch.OutOfMemoryError, 1.0, 1.0, "ours"),
+        (1.0, torch.OutOfMemoryError, 1.0, "plain"),
+        (torch.OutOfMemoryError, torch.OutOfMemoryError, 1.0, "plain"),
+    ],
+)
+def test_the_faster_one_is_chosen(cosine, plain, ours, worth, chosen):
+    verdict = judge(replace(cosine, worth=worth), SIZES, "cpu", timer_of(plain, ours))
+    assert verdict["chosen"] == chosen
+    assert verdict["complaints"] == []
+
+
+@pytest.mark.parametrize("wrong", ["output", "gradient"])
+def test_what_is_wrong_is_never_chosen_nor_timed(cosine, wrong):
+    def ours(x):
+        return 1.01 * x.cos() if wrong == "output" else backward_only(x, 1.01).cos()
+
+    broken = replace(cosine, ops={**cosine.ops, "ours": ours})
+    verdict = judge(broken, SIZES, "cpu", timer_of())
+    assert verdict["chosen"] == "plain"
+    assert any(line.startswith(wrong) for line in verdict["complaints"])
+    assert verdict["milliseconds"] == {}
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "rmsnorm", "num_kv_heads": 1, "window": 5, "softcap": 3.0},
+        {"bias": False, "document_mask": True, "eot_id": 0},
+    ],
+)
+def test_our_kernels_pass_their_trials(name, options):
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    with launches(KERNELS[name]):
+        trial = choose.TRIALS[name](sizes, "cpu", torch.float32)
+        verdict = judge(trial, sizes, "cpu", timer_of(2.0, 1.0))
+    assert verdict == {
+        "chosen": trial.ours, "complaints": [],
+        "milliseconds": {trial.plain: 2000.0, trial.ours: 1000.0},
+    }  # fmt: skip
+
+
+def test_timed_as_the_run_calls_it():
+    sizes = Sizes(TINY, 2, "bf16", True)
+    trial = choose.TRIALS["loss"](sizes, "cpu", torch.bfloat16)
+    with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
+        choose._seconds(trial, "torch", sizes, "cpu", timer_of(1.0))
+    assert compiled.called
+
+
+# --- parent and child -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch, tmp_path):
+    """`choose` as on a GPU, with a child that runs `code`; the lines it warned with."""
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
+    monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
+
+    def run(code, config=OpsConfig(), sizes=SIZES):  # noqa: B008 - frozen
+        said = []
+        monkeypatch.setattr(choose, "CHILD", ["-c", code])
+        chosen, verdicts = choose.choose(config, sizes, "cuda", said.append)
+        return chosen, verdicts, said
+
+    return run
+
+
+# as it is, but that it has a CPU, and no clock for GPUs
+CHILD = """
+import io, sys
+from fastgpt import choose
+choose._do_bench = lambda step: 1.0
+sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
+choose.main()
+"""
+ANSWER = json.dumps({"norm": {"chosen": "triton", "complaints": [], "milliseconds": {}}})
+
+
+def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
+    asked = OpsConfig(attention="sdpa")
+    chosen, verdicts, said = on_cuda(CHILD, asked)
+    assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
+    assert verdicts.keys() == {"norm", "loss"}
+    assert len(said) == 1
+    assert "once" in said[0]
+    again, same, said = on_cuda("raise SystemExit(1)", asked)
+    assert (again, same, said) == (chosen, verdicts, [])
+
+
+def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
+    keys = {choose._key(SIZES, "cuda"), choose._key(replace(SIZES, batch=3), "cuda")}
+    monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "a.py").write_text("x = 1")
+    monkeypatch.setattr(choose, "ROOT", tmp_path)
+    keys.add(choose._key(SIZES, "cuda"))
+    (tmp_path / "kernels" / "a.py").write_text("x = 2")
+    keys.add(choose._key(SIZES, "cuda"))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("import os; os.abort()", "ended with code -6"),
+        ("raise RuntimeError('illegal address')", "code 1: RuntimeError: illegal address"),
+        ("import time; time.sleep(60)", "no end after 5 s"),
+    ],
+    ids=["abort", "error", "hang"],
+)
+def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
+    monkeypatch.setattr(choose, "TIMEOUT", 5.0)
+    chosen, _, said = on_cuda(f"print({ANSWER!r}, flush=True); {ending}")
+    names = ops.select(chosen, "cuda", compiled=True).names
+    assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
+    assert len(said) == 3
+    for line, op in zip(said[1:], ("attention", "loss"), strict=True):
+        assert line.startswith(f"ops.{op}: our kernels did not pass")
+        assert reason in line
+    *_, said = on_cuda(ending)
+    assert len(said) == 3  # what was not answered is tried once more
+
+
+def test_on_a_cpu_nothing_is_tried():
+    config = OpsConfig()
+    assert choose.choose(config, SIZES, "cpu", partial(pytest.fail)) == (config, {})
