@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import records
-from fastgpt.data.corpus import open_corpus
 from fastgpt.data.documents import read_pieces
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.preparing import open_corpus
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.storage import data_dir

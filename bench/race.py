@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import nanogpt, records
-from fastgpt.data.corpus import Corpus, open_corpus
+from fastgpt.data.corpus import Corpus
+from fastgpt.data.preparing import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -71,9 +72,9 @@ def _flags(default: Config, flags: list[str]) -> Config:
     return config
 
 
-def _flag_names(section: object, prefix: str = "--") -> list[str]:
+def _flag_names(section: Any, prefix: str = "--") -> list[str]:
     names = []
-    for field in fields(section):  # type: ignore[arg-type]
+    for field in fields(section):
         value = getattr(section, field.name)
         name = prefix + field.name.replace("_", "-")
         names += _flag_names(value, f"{name}.") if is_dataclass(value) else [name]

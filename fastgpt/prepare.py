@@ -10,8 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from fastgpt.data.build import SHARD_TOKENS
-from fastgpt.data.corpus import prepare, read_manifest
+from fastgpt.data.corpus import read_manifest
+from fastgpt.data.preparing import prepare
+from fastgpt.data.request import SHARD_TOKENS
 from fastgpt.display import Preparing
 from fastgpt.errors import UserError, shown_in_one_line
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.data import batches, documents
-from fastgpt.data.build import PROGRESS
-from fastgpt.data.corpus import prepare
+from fastgpt.data.preparing import prepare
+from fastgpt.data.request import PROGRESS
 from fastgpt.data.shards import read_header
 from tests.prepared import contents
 

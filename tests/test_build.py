@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpt.data import batches, build
-from fastgpt.data.corpus import prepare
+from fastgpt.data.preparing import prepare
 from fastgpt.data.shards import LARGE, SMALL, read_header
 from fastgpt.data.tokenizer import load_tokenizer
 from fastgpt.data.writer import ShardWriter

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastgpt.data import corpus as corpus_module
-from fastgpt.data import sources
+from fastgpt.data import preparing, sources
 from fastgpt.data.build import build
-from fastgpt.data.corpus import open_corpus, prepare
+from fastgpt.data.preparing import open_corpus, prepare
 from fastgpt.data.shards import write_shard
 from fastgpt.data.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizer import CharTokenizer
@@ -65,7 +64,7 @@ def builds(monkeypatch):
         time.sleep(0.1)  # so that whoever does not wait is seen
         build(request, out, **options)
 
-    monkeypatch.setattr(corpus_module, "build", counted)
+    monkeypatch.setattr(preparing, "build", counted)
     return calls
 
 
@@ -277,11 +276,11 @@ def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, builds
 
 def test_two_processes_prepare_at_once(text_file):
     code = (
-        "import sys; from fastgpt.data.corpus import open_corpus; "
+        "import sys; from fastgpt.data.preparing import open_corpus; "
         "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
     )
     command = [sys.executable, "-c", code, str(text_file)]
-    root = Path(corpus_module.__file__).parents[2]
+    root = Path(preparing.__file__).parents[2]
     running = [
         subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from fastgpt.data.__main__ import main
-from fastgpt.data.corpus import open_corpus, prepare
+from fastgpt.data.preparing import open_corpus, prepare
 from fastgpt.data.shards import write_shard
 from tests.data_sets import prepared, texts
 

@@ -9,9 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt.config import DataConfig
-from fastgpt.data.corpus import open_corpus
 from fastgpt.data.dataset import open_data
 from fastgpt.data.order import Mixture
+from fastgpt.data.preparing import open_corpus
 from fastgpt.data.shards import LARGE, write_shard
 from fastgpt.data.tokenizer import ByteTokenizer
 from fastgpt.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 
 from fastgpt import prepare
 from fastgpt.data import batches
-from fastgpt.data.corpus import open_corpus
+from fastgpt.data.preparing import open_corpus
 from tests.prepared import contents, gpt2_files, split_ids, write_documents
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +181,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
 MEMORY = """
 import re, sys
 from pathlib import Path
-from fastgpt.data.corpus import prepare
+from fastgpt.data.preparing import prepare
 for size in ("small", "large"):
     [path] = Path(size).glob("x.*")
     prepare(str(path), Path(size, "out"), tokenizer=sys.argv[1], workers=2)

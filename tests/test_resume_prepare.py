@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.data import batches, build, documents
-from fastgpt.data.build import MANIFEST, PROGRESS
-from fastgpt.data.corpus import prepare
+from fastgpt.data import batches, build, documents, request, writer
+from fastgpt.data.preparing import prepare
+from fastgpt.data.request import MANIFEST, PROGRESS
 from fastgpt.errors import UserError
 from tests.prepared import contents, write_documents
 
@@ -98,7 +98,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from fastgpt.data import batches, build
-from fastgpt.data.corpus import prepare
+from fastgpt.data.preparing import prepare
 def slow(*args, encode=build.encode, **options):
     time.sleep(float(sys.argv[3]))
     return encode(*args, **options)
@@ -155,7 +155,7 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
     given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
     whole = contents(preparing("whole", given))
-    watched = {build.__file__, build.ShardWriter.__init__.__code__.co_filename}
+    watched = {module.__file__ for module in (build, request, writer)}
 
     def stop_at(line):
         left = line

@@ -132,7 +132,7 @@ def _draw(corpus: Corpus, path: Path) -> None:
     axes = figure.add_subplot()
     for split in SPLITS:
         lengths = _lengths(corpus, split)
-        axes.hist(lengths, _edges(lengths), histtype="step", label=split)  # type: ignore[arg-type]
+        axes.hist(lengths, _edges(lengths).tolist(), histtype="step", label=split)
     axes.set(yscale="log", xlabel="tokens in a document", ylabel="documents")
     axes.set_xscale("log", base=2)
     axes.set_title(f"{corpus.name}, {corpus.tokenizer.kind} tokens")

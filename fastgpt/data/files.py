@@ -16,7 +16,13 @@ from typing import BinaryIO, Literal, cast
 from fastgpt.data.shards import FORMATS as SHARD_MAGICS
 from fastgpt.errors import UserError
 
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+Format = Literal["text", "jsonl", "parquet"]
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
 COMPRESSED = (".gz", ".zst")
 SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 OTHER_ARCHIVES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".npy", ".npz", ".pt")
@@ -167,8 +173,8 @@ def _kind(path: str) -> str:
     return os.path.splitext(path)[1]
 
 
-def _format(path: str) -> Literal["text", "jsonl", "parquet"]:
-    return FORMATS.get(_kind(path), "text")  # type: ignore[return-value]
+def _format(path: str) -> Format:
+    return FORMATS.get(_kind(path), "text")
 
 
 def _with_splits(files: Sequence[File]) -> tuple[list[File], int]:
