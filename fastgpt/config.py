@@ -36,6 +36,8 @@ def fraction(section: str, config: object, *names: str) -> None:
 class ModelConfig:
     """The network; the defaults are GPT-2 124M as published."""
 
+    architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
+    """A GPT, or one of the steps towards it in fastgpt.lecture, which have no normalisation."""
     num_layers: int = 12
     """Transformer blocks, L."""
     num_heads: int = 12
@@ -57,13 +59,22 @@ class ModelConfig:
     norm_position: Literal["pre", "post"] = "pre"
     """Before each sub-layer (GPT-2) or after each residual sum (the 2017 transformer)."""
     bias: bool = True
-    """Biases in the linear layers and in LayerNorm."""
+    """Biases in the blocks' linear layers and in LayerNorm."""
+    qkv_bias: bool | None = None
+    """Of the projection to queries, keys and values. None: as `bias`."""
+    projection_bias: bool | None = None
+    """Of attention's output projection. None: as `bias`."""
+    head_bias: bool = False
+    """Of the output head; it needs `tied` off."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
     """Of the feed-forward layer; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
     """How the model knows where a token stands."""
     rotary_base: float = 10_000.0
     """Longest wavelength of rotary positions, over 2 pi."""
+    score_scale: Literal["head", "width"] = "head"
+    """What attention scores are divided by: the root of the head dim, or (as in the lecture's first
+    steps) of the width."""
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head (no weights)."""
     tied: bool = True
@@ -76,8 +87,9 @@ class ModelConfig:
     """Attend only within one's own document."""
     eot_id: tyro.conf.Suppress[int | None] = None
     """The token that begins a document, for `document_mask`; the data's tokenizer sets it."""
-    init: Literal["gpt2", "torch"] = "gpt2"
-    """GPT-2's N(0, 0.02) with residual projections scaled by 1/sqrt(2 L), or PyTorch's default."""
+    init: Literal["gpt2", "normal", "torch"] = "gpt2"
+    """GPT-2's N(0, 0.02) with residual projections scaled by 1/sqrt(2 L), without that scaling, or
+    PyTorch's default."""
     dropout: float = 0.0
     """Probability for all four places below that do not set their own."""
     embedding_dropout: float | None = None
@@ -90,7 +102,9 @@ class ModelConfig:
     """After the feed-forward's output projection."""
 
     def __post_init__(self) -> None:
-        positive("model.", self, "num_layers", "num_heads", "num_kv_heads", "dim", "ffn_dim")
+        positive("model.", self, "num_heads", "num_kv_heads", "dim", "ffn_dim")
+        if self.architecture != "bigram":  # which has none
+            positive("model.", self, "num_layers")
         positive("model.", self, "context", "vocab_size", "vocab_multiple", "rotary_base")
         positive("model.", self, "softcap", "window")
         fraction("model.", self, *(f for f in self.__slots__ if f.endswith("dropout")))
@@ -109,6 +123,10 @@ class ModelConfig:
             )
         if self.position == "sinusoidal" and self.dim % 2:
             raise UserError(f"model.dim is {self.dim}: expected an even number for sinusoidal")
+        if self.head_bias and self.tied:
+            raise UserError(
+                "model.head_bias: a head tied to the embedding has none: --no-model.tied"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -117,6 +135,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor on attention scores."""
+        return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
 
     @property
     def ffn_width(self) -> int:
@@ -158,15 +181,22 @@ class DataConfig:
     """Held-out tokens that each evaluation scores, always the same ones; 0: all."""
     final_eval_tokens: int = 0
     """As `eval_tokens`, for the evaluation after the last step."""
+    eval_batches: int = 0
+    """Evaluate instead on so many batches of random windows of each split, others every time."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:
             raise UserError(
                 f"data.val_fraction is {self.val_fraction}: expected a fraction in (0, 1)"
             )
-        for name in ("eval_tokens", "final_eval_tokens"):
+        for name in ("eval_tokens", "final_eval_tokens", "eval_batches"):
             if getattr(self, name) < 0:
-                raise UserError(f"data.{name} is {getattr(self, name)}: expected 0 (all) or more")
+                raise UserError(f"data.{name} is {getattr(self, name)}: expected 0 or more")
+        if self.eval_batches and self.align == "document":
+            raise UserError(
+                f"data.eval_batches is {self.eval_batches}: random windows do not keep to documents"
+                " (data.align document): expected 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +296,10 @@ class Config:
     """Where the values came from before any flag."""
     steps: int = 19_073
     """Optimizer steps."""
+    epochs: float | None = None
+    """The length in passes over the training data, instead of `steps`."""
+    eval_epochs: float | None = None
+    """Passes between two evaluations, instead of `eval_every`."""
     seed: int = 1337
     """Of the initial weights, the sample order and dropout."""
     run_dir: Path | None = None
@@ -286,7 +320,7 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
 
     def __post_init__(self) -> None:
-        positive("", self, "steps", "log_every")
+        positive("", self, "steps", "log_every", "epochs", "eval_epochs")
         for name in ("seed", "eval_every", "save_every"):
             if not 0 <= getattr(self, name) < 2**63:
                 raise UserError(f"{name} is {getattr(self, name)}: expected 0 to 2^63 - 1")

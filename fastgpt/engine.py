@@ -5,7 +5,7 @@ nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, e
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -16,13 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt import checkpoint, choose, device, distributed, ops, run
 from fastgpt.config import Config
+from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.loader import Loader
+from fastgpt.data.loader import Loader, eval_batches, random_batches
+from fastgpt.data.order import SampleOrder
 from fastgpt.display import Preparing
 from fastgpt.errors import UserError
-from fastgpt.evaluate import validation_loss
+from fastgpt.evaluate import mean_loss
+from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token
-from fastgpt.model import GPT
 from fastgpt.optim import Optimizers
 from fastgpt.schedule import lr_ratio
 
@@ -51,13 +53,17 @@ class Engine:
         if config.train.tf32:
             torch.set_float32_matmul_precision("high")
         self.data = self._open_data(config)
-        self.config = run.with_vocabulary(config, self.data.tokenizer)
+        orders = self.data.orders(config.model.context, config.seed)
+        self.epoch_sizes = [order.epoch_size(0) for order in orders]
+        self.coverage = [order.coverage() for order in orders]
+        config = run.with_vocabulary(config, self.data.tokenizer)
+        self.config = run.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
         self._build_model()
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
-        self._open_loader(self._restore())
+        self._open_loader(orders, self._restore())
 
     def _open_data(self, config: Config) -> DataSet:
         source = run.resolve_source(config.data.source, self.warn)
@@ -86,7 +92,7 @@ class Engine:
         )
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
         torch.manual_seed(config.seed)
-        self.model = GPT(config.model, self.ops).to(self.device)
+        self.model = build_model(config.model, self.ops).to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler)
         self.loss: Callable[..., Tensor] = self.model
@@ -124,7 +130,7 @@ class Engine:
             return None
         return found.state["loader"]
 
-    def _open_loader(self, state: dict[str, list[int]] | None) -> None:
+    def _open_loader(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> None:
         config, ranks = self.config, self.world.size
         if config.global_batch % ranks:
             raise UserError(
@@ -145,9 +151,6 @@ class Engine:
                     f"{corpus.name}: {len(corpus.val)} token held out, expected at least 2: "
                     "give more text or a larger --data.val-fraction"
                 )
-        orders = self.data.orders(config.model.context, config.seed)
-        self.epoch_sizes = [order.epoch_size(0) for order in orders]
-        self.coverage = [order.coverage() for order in orders]
         for corpus, covered in zip(self.data.corpora, self.coverage):
             if covered < 0.5:
                 self.warn(
@@ -203,18 +206,18 @@ class Engine:
         """Around every forward."""
         return device.autocast(self.device, self.precision)
 
-    def validation(self, max_tokens: int) -> list[tuple[float, int]]:
-        """(mean loss in nats, targets scored) on each corpus; see `validation_loss`."""
+    def evaluate(self, split: str, max_tokens: int = 0) -> list[tuple[float, int]]:
+        """(mean loss in nats, targets scored) on `train` or `val` of each corpus.
+
+        Args:
+            split: `train` only with `data.eval_batches`, which also says how much is scored.
+            max_tokens: about how many targets of fixed windows are scored; 0: all.
+        """
         self.model.eval()
         results = [
-            validation_loss(
+            mean_loss(
                 self.loss,
-                corpus.val,
-                context=self.config.model.context,
-                micro_batch=self.micro_batch,
-                max_tokens=max_tokens,
-                documents=self.data.validation_documents(corpus, self.config.model.context),
-                pad_id=self.data.pad_id,
+                self._eval_batches(corpus, split, max_tokens),
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
@@ -223,6 +226,31 @@ class Engine:
         ]
         self.model.train()
         return results
+
+    def _eval_batches(
+        self, corpus: Corpus, split: str, max_tokens: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        config, tokens = self.config, getattr(corpus, split)
+        shared = {
+            "context": config.model.context,
+            "micro_batch": self.micro_batch,
+            "rank": self.world.rank,
+            "world_size": self.world.size,
+        }
+        if config.data.eval_batches:
+            return random_batches(
+                tokens,
+                samples=config.data.eval_batches * config.global_batch,
+                seed=(config.seed & 0xFFFFFFFF, self.step, split == "train"),
+                **shared,
+            )
+        return eval_batches(
+            tokens,
+            max_tokens=max_tokens,
+            documents=self.data.validation_documents(corpus, config.model.context),
+            pad_id=self.data.pad_id,
+            **shared,
+        )
 
     def epochs(self) -> list[float]:
         """How often each corpus has been read by the steps taken."""

@@ -1,15 +1,13 @@
 """What a model can do so far: its loss on held-out text, and a sample of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpt.data.loader import IGNORED, eval_batches
-from fastgpt.data.order import SampleOrder
-from fastgpt.data.shards import Tokens
+from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizer import Tokenizer
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
@@ -18,44 +16,24 @@ from fastgpt.model import GPT
 
 
 @torch.no_grad()
-def validation_loss(
+def mean_loss(
     model: Callable[[Tensor, Tensor], Tensor],
-    tokens: np.ndarray | Tokens,
+    batches: Iterable[tuple[Tensor, Tensor]],
     *,
-    context: int,
-    micro_batch: int,
-    max_tokens: int,
-    documents: SampleOrder | None = None,
-    pad_id: int = 0,
     world: World,
     device: str,
     autocast: AbstractContextManager,
 ) -> tuple[float, int]:
-    """Mean loss in nats over fixed windows of `tokens`, shared between all ranks, and its targets.
+    """Mean loss in nats over the targets of all ranks' batches, and how many they are.
 
     Args:
         model: (tokens, targets) -> mean loss, in evaluation mode.
-        tokens: (N,), held out.
-        context: T.
-        micro_batch: B; every batch has the shape (B, T) of training, so that nothing recompiles.
-        max_tokens: how many targets, about; 0: all.
-        documents: see `eval_batches`.
-        pad_id: see `eval_batches`.
+        batches: this rank's; each has the shape of training's, so that nothing recompiles.
         world: the ranks.
         device: of the model.
         autocast: entered around each forward.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    batches = eval_batches(
-        tokens,
-        context=context,
-        micro_batch=micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-        max_tokens=max_tokens,
-        documents=documents,
-        pad_id=pad_id,
-    )
     for x, y in batches:
         count = int((y != IGNORED).sum())
         with autocast:

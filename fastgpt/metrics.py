@@ -21,8 +21,15 @@ def flops_per_token(config: ModelConfig) -> float:
     C, D, F, T = config.dim, config.head_dim, config.ffn_width, config.context
     H, K = config.num_heads, config.kv_heads
     up = 2 * F if config.activation == "swiglu" else F
-    block = C * (H + 2 * K) * D + H * D * C + C * up + F * C
-    N = config.num_layers * block + config.padded_vocab * C
+    qkv, rest = C * (H + 2 * K) * D, H * D * C + C * up + F * C
+    match config.architecture:
+        case "bigram":
+            return 0.0  # one row is looked up
+        case "heads":
+            rest = 0
+        case "feedforward":
+            rest = C * C
+    N = config.num_layers * (qkv + rest) + config.padded_vocab * C
     window = min(config.window or T, T)
     keys = (window * T - window * (window - 1) / 2) / T
     return 6 * N + 12 * config.num_layers * H * D * keys

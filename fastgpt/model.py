@@ -80,8 +80,12 @@ class Attention(nn.Module):
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
         self.heads = (H, K, K)
         self.head_dim = D
-        self.c_attn = nn.Linear(C, (H + 2 * K) * D, bias=config.bias)
-        self.c_proj = nn.Linear(H * D, C, bias=config.bias)
+        qkv_bias, bias = config.qkv_bias, config.projection_bias
+        self.c_attn = nn.Linear(
+            C, (H + 2 * K) * D, bias=config.bias if qkv_bias is None else qkv_bias
+        )
+        self.c_proj: nn.Module = nn.Linear(H * D, C, bias=config.bias if bias is None else bias)
+        self.scale = config.attention_scale
         self.qk_norm = config.qk_norm
         self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
         turned = config.qk_norm or config.position == "rotary"
@@ -95,7 +99,12 @@ class Attention(nn.Module):
         p = self.p if self.training else 0.0
         if self.packed is not None:
             y = self.packed(
-                qkv, self.heads[0], window=self.window, dropout_p=p, doc_ids=doc_ids
+                qkv,
+                self.heads[0],
+                scale=self.scale,
+                window=self.window,
+                dropout_p=p,
+                doc_ids=doc_ids,
             )  # (B, T, H, D)
             return self.dropout(self.c_proj(y.flatten(2)))
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
@@ -104,7 +113,9 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
         if turn is not None:
             q, k = op.rotary(q, k, *turn)
-        y = self.op(q, k, v, window=self.window, dropout_p=p, doc_ids=doc_ids)  # (B, T, H, D)
+        y = self.op(
+            q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
+        )  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -215,7 +226,7 @@ POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
 
 
 class GPT(nn.Module):
-    """Tokens in, logits or loss out.
+    """Tokens in, logits or loss out; `build_model` makes one.
 
     Args:
         config: `vocab_size` must be set.
@@ -232,22 +243,31 @@ class GPT(nn.Module):
         self.wpe = nn.Identity() if add is None else add(config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
-        block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
-        self.h = nn.ModuleList(block(config, ops) for _ in range(config.num_layers))
-        self.ln_f = NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
+        self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
+        self.ln_f = self.last_norm(config, ops)
         self.loss = ops.loss
         self.lm_head = None
         if not config.tied:
-            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=False)
+            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.head_bias)
         self._init_weights()
         self.register_state_dict_post_hook(_cut_padding)
         self.register_load_state_dict_pre_hook(_restore_padding)
 
+    def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
+        """One of the layers."""
+        return (PreNormBlock if config.norm_position == "pre" else PostNormBlock)(config, ops)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
+        """What normalises the residual stream before the head."""
+        return NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
+
     def _init_weights(self) -> None:
-        if self.config.init == "gpt2":
+        init = self.config.init
+        if init != "torch":
             for name, weight in self.named_parameters():
                 if weight.dim() == 2:
-                    depth = 2 * self.config.num_layers if name.endswith("c_proj.weight") else 1
+                    scaled = init == "gpt2" and name.endswith("c_proj.weight")
+                    depth = 2 * self.config.num_layers if scaled else 1
                     nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
                 elif name.endswith("bias"):
                     nn.init.zeros_(weight)
@@ -256,7 +276,8 @@ class GPT(nn.Module):
                 table[self.config.vocab_size :] = 0
 
     def _vocab_tables(self) -> list[Tensor]:
-        return [self.wte.weight] + ([] if self.lm_head is None else [self.lm_head.weight])
+        """Whatever has a row for each token of the padded vocabulary."""
+        return [self.wte.weight, *([] if self.lm_head is None else self.lm_head.parameters())]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Runs the network.
@@ -277,29 +298,37 @@ class GPT(nn.Module):
             x, residual = block(x, residual, turn, doc_ids)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
-        head = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        return self.head(x, targets)
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits or loss, as `forward`, from the normalised residual stream x (B, T, C)."""
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        bias = None if self.lm_head is None else self.lm_head.bias
         V, softcap = self.config.vocab_size, self.config.softcap
         assert V is not None
         if targets is None:
-            return op.head_logits(x, head, valid_vocab=V, softcap=softcap)
-        return self.loss(x, head, targets, valid_vocab=V, softcap=softcap)
+            return op.head_logits(x, weight, bias=bias, valid_vocab=V, softcap=softcap)
+        return self.loss(x, weight, targets, bias=bias, valid_vocab=V, softcap=softcap)
 
     def num_params(self) -> int:
         """Trained numbers; the padding of the vocabulary is left out."""
         return sum(tensor.numel() for tensor in dict(self.state_dict()).values())
 
 
+VOCAB_TABLES = ("wte.weight", "lm_head.weight", "lm_head.bias")
+
+
 def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     assert isinstance(model, GPT)
-    for name in ("wte.weight", "lm_head.weight"):
+    for name in VOCAB_TABLES:
         if prefix + name in state:
             state[prefix + name] = state[prefix + name][: model.config.vocab_size]
 
 
 def _restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     assert isinstance(model, GPT)
-    for name in ("wte.weight", "lm_head.weight"):
+    for name in VOCAB_TABLES:
         table = state.get(prefix + name)
         if table is not None and table.shape[0] == model.config.vocab_size:
             missing = model.config.padded_vocab - table.shape[0]
-            state[prefix + name] = F.pad(table, (0, 0, 0, missing))
+            state[prefix + name] = F.pad(table, (0, 0) * (table.dim() - 1) + (0, missing))

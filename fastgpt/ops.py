@@ -27,6 +27,7 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     *,
+    scale: float | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
@@ -43,6 +44,7 @@ def sdpa(
         attn_mask=mask,
         dropout_p=dropout_p,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
@@ -95,14 +97,28 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return turn(q), turn(k)
 
 
-def head_logits(x: Tensor, weight: Tensor, *, valid_vocab: int, softcap: float | None) -> Tensor:
-    """Logits (..., valid_vocab) of x (..., C) and weight (padded V, C); the padding's are cut."""
-    logits = F.linear(x, weight)[..., :valid_vocab]
+def head_logits(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    valid_vocab: int,
+    softcap: float | None,
+) -> Tensor:
+    """Logits (..., valid_vocab) of x (..., C), weight (padded V, C) and bias (padded V,); the
+    padding's are cut."""
+    logits = F.linear(x, weight, bias)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, valid_vocab: int, softcap: float | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    valid_vocab: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """Mean cross-entropy in nats over the targets that are not -100, all logits at once.
 
@@ -112,13 +128,14 @@ def linear_cross_entropy(
         x: (B, T, C).
         weight: (padded V, C); rows from `valid_vocab` on take no part.
         targets: (B, T) int64.
+        bias: (padded V,).
         valid_vocab: V.
         softcap: see `ModelConfig.softcap`.
 
     Returns:
         Tensor: () fp32; NaN where every target is -100.
     """
-    logits = head_logits(x, weight, valid_vocab=valid_vocab, softcap=softcap)
+    logits = head_logits(x, weight, bias=bias, valid_vocab=valid_vocab, softcap=softcap)
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 

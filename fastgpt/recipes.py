@@ -1,5 +1,7 @@
 """The named runs: `python train.py NAME`."""
 
+from dataclasses import replace
+
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 GPT2_SIZES = {
@@ -26,6 +28,46 @@ def _gpt2(name: str) -> Config:
 _SHAKESPEARE = DataConfig(source="shakespeare", eval_tokens=0)
 
 _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
+
+_PYTORCHS_ADAMW = OptimConfig(
+    beta2=0.999, weight_decay=0.01, grad_clip=0.0, schedule="constant"
+)  # fmt: skip
+"""PyTorch's defaults, but that vectors do not decay."""
+
+
+def _lecture(name: str, *, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
+    """A step of the lecture, with its sampling, evaluation and optimizer."""
+    small = model.init == "torch"
+    return Config(
+        recipe=f"lecture-{name}",
+        steps=steps,
+        log_every=100,
+        eval_every=eval_every,
+        model=model,
+        data=DataConfig(source="shakespeare", sampling="random-windows", eval_batches=200),
+        optim=replace(_PYTORCHS_ADAMW, lr=1e-3 if small else 3e-4),
+        train=TrainConfig(
+            batch_tokens=batch * model.context, precision="fp32" if small else "auto"
+        ),
+    )
+
+
+_HEAD = ModelConfig(
+    architecture="heads", num_layers=1, num_heads=1, dim=32, context=8, vocab_multiple=1,
+    activation="relu", qkv_bias=False, score_scale="width", tied=False, head_bias=True,
+    init="torch",
+)  # fmt: skip
+_RESIDUAL = replace(_HEAD, architecture="residual", num_layers=3, num_heads=4)
+_LAYERNORM = replace(_RESIDUAL, architecture="gpt")
+_LECTURE_GPT = ModelConfig(
+    num_layers=6, num_heads=6, dim=192, context=128, activation="relu", qkv_bias=False,
+    tied=False, head_bias=True, init="normal", dropout=0.2, embedding_dropout=0.0,
+)  # fmt: skip
+
+
+def _ladder(name: str, model: ModelConfig) -> Config:
+    return _lecture(name, steps=5000, batch=32, eval_every=500, model=model)
+
 
 _MUON = OptimConfig(
     kind="muon",
@@ -87,6 +129,39 @@ RECIPES: dict[str, tuple[str, Config]] = {
             data=_SHAKESPEARE,
             optim=OptimConfig(lr=1e-3, beta2=0.99, warmup_steps=100),
             train=TrainConfig(batch_tokens=64 * 256),
+        ),
+    ),
+    "lecture-bigram": (
+        "the lecture's ladder on tiny shakespeare, A: one table of bigrams",
+        _lecture(
+            "bigram", steps=10_100, batch=32, eval_every=2000,
+            model=replace(_HEAD, architecture="bigram"),
+        ),
+    ),
+    "lecture-head": ("B: one attention head", _ladder("head", _HEAD)),
+    "lecture-multihead": ("C: four heads of 8", _ladder("multihead", replace(_HEAD, num_heads=4))),
+    "lecture-feedforward": (
+        "D: and a feed-forward layer",
+        _ladder("feedforward", replace(_HEAD, architecture="feedforward", num_heads=4)),
+    ),
+    "lecture-residual": ("E: three blocks, residual", _ladder("residual", _RESIDUAL)),
+    "lecture-layernorm": ("F: and LayerNorm", _ladder("layernorm", _LAYERNORM)),
+    "lecture-gpt": (
+        "G: the GPT of the notes, 2.7M parameters",
+        _lecture("gpt", steps=5000, batch=64, eval_every=1000, model=_LECTURE_GPT),
+    ),
+    "lecture-gpt-full": (
+        "G': the same at the lecture's own size, 10.8M: for a GPU",
+        _lecture(
+            "gpt-full", steps=5000, batch=64, eval_every=1000,
+            model=replace(_LECTURE_GPT, dim=384, context=256),
+        ),
+    ),
+    "lecture-gpt-small": (
+        "H: a GPT of 0.2M parameters, 4 layers of 64",
+        _lecture(
+            "gpt-small", steps=5000, batch=16, eval_every=100,
+            model=replace(_LAYERNORM, num_layers=4, dim=64, context=32),
         ),
     ),
     "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2("gpt2-124m")),

@@ -3,6 +3,7 @@
 import importlib.metadata
 import itertools
 import json
+import math
 import platform
 import shlex
 import subprocess
@@ -117,6 +118,20 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
+
+
+def with_epochs(config: Config, samples: int) -> Config:
+    """`config` with what was given in epochs of `samples` as steps, rounded up."""
+    per_step = config.global_batch
+
+    def steps(epochs: float | None, given: int) -> int:
+        return given if epochs is None else math.ceil(epochs * samples / per_step)
+
+    return replace(
+        config,
+        steps=steps(config.epochs, config.steps),
+        eval_every=steps(config.eval_epochs, config.eval_every),
+    )
 
 
 def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:

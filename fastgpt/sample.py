@@ -13,6 +13,7 @@ from fastgpt.config import OpsConfig
 from fastgpt.data.tokenizer import load_tokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.run import saved_config
 
@@ -57,7 +58,7 @@ class SampleConfig:
 
 def load_model(found: checkpoint.Checkpoint, on: str) -> GPT:
     """The model of a checkpoint, in evaluation mode on device `on`."""
-    model = GPT(saved_config(found.path).model, ops.select(OpsConfig(), on, compiled=False))
+    model = build_model(saved_config(found.path).model, ops.select(OpsConfig(), on, compiled=False))
     model.load_state_dict(found.weights)
     return model.to(on).eval()
 

@@ -248,10 +248,12 @@ class Trainer:
         """Validation loss, and a sample; the checkpoint of this step may be the best so far."""
         data, step = self.config.data, self.engine.step
         last = step >= self.config.steps
-        results = self.engine.validation(data.final_eval_tokens if last else data.eval_tokens)
-        weights, tokens = self.engine.data.weights, sum(count for _, count in results)
-        loss = math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
-        record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        results = self.engine.evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
+        loss = self._weighted(results)
+        record: dict[str, Any] = {"step": step, "val_loss": loss}
+        record["val_tokens"] = sum(count for _, count in results)
+        if data.eval_batches:
+            record["eval_train_loss"] = self._weighted(self.engine.evaluate("train"))
         if len(results) > 1:
             record["val_losses"] = [loss for loss, _ in results]
         bits = ""
@@ -260,7 +262,10 @@ class Trainer:
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
         record["tokens"] = step * self.config.train.batch_tokens
-        self.display.line(f"step {step:>6}  val loss {loss:.4f}{bits}  ({tokens:,} tokens)")
+        self.display.line(
+            f"step {step:>6}  epoch {max(self.engine.epochs()):.2f}  val loss {loss:.4f}  "
+            f"perplexity {_perplexity(loss)}{bits}  ({record['val_tokens']:,} tokens)"
+        )
         if self.log is None:
             return
         self.log.write(record)
@@ -270,6 +275,11 @@ class Trainer:
         if loss < self.best and saved.exists():
             checkpoint.mark_best(saved)
             self.best = loss
+
+    def _weighted(self, results: list[tuple[float, int]]) -> float:
+        """The mean of the corpora's losses, by their weights."""
+        weights = self.engine.data.weights
+        return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
     def _sample(self) -> None:
         engine = self.engine
@@ -298,6 +308,11 @@ class Trainer:
         self.display.stop()
         command = run.resume_command(self.run_dir, self.world.size)
         self.display.line(f"stopped after step {self.engine.step}; to go on: {command}")
+
+
+def _perplexity(loss: float) -> str:
+    """exp(loss); a diverged run's is infinite, not an error."""
+    return f"{math.exp(loss):.2f}" if loss < 700 else "inf"
 
 
 def _due(step: int, every: int) -> bool:

@@ -155,7 +155,7 @@ def test_headline_command(tmp_path):
     assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
         "step_00000002"
     ]
-    assert out.count("step      0  val loss") == 1, "only one rank speaks"
+    assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
 
 
 @pytest.mark.slow

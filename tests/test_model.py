@@ -317,9 +317,9 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
     """Ops whose dropout drops everything, and the probabilities that attention was given."""
     seen = []
 
-    def attention(q, k, v, *, window, dropout_p, doc_ids):
+    def attention(q, k, v, *, scale, window, dropout_p, doc_ids):
         seen.append(dropout_p)
-        return attention_ref(q, k, v, window=window, doc_ids=doc_ids)
+        return attention_ref(q, k, v, scale=scale, window=window, doc_ids=doc_ids)
 
     return Ops(attention, None, ops.NORMS["torch"], ops.LOSS["torch"], lambda x, p: x * 0, {}), seen
 

@@ -187,6 +187,44 @@ def eval_batches(
     return _eval_batches(tokens, windows[rank::world_size], context, micro_batch, pad_id)
 
 
+def random_batches(
+    tokens: np.ndarray | Tokens,
+    *,
+    context: int,
+    micro_batch: int,
+    samples: int,
+    seed: Sequence[int],
+    rank: int,
+    world_size: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows that begin anywhere, drawn with replacement: a function of `seed` alone.
+
+    Args:
+        tokens: (N,), any integer dtype.
+        context: T, in tokens.
+        micro_batch: B, rows of every batch.
+        samples: how many windows over all ranks, a multiple of B.
+        seed: integers of 32 bits.
+        rank: this process; it takes every `world_size`-th batch.
+        world_size: processes that share the batches.
+    Yields:
+        x, y: (B, T) int64 on the CPU.
+    Raises:
+        UserError: fewer than T + 1 tokens.
+    """
+    if len(tokens) <= context:
+        raise UserError(
+            f"a split has {len(tokens):,} tokens, but one window of context {context:,} needs"
+            f" {context + 1:,}"
+        )
+    stream = np.random.RandomState(list(seed))
+    starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
+    for row in starts[rank::world_size]:
+        windows = np.stack([tokens[start : start + context + 1] for start in row.tolist()])
+        both = torch.from_numpy(windows.astype(np.int64))
+        yield both[:, :-1], both[:, 1:]
+
+
 def _eval_batches(
     tokens: np.ndarray | Tokens,
     windows: np.ndarray,

@@ -1,0 +1,97 @@
+"""The steps from a bigram to a GPT, each made of the one before and of the GPT's own parts.
+
+A   Bigram             row t of one V x V table holds the logits of what follows token t
+B   HeadsBlock         token and position embeddings, one attention head, a linear output
+C   HeadsBlock         several heads side by side
+D   FeedForwardBlock   then a layer that thinks about what the heads have brought
+E   ResidualBlock      both as additions to a residual stream, so that blocks can be stacked
+F   model.PreNormBlock LayerNorm before each of them and at the end: from here on it is a GPT
+
+The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
+`-gpt` train them; what each reaches is in docs/reproduction.md.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor, nn
+
+from fastgpt.config import ModelConfig
+from fastgpt.model import GPT, MLP, Attention
+from fastgpt.ops import Ops
+
+
+class Bigram(GPT):
+    """A GPT with no layers, no positions and no head: its embeddings are the logits."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        V = config.padded_vocab
+        bare = replace(config, num_layers=0, dim=V, num_heads=1, num_kv_heads=None)
+        super().__init__(replace(bare, position="none", tied=True, head_bias=False), ops)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
+        return None
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        logits = x[..., : self.config.vocab_size]
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+class HeadsBlock(nn.Module):
+    """Attention alone: the heads' outputs side by side, with no projection after them."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.attn = Attention(config, ops)
+        self.attn.c_proj = nn.Identity()
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        return self.attn(x, *rest), residual
+
+
+class FeedForwardBlock(HeadsBlock):
+    """Attention, then one linear layer with a ReLU."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__(config, ops)
+        self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim), nn.ReLU())
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        x, _ = super().forward(x, residual, *rest)
+        return self.mlp(x), residual
+
+
+class ResidualBlock(nn.Module):
+    """x + attention, then x + feed-forward: both now end in a projection, the second is wider."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.attn = Attention(config, ops)
+        self.mlp = MLP(config, ops)
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        x = x + self.attn(x, *rest)
+        return x + self.mlp(x), residual
+
+
+BLOCKS = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": ResidualBlock}
+
+
+class Unnormalised(GPT):
+    """B to E: a GPT whose blocks are one of `BLOCKS`."""
+
+    def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
+        return BLOCKS[config.architecture](config, ops)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
+        return None
+
+
+def build_model(config: ModelConfig, ops: Ops) -> GPT:
+    """The network that `config.architecture` names; `config.vocab_size` must be set."""
+    if config.architecture == "gpt":
+        return GPT(config, ops)
+    return (Bigram if config.architecture == "bigram" else Unnormalised)(config, ops)
