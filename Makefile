@@ -11,7 +11,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity gpu lint fmt clean .python .fresh
+.PHONY: help setup train test test-full parity gpu reproduce lint fmt clean .python .fresh
 .NOTPARALLEL:
 .SUFFIXES:
 
@@ -93,6 +93,9 @@ gpu: $(call env,dev) ## all that needs CUDA: parity, then GPT-2 124M for 50 step
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
 	$(PY) train.py gpt2-124m --train.device cuda --steps 50 --eval-every 0 --data.final-eval-tokens 1048576 \
 	--run-dir runs/gpu/$$(date +%Y%m%d-%H%M%S)
+
+reproduce: $(call env,core) ## train the lecture's systems as published; writes docs/reproduction.md
+	$(PY) -m bench.reproduce $(ARGS)
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .

@@ -18,6 +18,11 @@ def quantiles(samples: list[float]) -> dict[str, float]:
     return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
 
 
+def folder_of(on: str) -> Path:
+    """Where the records of this machine's `cpu` or `cuda` are kept."""
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", device.device_name(on).lower()).strip("-")
+
+
 def write(name: str, on: str, rows: list[dict[str, Any]]) -> Path:
     """Appends `rows` to `results/<device>/<date>-<name>.jsonl`, each with device, versions, commit.
 
@@ -26,8 +31,7 @@ def write(name: str, on: str, rows: list[dict[str, Any]]) -> Path:
         on: `cpu` or `cuda`.
         rows: what was measured.
     """
-    described = device.device_name(on)
-    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", described.lower()).strip("-")
+    described, folder = device.device_name(on), folder_of(on)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{time.strftime('%Y-%m-%d')}-{name}.jsonl"
     with path.open("a") as file:

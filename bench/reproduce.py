@@ -1,0 +1,162 @@
+"""Every system of the lecture, trained as published: `python -m bench.reproduce [--only A B]`.
+
+Each is one `python train.py RECIPE`. What it reaches goes into bench/results, and the table of
+docs/reproduction.md is written from there. A system whose record is kept is not trained again, and
+one that was broken off goes on: the same command finishes what is left.
+"""
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from bench import records
+from bench.reproduction import SYSTEMS, System, put_into, render
+from fastgpt import cli, device
+from fastgpt.config import Config, to_json
+from fastgpt.errors import UserError, shown_in_one_line, unknown_name, writing
+from fastgpt.metrics import read_records
+from fastgpt.storage import write_atomically
+
+ROOT = Path(__file__).parent.parent
+NAME = "reproduction"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reproduce:
+    """Trains the systems of the lecture and writes what they reached beside what was published."""
+
+    only: tuple[str, ...] = ()
+    """Systems by letter or recipe. None named: all but G', which is for a GPU."""
+    gpt_steps: int = 1000
+    """Of G, which was published at 1000 and 2000 steps; its other settings are its own."""
+    again: bool = False
+    """Train also what is on record."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    runs: Path = Path("runs/reproduce")
+    """Where the runs are kept."""
+    page: Path = ROOT / "docs" / "reproduction.md"
+    """Where the table is put."""
+
+    def __post_init__(self) -> None:
+        if self.gpt_steps < 1:
+            raise UserError(f"--gpt-steps is {self.gpt_steps}: expected 1 or more")
+
+
+def chosen(only: tuple[str, ...]) -> list[System]:
+    """The systems of these letters or recipes, in the order of the ladder."""
+    known = {name: s for s in SYSTEMS for name in (s.letter, s.recipe)}
+    for name in only:
+        if name not in known:
+            raise unknown_name("system", name, known)
+    return [s for s in SYSTEMS if (s.letter in only or s.recipe in only if only else s.on_cpu)]
+
+
+def flags(system: System, options: Reproduce) -> list[str]:
+    """What follows `python train.py`, but for where the run is kept."""
+    shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
+    return [system.recipe, *shorter, "--train.device", device.pick_device(options.device)]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All that decides a run's losses."""
+    return json.loads(to_json(config))
+
+
+def on_record(folder: Path, config: Config) -> dict[str, Any] | None:
+    """The newest record of a run with these settings."""
+    rows = [row for path in sorted(folder.glob(f"*-{NAME}.jsonl")) for row in read_records(path)]
+    return next((row for row in reversed(rows) if row["config"] == settings(config)), None)
+
+
+def train(argv: list[str], run_dir: Path) -> float:
+    """Seconds of the whole process, and of those before it that were broken off.
+
+    Raises:
+        UserError: it failed; its own message is on the terminal.
+    """
+    clock = run_dir.with_suffix(".seconds")
+    before = float(clock.read_text()) if clock.exists() else 0.0
+    command = [sys.executable, "train.py", *argv, "--run-dir", str(run_dir), "--resume", "auto"]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=ROOT)
+    finally:
+        seconds = before + time.perf_counter() - start
+        with writing(clock):
+            clock.parent.mkdir(parents=True, exist_ok=True)
+            clock.write_text(f"{seconds}")
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed: see above")
+    return seconds
+
+
+def reproduce(system: System, options: Reproduce) -> dict[str, Any]:
+    """Trains one system; its row for the record."""
+    argv = flags(system, options)
+    config = cli.parse(argv)
+    key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
+    run_dir = options.runs.absolute() / f"{system.recipe}-{key}"
+    seconds = train(argv, run_dir)
+    log = read_records(run_dir / "metrics.jsonl")
+    if log[-1]["step"] < config.steps:
+        raise UserError(f"{run_dir} stopped at step {log[-1]['step']}: the same command goes on")
+    measured = {
+        f"{target.key} {target.step}": value
+        for target in system.targets
+        if (value := _value(log, target.key, target.step)) is not None
+    }
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    return {
+        "system": system.letter,
+        "command": f"python train.py {' '.join(argv)}",
+        "seconds": round(seconds, 1),
+        "parameters": manifest["parameters"],
+        "measured": measured,
+        "config": settings(config),
+    }
+
+
+def _value(log: list[dict[str, Any]], key: str, step: int) -> float | None:
+    return next((r[key] for r in log if r["step"] == step and key in r), None)
+
+
+def main(argv: list[str]) -> None:
+    options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
+    console, on = Console(highlight=False), device.pick_device(options.device)
+    folder = records.folder_of(on)
+    for system in chosen(options.only):
+        config = cli.parse(flags(system, options))
+        if options.again or on_record(folder, config) is None:
+            console.rule(f"{system.letter}: {system.recipe}")
+            records.write(NAME, on, [reproduce(system, options)])
+        write_page(options, folder)
+    rows = [on_record(folder, cli.parse(flags(s, options))) for s in SYSTEMS]
+    seconds = math.fsum(row["seconds"] for row in rows if row)
+    console.print(f"{options.page}: {seconds / 60:.1f} minutes of training in all")
+
+
+def write_page(options: Reproduce, folder: Path) -> None:
+    """The page, from the newest record of each system."""
+    rows = {
+        system.letter: row
+        for system in SYSTEMS
+        if (row := on_record(folder, cli.parse(flags(system, options)))) is not None
+    }
+    page = put_into(options.page.read_text(encoding="utf-8"), render(rows))
+    with writing(options.page):
+        write_atomically(options.page, page.encode())
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])
