@@ -7,7 +7,6 @@ one that was broken off goes on: the same command finishes what is left.
 
 import hashlib
 import json
-import math
 import subprocess
 import sys
 import time
@@ -61,10 +60,11 @@ def chosen(only: tuple[str, ...]) -> list[System]:
     return [s for s in SYSTEMS if (s.letter in only or s.recipe in only if only else s.on_cpu)]
 
 
-def flags(system: System, options: Reproduce) -> list[str]:
-    """What follows `python train.py`, but for where the run is kept."""
+def commands(system: System, options: Reproduce) -> list[list[str]]:
+    """What follows `python train.py` in each run, but for where it is kept."""
     shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
-    return [system.recipe, *shorter, "--train.device", device.pick_device(options.device)]
+    on = ["--train.device", device.pick_device(options.device)]
+    return [[system.recipe, *shorter, *on, "--seed", str(seed)] for seed in system.seeds]
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -100,9 +100,8 @@ def train(argv: list[str], run_dir: Path) -> float:
     return seconds
 
 
-def reproduce(system: System, options: Reproduce) -> dict[str, Any]:
-    """Trains one system; its row for the record."""
-    argv = flags(system, options)
+def reproduce(system: System, argv: list[str], options: Reproduce) -> dict[str, Any]:
+    """Trains one run of a system; its row for the record."""
     config = cli.parse(argv)
     key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
     run_dir = options.runs.absolute() / f"{system.recipe}-{key}"
@@ -135,24 +134,22 @@ def main(argv: list[str]) -> None:
     console, on = Console(highlight=False), device.pick_device(options.device)
     folder = records.folder_of(on)
     for system in chosen(options.only):
-        config = cli.parse(flags(system, options))
-        if options.again or on_record(folder, config) is None:
-            console.rule(f"{system.letter}: {system.recipe}")
-            records.write(NAME, on, [reproduce(system, options)])
-        write_page(options, folder)
-    rows = [on_record(folder, cli.parse(flags(s, options))) for s in SYSTEMS]
-    seconds = math.fsum(row["seconds"] for row in rows if row)
-    console.print(f"{options.page}: {seconds / 60:.1f} minutes of training in all")
+        for argv in commands(system, options):
+            if options.again or on_record(folder, cli.parse(argv)) is None:
+                console.rule(f"{system.letter}: {' '.join(argv)}")
+                records.write(NAME, on, [reproduce(system, argv, options)])
+                write_page(options, folder)
+    write_page(options, folder)
+    console.print(f"wrote {options.page}")
 
 
 def write_page(options: Reproduce, folder: Path) -> None:
-    """The page, from the newest record of each system."""
-    rows = {
-        system.letter: row
-        for system in SYSTEMS
-        if (row := on_record(folder, cli.parse(flags(system, options)))) is not None
-    }
-    page = put_into(options.page.read_text(encoding="utf-8"), render(rows))
+    """The page, from the newest record of each run."""
+    runs = {}
+    for system in SYSTEMS:
+        rows = [on_record(folder, cli.parse(argv)) for argv in commands(system, options)]
+        runs[system.letter] = [row for row in rows if row is not None]
+    page = put_into(options.page.read_text(encoding="utf-8"), render(runs))
     with writing(options.page):
         write_atomically(options.page, page.encode())
 

@@ -69,6 +69,18 @@ def _flags(default: Config, flags: list[str]) -> Config:
         near = difflib.get_close_matches(name.replace("_", "-"), _flag_names(default), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists the fields"
         raise UserError(f"unknown argument {name!r}; {hint}")
+    return _one_length(config, flags)
+
+
+def _one_length(config: Config, flags: list[str]) -> Config:
+    """Steps that were given take the place of a recipe's epochs."""
+    given = {flag.split("=")[0].replace("_", "-") for flag in flags}
+    for steps, epochs in (("steps", "epochs"), ("eval_every", "eval_epochs")):
+        names = (f"--{steps.replace('_', '-')}", f"--{epochs.replace('_', '-')}")
+        if given.issuperset(names):
+            raise UserError(f"{names[0]} and {names[1]} are both given: expected one of them")
+        if names[0] in given:
+            config = replace(config, **{epochs: None})
     return config
 
 

@@ -166,8 +166,8 @@ class DataConfig:
 
     source: str = "builtin"
     """`builtin` (this Python's standard library), `shakespeare`, or whatever fastgpt.prepare takes;
-    a prepared directory or llm.c's shards; `A=0.7,B=0.3` mixes; `prepared`: $FASTGPT_DATA/gpt2,
-    else `builtin`."""
+    a prepared directory or llm.c's shards; `A=0.7,B=0.3` mixes; `prepared:NAME` is
+    $FASTGPT_DATA/NAME, `prepared` is $FASTGPT_DATA/gpt2, else `builtin`."""
     tokenizer: str = "auto"
     """`bytes`, `chars`, `gpt2`, or the path of a tokenizer.json; `auto`: what suits the source."""
     val_fraction: float = 0.1

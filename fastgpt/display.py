@@ -158,3 +158,11 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{suffix}"
     return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """The same length of time in the largest unit of which it is 2 or more, else in seconds."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

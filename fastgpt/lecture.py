@@ -26,18 +26,17 @@ class Bigram(GPT):
     """A GPT with no layers, no positions and no head: its embeddings are the logits."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        V = config.padded_vocab
-        bare = replace(config, num_layers=0, dim=V, num_heads=1, num_kv_heads=None)
+        width = {"dim": config.vocab_size, "vocab_multiple": 1}  # looked up: padding gains nothing
+        bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
         super().__init__(replace(bare, position="none", tied=True, head_bias=False), ops)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> None:
         return None
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        logits = x[..., : self.config.vocab_size]
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+            return x
+        return F.cross_entropy(x.float().flatten(0, -2), targets.flatten())
 
 
 class HeadsBlock(nn.Module):

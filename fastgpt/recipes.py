@@ -25,6 +25,16 @@ def _gpt2(name: str) -> Config:
     )
 
 
+def _modern(gpt2: Config) -> Config:
+    """The same size, data and tokens, with what has been changed in GPTs since. Not tuned."""
+    return replace(
+        gpt2,
+        recipe=f"{gpt2.recipe}-modern",
+        model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
+        optim=replace(gpt2.optim, kind="muon", schedule="wsd", min_lr_ratio=0.0, weight_decay=0.01),
+    )
+
+
 _SHAKESPEARE = DataConfig(source="shakespeare", eval_tokens=0)
 
 _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
@@ -62,6 +72,17 @@ _LAYERNORM = replace(_RESIDUAL, architecture="gpt")
 _LECTURE_GPT = ModelConfig(
     num_layers=6, num_heads=6, dim=192, context=128, activation="relu", qkv_bias=False,
     tied=False, head_bias=True, init="normal", dropout=0.2, embedding_dropout=0.0,
+)  # fmt: skip
+
+
+_STORIES = ModelConfig(
+    num_layers=6, num_heads=4, dim=128, context=256, norm="rmsnorm", bias=False, activation="relu",
+    tied=False, init="torch", dropout=0.2, embedding_dropout=0.0,
+)  # fmt: skip
+_ABSTRACTS = ModelConfig(
+    num_layers=6, num_heads=4, dim=128, context=512, norm_position="post", activation="gelu_erf",
+    qkv_bias=False, projection_bias=False, tied=False, head_bias=True, init="torch",
+    attention_dropout=0.2, feed_forward_dropout=0.2,
 )  # fmt: skip
 
 
@@ -164,9 +185,66 @@ RECIPES: dict[str, tuple[str, Config]] = {
             model=replace(_LAYERNORM, num_layers=4, dim=64, context=32),
         ),
     ),
+    "tinystories-char": (
+        "TinyStories by characters: RMSNorm, ReLU, no biases, 6 layers of 128",
+        Config(
+            recipe="tinystories-char",
+            steps=10_000,
+            log_every=50,
+            eval_every=500,
+            model=_STORIES,
+            data=DataConfig(source="prepared:tinystories-char"),
+            optim=replace(_PYTORCHS_ADAMW, lr=1e-4),
+            train=TrainConfig(batch_tokens=16 * 256),
+        ),
+    ),
+    "pubmed": (
+        "abstracts, one a sample, in WordPiece: post-norm, 8.7M parameters, 20 epochs",
+        Config(
+            recipe="pubmed",
+            epochs=20,
+            eval_epochs=1,
+            model=_ABSTRACTS,
+            data=DataConfig(source="prepared:pubmed", align="document", eval_tokens=0),
+            optim=replace(_PYTORCHS_ADAMW, lr=2e-3),
+            train=TrainConfig(batch_tokens=64 * 512, sample_prompt=""),
+        ),
+    ),
     "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2("gpt2-124m")),
+    "gpt2-124m-modern": (
+        "the same budget: rotary, QK-norm, ReLU^2, Muon, WSD; not GPT-2",
+        _modern(_gpt2("gpt2-124m")),
+    ),
     "gpt2-355m": ("GPT-2 medium", _gpt2("gpt2-355m")),
     "gpt2-774m": ("GPT-2 large", _gpt2("gpt2-774m")),
     "gpt2-1558m": ("GPT-2 XL", _gpt2("gpt2-1558m")),
 }  # fmt: skip
 """Name: (what it is, the settings)."""
+
+EXPECTED = {
+    "shakespeare-cpu": "val loss 1.82 to 1.85 (README)",
+    "shakespeare-cpu-adamw": "val loss 1.90 (README)",
+    "lecture-bigram": "val loss 2.49 (docs/reproduction.md, as all of the lecture's)",
+    "lecture-head": "val loss 2.41 at step 4500 (published)",
+    "lecture-multihead": "val loss 2.29 at step 4500 (published)",
+    "lecture-feedforward": "val loss 2.24 at step 4500 (published)",
+    "lecture-residual": "val loss 2.12 at step 4500 (published)",
+    "lecture-layernorm": "val loss 2.08 at step 4500 (published)",
+    "lecture-gpt": "val loss 1.76 at step 1000, 1.59 at step 2000 (published)",
+    "lecture-gpt-full": "val loss about 1.48 (published)",
+    "lecture-gpt-small": "val loss about 1.82 (published)",
+    "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
+}
+"""Where a recipe ends, and who says so; nothing stands here without a source."""
+
+
+def expected(config: Config) -> str:
+    """Where a run of these settings ends; they must be a recipe's own."""
+    own = RECIPES[config.recipe][1] if config.recipe in EXPECTED else None
+    if own is None:
+        return "where this recipe ends is not known yet"
+    model = replace(config.model, vocab_size=own.model.vocab_size)
+    same = (model, config.optim, config.data, config.steps, config.global_batch)
+    if same != (own.model, own.optim, own.data, own.steps, own.global_batch):
+        return f"where the recipe ends with its own settings: {EXPECTED[config.recipe]}"
+    return EXPECTED[config.recipe]

@@ -25,6 +25,14 @@ from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
+PREPARED = {
+    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
+    "pubmed": (
+        "abstracts.jsonl",
+        "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
+    ),
+}
+"""What the recipes' own `prepared:NAME` are made of, and how."""
 
 
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
@@ -85,7 +93,13 @@ def _goes_on(resume: str | None, run_dir: Path) -> bool:
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
-    """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one."""
+    """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one.
+
+    Raises:
+        UserError: `prepared:NAME` is not there.
+    """
+    if source.startswith("prepared:"):
+        return _prepared(source.removeprefix("prepared:"))
     if source != "prepared":
         return source
     prepared = data_dir() / "gpt2"
@@ -96,6 +110,17 @@ def resolve_source(source: str, warn: Callable[[str], None]) -> str:
         f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
     )
     return "builtin"
+
+
+def _prepared(name: str) -> str:
+    folder = data_dir() / name
+    if (folder / "manifest.json").exists():
+        return str(folder)
+    what, flags = PREPARED.get(name, ("SOURCE", ""))
+    raise UserError(
+        f"data.source is prepared:{name}, but {folder} is not a prepared directory: get {what} and"
+        f" run python -m fastgpt.prepare {what} {flags}--out {folder}"
+    )
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

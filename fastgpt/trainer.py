@@ -10,12 +10,13 @@ import torch
 
 from fastgpt import checkpoint, device, run
 from fastgpt.config import Config, to_json
-from fastgpt.display import Display
+from fastgpt.display import Display, duration
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
+from fastgpt.recipes import expected
 from fastgpt.storage import cache_dir, write_atomically
 
 
@@ -110,6 +111,7 @@ class Trainer:
             "training": f"steps {engine.step} to {config.steps} of {config.train.batch_tokens:,} "
             f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
             "epochs": self._epochs_planned(),
+            "estimate": self._estimate(),
             "ops": ", ".join(f"{op} {name}" for op, name in facts["ops"].items()),
             "MFU": f"{MFU_CONVENTION}, {self.peak / 1e12:.2f} TFLOP/s",
             "run": str(self.run_dir),
@@ -125,6 +127,16 @@ class Trainer:
             f"{samples * weight / size:.3g} of {corpus.name} ({size:,} samples,"
             f" {covered:.0%} of its tokens)"
             for corpus, weight, size, covered in counts
+        )
+
+    def _estimate(self) -> str:
+        """What is ahead: tokens, the time that they take at the least, and where it leads."""
+        tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
+        flops = tokens * self.engine.flops_per_token
+        fastest = flops / self.peak
+        return (
+            f"{tokens:,} tokens, {flops:.2g} FLOPs: {duration(fastest)} at an MFU of 100%, "
+            f"{duration(2 * fastest)} at 50%; {expected(self.config)}"
         )
 
     def fit(self) -> None:
