@@ -207,7 +207,7 @@ RECIPES: dict[str, tuple[str, Config]] = {
             model=_ABSTRACTS,
             data=DataConfig(source="prepared:pubmed", align="document", eval_tokens=0),
             optim=replace(_PYTORCHS_ADAMW, lr=2e-3),
-            train=TrainConfig(batch_tokens=64 * 512, sample_prompt=""),
+            train=TrainConfig(batch_tokens=64 * 512),
         ),
     ),
     "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2("gpt2-124m")),
