@@ -1,0 +1,226 @@
+"""A walk through attention in numbers: `python -m fastgpt.explain attention`.
+
+Each part prints small tensors, then lines that begin with `->` and say what is to be seen in them;
+every number in such a line is computed from the tensors above it.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from fastgpt import ops
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError, shown_in_one_line, writing
+from fastgpt.lecture import build_model
+from kernels import attention
+
+T, D = 6, 16
+"""Tokens and head size of the examples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explain:
+    """Explains what a model is made of, by small examples."""
+
+    topic: Annotated[Literal["attention"], tyro.conf.Positional] = "attention"
+    """What to explain."""
+    png: Path = Path("attention.png")
+    """Where the attention maps are drawn."""
+    seed: int = 0
+    """Of the random numbers; what is said holds for any."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed is {self.seed}: expected 0 to 2^63 - 1")
+
+
+def title(text: str) -> None:
+    print(f"\n=== {text}\n")
+
+
+def show(name: str, tensor: Tensor) -> None:
+    """`name (rows, columns)` and the numbers, a row a line."""
+    rows = tensor if tensor.dim() == 2 else tensor[None]
+    print(f"{name} {tuple(tensor.shape)}")
+    for row in rows.tolist():
+        print(" ".join(f"{value:9.5f}" for value in row))
+    print()
+
+
+def say(text: str) -> None:
+    print(f"-> {text}")
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
+    return (a - b).abs().max().item()
+
+
+def running_averages() -> None:
+    title("1. The average over the past, in three ways")
+    x = torch.randn(T, 2)
+    looped = torch.stack([x[: t + 1].mean(0) for t in range(T)])
+    triangle = torch.ones(T, T).tril()
+    weights = triangle / triangle.sum(1, keepdim=True)
+    masked = torch.zeros(T, T).masked_fill(triangle == 0, -math.inf)
+    softmax = masked.softmax(-1)
+    show("x", x)
+    show("loop", looped)
+    show("matrix", weights)
+    show("matrix @ x", weights @ x)
+    show("softmax of masked zeros", softmax)
+    show("softmax @ x", softmax @ x)
+    difference = max(apart(looped, weights @ x), apart(looped, softmax @ x))
+    say(f"the three averages differ by at most {difference:.1e}: they are one computation")
+    say("attention is the third form, with scores from the data in the place of the zeros")
+
+
+def one_head() -> None:
+    title("2. One attention head")
+    q, k, v = torch.randn(3, T, D)
+    scores = q @ k.T / math.sqrt(D)
+    masked = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    weights = masked.softmax(-1)
+    out = weights @ v
+    show("scores", scores)
+    show("weights", weights)
+    show("the first columns of out", out[:, :4])
+    fused = attention(*(t[None, :, None] for t in (q, k, v)))[0, :, 0]
+    say(f"every row of weights sums to 1, to {apart(weights.sum(1), torch.ones(T)):.1e}")
+    say(f"the first token sees itself alone: its weights are {_row(weights[0])}")
+    say(f"kernels.attention gives the same out, to {apart(out, fused):.1e}")
+
+
+def _row(values: Tensor) -> str:
+    return " ".join(f"{value:.2f}" for value in values.tolist())
+
+
+def maps() -> dict[str, Tensor]:
+    title("3. Causal, unmasked, and across two sequences")
+    x, other = torch.randn(T, D), torch.randn(T + 3, D)
+    project = [torch.randn(D, D) / math.sqrt(D) for _ in range(3)]
+
+    def attend(x: Tensor, source: Tensor, causal: bool, v: Tensor | None = None) -> Tensor:
+        v = source @ project[2] if v is None else v
+        q, k, v = (t[None, :, None] for t in (x @ project[0], source @ project[1], v))
+        return attention(q, k, v, causal=causal)[0, :, 0]
+
+    cases = {"causal": (x, True), "unmasked": (x, False), "cross": (other, False)}
+    found = {}
+    for name, (source, causal) in cases.items():
+        # values that are unit vectors bring the weights themselves
+        found[name] = attend(x, source, causal, v=torch.eye(len(source), D))[:, : len(source)]
+        show(f"{name} weights", found[name])
+    for name in ("causal", "unmasked"):
+        changed = x.clone()
+        changed[3] += 1
+        moved = attend(changed, changed, cases[name][1]) - attend(x, x, cases[name][1])
+        places = moved.abs().amax(1).gt(1e-6).nonzero().flatten().tolist()
+        say(f"{name}: a change of token 3 changes the outputs {places}")
+    future = found["causal"].triu(1).sum().item()
+    say(f"causal (a decoder): the weights above the diagonal sum to {future:.5f}")
+    future = found["unmasked"].triu(1).sum().item()
+    say(f"unmasked (an encoder): the weights above the diagonal sum to {future:.5f}")
+    say(f"cross: {T} queries over {T + 3} keys of another sequence, {T} x {T + 3} weights")
+    return found
+
+
+def scaling() -> None:
+    title("4. Why scores are divided by the root of the head size")
+    q, k = torch.randn(2, 1000, T, D)
+    scores = q @ k.transpose(1, 2)
+    show("scores of the first of 1000 sequences", scores[0])
+    show("the same, divided by 4", scores[0] / math.sqrt(D))
+    say(f"head size {D}: over all sequences the variance of q is {q.var():.4f}, of k {k.var():.4f}")
+    say(f"variance of the scores {scores.var():.4f}: near {D}")
+    say(f"variance of the scaled scores {(scores / math.sqrt(D)).var():.4f}: near 1")
+
+
+def saturation() -> None:
+    title("5. A softmax of large scores saturates")
+    scores = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
+    even, sharp = scores.softmax(-1), (8 * scores).softmax(-1)
+    show("scores", scores)
+    show("softmax", even)
+    show("softmax of 8 x scores", sharp)
+    say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}")
+    extreme = (64 * scores).softmax(-1)
+    show("softmax of 64 x scores", extreme)
+    say(
+        f"at 64 times the scores it is {extreme.max():.5f}: nothing is learnt there, its gradient"
+        f" w (1 - w) is {_slope(extreme):.5f}, {_slope(even):.5f} with the scores as they are"
+    )
+
+
+def _slope(weights: Tensor) -> float:
+    largest = weights.max().item()
+    return largest * (1 - largest)
+
+
+def layer_norm() -> None:
+    title("6. LayerNorm by hand")
+    n = 8
+    x = torch.randn(3, n) * 2 + 1
+    centred = x - x.mean(1, keepdim=True)
+    biased = centred / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    unbiased = centred / (x.var(1, correction=1, keepdim=True) + 1e-5).sqrt()
+    library = nn.LayerNorm(n)(x).detach()
+    for name, tensor in (("x", x), ("biased", biased), ("unbiased", unbiased)):
+        show(name, tensor)
+    show("nn.LayerNorm", library)
+    say(f"nn.LayerNorm is the one with the biased variance: apart by {apart(library, biased):.1e}")
+    ratio = (unbiased / biased).mean().item()
+    say(f"the unbiased one is apart by {apart(library, unbiased):.5f}")
+    say(f"it is {ratio:.5f} of the other: the root of {n - 1} / {n}")
+
+
+def untrained_bigram() -> None:
+    title("7. A bigram that has learnt nothing")
+    V = 65
+    config = ModelConfig(architecture="bigram", vocab_size=V, init="torch")
+    model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
+    tokens, targets = torch.randint(V, (2, 500, 8))
+    with torch.no_grad():
+        loss = model(tokens, targets).item()
+    show("ln V", torch.tensor([math.log(V)]))
+    show("loss on random tokens", torch.tensor([loss]))
+    say(f"it is {loss - math.log(V):.4f} above ln V, near 1/2, which logits of variance 1 cost")
+
+
+def draw(weights: dict[str, Tensor], path: Path) -> None:
+    """The attention maps side by side, as a PNG."""
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for
+
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    for axes, (name, tensor) in zip(figure.subplots(1, len(weights)), weights.items()):
+        image = axes.imshow(tensor.numpy(), vmin=0, vmax=1, cmap="viridis")
+        axes.set(title=name, xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=figure.axes)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, format="png")
+
+
+def main(argv: list[str]) -> None:
+    config = tyro.cli(Explain, prog="python -m fastgpt.explain", args=argv)
+    torch.manual_seed(config.seed)
+    running_averages()
+    one_head()
+    weights = maps()
+    scaling()
+    saturation()
+    layer_norm()
+    untrained_bigram()
+    draw(weights, config.png)
+    print(f"\nthe attention maps of part 3 are drawn in {config.png}")
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])
