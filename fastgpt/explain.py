@@ -145,17 +145,14 @@ def scaling() -> None:
 def saturation() -> None:
     title("5. A softmax of large scores saturates")
     scores = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
-    even, sharp = scores.softmax(-1), (8 * scores).softmax(-1)
-    show("scores", scores)
+    even, sharp, extreme = ((factor * scores).softmax(-1) for factor in (1, 8, 64))
+    show("five scores", scores)
     show("softmax", even)
     show("softmax of 8 x scores", sharp)
-    say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}")
-    extreme = (64 * scores).softmax(-1)
     show("softmax of 64 x scores", extreme)
-    say(
-        f"at 64 times the scores it is {extreme.max():.5f}: nothing is learnt there, its gradient"
-        f" w (1 - w) is {_slope(extreme):.5f}, {_slope(even):.5f} with the scores as they are"
-    )
+    say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}, {extreme.max():.4f}")
+    slopes = (_slope(weights) for weights in (even, sharp, extreme))
+    say("its gradient, w (1 - w), goes from {:.5f} to {:.5f}, {:.5f}".format(*slopes))
 
 
 def _slope(weights: Tensor) -> float:
@@ -171,7 +168,7 @@ def layer_norm() -> None:
     biased = centred / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
     unbiased = centred / (x.var(1, correction=1, keepdim=True) + 1e-5).sqrt()
     library = nn.LayerNorm(n)(x).detach()
-    for name, tensor in (("x", x), ("biased", biased), ("unbiased", unbiased)):
+    for name, tensor in (("rows", x), ("biased", biased), ("unbiased", unbiased)):
         show(name, tensor)
     show("nn.LayerNorm", library)
     say(f"nn.LayerNorm is the one with the biased variance: apart by {apart(library, biased):.1e}")
