@@ -195,10 +195,13 @@ def draw(weights: dict[str, Tensor], path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: no display is looked for
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
-    for axes, (name, tensor) in zip(figure.subplots(1, len(weights)), weights.items()):
-        image = axes.imshow(tensor.numpy(), vmin=0, vmax=1, cmap="viridis")
+    images = [
+        axes.imshow(tensor.numpy(), vmin=0, vmax=1)
+        for axes, tensor in zip(figure.subplots(1, len(weights)), weights.values())
+    ]
+    for axes, name in zip(figure.axes, weights):
         axes.set(title=name, xlabel="key", ylabel="query")
-    figure.colorbar(image, ax=figure.axes)
+    figure.colorbar(images[0], ax=figure.axes)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")

@@ -1,0 +1,163 @@
+"""The lecture's ladder in short, and the command that trains all of it and writes the page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench import records, reproduce, reproduction
+from bench.reproduction import BEGIN, END, SYSTEMS, System, Target, put_into, render
+from fastgpt.cli import parse
+from fastgpt.data.sources import SHAKESPEARE_FILE
+from fastgpt.display import duration
+from fastgpt.engine import Engine
+from fastgpt.errors import UserError
+from fastgpt.recipes import EXPECTED, RECIPES, expected
+from fastgpt.storage import data_dir
+
+# Validation loss after so many steps. B's is the published one; the others, of which nothing is
+# published so early, are what the runs had that ended where the published ones end.
+EARLY = {
+    "lecture-bigram": (1000, 3.734),
+    "lecture-head": (1000, 2.5303),
+    "lecture-multihead": (1000, 2.523),
+    "lecture-feedforward": (1000, 2.516),
+    "lecture-residual": (1000, 2.281),
+    "lecture-layernorm": (1000, 2.275),
+    "lecture-gpt-small": (300, 2.416),
+}
+
+
+@pytest.fixture
+def shakespeare() -> None:
+    if not (data_dir() / SHAKESPEARE_FILE).is_file():
+        pytest.skip(f"FASTGPT_DATA has no {SHAKESPEARE_FILE}")
+
+
+@pytest.mark.parametrize("recipe", EARLY)
+def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
+    steps, expected = EARLY[recipe]
+    engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    try:
+        for _ in range(steps):
+            engine.train_step()
+    finally:
+        engine.loader.close()
+    [(loss, targets)] = engine.evaluate("val")
+    assert targets == 100 * engine.config.train.batch_tokens
+    assert loss == pytest.approx(expected, abs=0.05)
+
+
+def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
+    for system in SYSTEMS:
+        config = RECIPES[system.recipe][1]
+        assert system.recipe in EXPECTED
+        for target in system.targets:
+            assert target.step <= config.steps
+            every = config.eval_every if target.key == "val_loss" else config.log_every
+            assert target.step % every == 0 or target.step == config.steps
+    assert {s.letter for s in SYSTEMS} == {*"ABCDEFGH", "G'"}
+
+
+# --- what is said at the start --------------------------------------------------------------------
+
+
+def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
+    own = parse(["lecture-head"])
+    assert expected(replace(own, model=replace(own.model, vocab_size=65))) == (
+        "val loss 2.41 at step 4500 (published)"
+    )
+    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.source x.txt"):
+        said = expected(parse(["lecture-head", *flags.split()]))
+        assert said.startswith("where the recipe ends with its own settings: val loss 2.41")
+    assert expected(parse(["gpt2-124m-modern"])) == "where this recipe ends is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "0 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (200_000, "2.3 days")],
+)
+def test_durations(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_a_run_begins_with_its_estimate(fit, capsys):
+    fit("--steps 8")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("estimate")]
+    # 8 steps of 128 tokens; 6 (12 * 32^2 + 300 * 32) weights and attention over 8.5 keys a token
+    flops = 8 * 128 * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
+    assert f"1,024 tokens, {flops:.2g} FLOPs: " in line
+    assert line.endswith("where this recipe ends is not known yet")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+TARGETS = (
+    Target(step=4, published=4.6, band=0.3),
+    Target(step=4, published=9.0, key="train_loss", note="out of reach"),
+    Target(step=400, published=1.0),
+)
+# The letter whose steps an option shortens, with the recipe that trains in a blink.
+SHORT = System(letter="G", recipe="lecture-bigram", about="short", targets=TARGETS, seeds=(1, 2))
+LEFT = System(letter="H", recipe="lecture-head", about="left", targets=TARGETS[:1], seeds=(1,))
+
+
+@pytest.fixture
+def command(shakespeare, tmp_path, monkeypatch):
+    """Runs it on two small systems, the records and the page in `tmp_path`."""
+    for module in (reproduce, reproduction):
+        monkeypatch.setattr(module, "SYSTEMS", (SHORT, LEFT))
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("FASTGPT_DATA", str(data_dir().absolute()))
+    page = tmp_path / "page.md"
+    page.write_text(f"by hand\n{BEGIN}\nold\n{END}\nalso by hand\n")
+
+    def run(*flags: str) -> str:
+        place = ["--runs", str(tmp_path / "runs"), "--page", str(page), "--device", "cpu"]
+        reproduce.main([*place, "--gpt-steps", "4", *flags])
+        return page.read_text()
+
+    return run
+
+
+def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, monkeypatch):
+    page = command("--only", "lecture-bigram")
+    assert page.startswith(f"by hand\n{BEGIN}\n")
+    assert page.endswith(f"{END}\nalso by hand\n")
+    [path] = (tmp_path / "results").glob("*/*-reproduction.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["config"]["seed"] for row in rows] == [1, 2]
+    assert [row["config"]["steps"] for row in rows] == [4, 4]
+    losses = [row["measured"]["val_loss 4"] for row in rows]
+    lines = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith("| G")}
+    assert f"{sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f})" in page
+    assert lines["400"].split(" | ")[3:6] == ["4 steps run so far", "±0.05", "-"]
+    inside = [line.split(" | ")[5] for line in page.splitlines() if line.startswith("| G")]
+    assert inside == ["yes", "**no**", "-"]
+    assert "| H: left | 4 | 4.6 | not run yet |" in page
+    assert "1. out of reach" in page
+
+    def never(*_):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(reproduce, "train", never)
+    assert command("--only", "G") == page
+    with pytest.raises(AssertionError, match="trained again"):
+        command("--only", "G", "--again")
+
+
+def test_an_unknown_system_and_a_page_without_marks_are_named(command):
+    with pytest.raises(UserError, match="unknown system 'Z'"):
+        command("--only", "Z")
+    with pytest.raises(UserError, match="the page has no"):
+        put_into(f"only {END} and {BEGIN}", "")
+
+
+def test_the_page_says_what_the_records_say():
+    page = (reproduce.ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    for system in SYSTEMS:
+        lines = [line for line in page.splitlines() if line.startswith(f"| {system.letter}:")]
+        assert len(lines) == len(system.targets), system.letter
+        for line, target in zip(lines, system.targets):
+            assert f"| {target.step:,} | {target.published:.4f}".rstrip("0") in line
+    assert put_into(page, render({})).count("not run yet") == sum(len(s.targets) for s in SYSTEMS)
