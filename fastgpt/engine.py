@@ -174,7 +174,10 @@ class Engine:
 
     def train_step(self) -> None:
         """One optimizer step on the next global batch; sets `train_loss`, `grad_norm` and `lr`."""
-        torch.manual_seed(_dropout_seed(self.config.seed, self.step, self.world.rank))
+        seed = _dropout_seed(self.config.seed, self.step, self.world.rank)
+        # torch.manual_seed formats a stack trace for each GPU backend that is not there, which is a
+        # good part of the smallest steps
+        (torch.default_generator if self.device == "cpu" else torch).manual_seed(seed)
         self.optimizers.zero_grad()
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)

@@ -95,9 +95,9 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    heads = [line.split("  ")[0] for line in lines[:9]]
+    heads = [line.split("  ")[0] for line in lines[:10]]
     assert heads == [
-        "recipe", "device", "model", "data", "training", "epochs", "ops", "MFU", "run",
+        "recipe", "device", "model", "data", "training", "epochs", "estimate", "ops", "MFU", "run",
     ]  # fmt: skip
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
