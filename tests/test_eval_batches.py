@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgpt.data.loader import IGNORED, eval_batches
+from fastgpt.data.loader import IGNORED, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.errors import UserError
 
@@ -125,3 +125,44 @@ def test_budget_counts_the_targets_that_are_scored():
         max_tokens=200, documents=order,
     )  # fmt: skip
     assert sum(int((y != IGNORED).sum()) for _, y in batches) == 200
+
+
+# --- random windows -------------------------------------------------------------------------------
+
+
+def drawn(*, seed=(3, 0, 0), world_size=1, tokens=None):
+    """Every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
+    tokens = np.arange(100, dtype=np.uint16) if tokens is None else tokens
+    pairs = [
+        random_batches(
+            tokens, context=5, micro_batch=2, samples=12, seed=seed, rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    together = [pair for pairs_of_rank in pairs for pair in pairs_of_rank]
+    return torch.cat([x for x, _ in together]), torch.cat([y for _, y in together])
+
+
+def test_random_windows_are_windows_and_a_function_of_their_seed():
+    x, y = drawn()
+    assert x.shape == y.shape == (12, 5)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(y, x + 1)
+    assert torch.equal(x, x[:, :1] + torch.arange(5))
+    assert len(set(x[:, 0].tolist())) > 6
+    assert torch.equal(x, drawn()[0])
+    for seed in ((3, 1, 0), (3, 0, 1), (4, 0, 0)):  # another step, split or run
+        assert not torch.equal(x, drawn(seed=seed)[0])
+
+
+def test_random_windows_are_shared_out_among_ranks():
+    whole, shared = drawn()[0], drawn(world_size=4)[0]
+    assert sorted(whole.tolist()) == sorted(shared.tolist())
+
+
+def test_random_windows_reach_every_place():
+    ids = np.arange(6, dtype=np.uint16)
+    assert drawn(tokens=ids)[1].max() == 5  # the only window there is ends with the last token
+    with pytest.raises(UserError, match="has 5 tokens, but one window of context 5 needs 6"):
+        drawn(tokens=ids[:5])

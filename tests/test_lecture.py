@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
 from fastgpt import ops
+from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.data.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.errors import UserError
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
@@ -118,6 +120,20 @@ def test_steps_differ_in_what_the_notes_add():
     assert "attn.c_proj.bias" in parts["lecture-residual"]
     added = parts["lecture-layernorm"] - parts["lecture-residual"]
     assert added == {"ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("lecture-gpt --model.tied", "model.head_bias: a head tied to the embedding has none"),
+        ("lecture-gpt --data.align document", "data.eval_batches is 200: random windows do not"),
+        ("lecture-head --model.num-layers 0", "model.num_layers is 0"),
+        ("baby --epochs 0", "epochs is 0"),
+    ],
+)
+def test_what_cannot_be_is_named(flags, said):
+    with pytest.raises(UserError, match=said):
+        parse(flags.split())
 
 
 # --- before training ------------------------------------------------------------------------------
