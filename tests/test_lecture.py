@@ -175,6 +175,12 @@ def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, tied, init):
     assert loss_over(model, corpus, every=100) == pytest.approx(expected, abs=0.1)
 
 
+def test_the_notes_gpt_starts_there_too(corpus):
+    assert RECIPES["lecture-gpt"][1].model.init == "normal"
+    loss = loss_over(build(recipe("lecture-gpt")).eval(), corpus, every=100)
+    assert loss == pytest.approx(math.log(65) + 192 * 0.02**2 / 2, abs=0.1)
+
+
 # --- one batch, learnt by heart -------------------------------------------------------------------
 
 
