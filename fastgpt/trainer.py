@@ -135,8 +135,8 @@ class Trainer:
         flops = tokens * self.engine.flops_per_token
         fastest = flops / self.peak
         return (
-            f"{tokens:,} tokens, {flops:.2g} FLOPs: {duration(fastest)} at an MFU of 100%, "
-            f"{duration(2 * fastest)} at 50%; {expected(self.config)}"
+            f"{tokens:,} tokens, {flops:.2g} FLOPs, at least {duration(fastest)} "
+            f"({duration(2 * fastest)} at an MFU of 50%); {expected(self.config)}"
         )
 
     def fit(self) -> None:
