@@ -83,7 +83,7 @@ def bias_act_bwd(
     programs = min(programs, triton.cdiv(M, config["BLOCK_M"]))
     parts = None
     if dbias_dtype is not None:
-        parts = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+        parts = torch.empty(programs, N, dtype=torch.float32, device=x.device)
     launch(
         _bias_act_bwd_kernel, (programs, parts_n),
         dy, x, None if bias is None else bias.contiguous(), dx, parts,
@@ -118,7 +118,7 @@ def _case(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Ca
     def run() -> None:
         N = 2 * F if kind == "swiglu" else F
         x = torch.empty(4096, N, dtype=dtype, device="meta")
-        b = None if bias is None else torch.empty(N, dtype=bias, device="meta")
+        b = torch.empty(N, dtype=bias, device="meta") if bias else None
         y = bias_act_fwd(x, b, kind, dtype)
         bias_act_bwd(y, x, b, kind, bias)
 

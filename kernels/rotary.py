@@ -154,13 +154,13 @@ def _in_place(
             )
     if _may_overlap(q, k):
         raise ValueError("q, k: with inplace expected no memory in common, got some, or unclear")
-    roots = [x if x._base is None else x._base for x in (q, k)]
-    if not torch.is_grad_enabled() or not any(root.requires_grad for root in roots):
+    related = {"q": (q, _base(q)), "k": (k, _base(k))}
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in sum(related.values(), ())):
         _write(q, k, cos, sin, interleaved)
         increment_version([x for x in (q, k) if not x.is_inference()])
         return q, k
-    for name, root in zip("qk", roots, strict=True):
-        if root.requires_grad and root.is_leaf:
+    for name, tensors in related.items():
+        if any(x.is_leaf and x.requires_grad for x in tensors):
             raise ValueError(
                 f"{name}: with inplace expected a tensor computed from others, got a leaf that "
                 "requires grad, or a view of one"
@@ -176,6 +176,11 @@ def _in_place(
         return both.narrow(2, 0, H), both.narrow(2, H, K)
     q, k = (_InPlace.apply(_view(x, x.shape[2]), cos, sin, interleaved) for x in (q, k))
     return q, k
+
+
+def _base(x: Tensor) -> Tensor:
+    """What x is a view of, or x."""
+    return x if x._base is None else x._base
 
 
 def _view(x: Tensor, heads: int) -> Tensor:

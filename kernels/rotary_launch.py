@@ -37,12 +37,13 @@ def rotary_turn(
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]
     q_out, k_out = (q, k) if inplace else (_like(q), None if k is None else _like(k))
+    outs = (None, None) if inplace else (q_out, k_out)
     if B * T:
         config = tile(H, K, D)
         blocks = triton.cdiv(H, config["BLOCK_H"]) + triton.cdiv(K, config["BLOCK_H"])
         launch(
             _rotary_kernel, (blocks * B * triton.cdiv(T, config["BLOCK_T"]),),
-            q, k, cos.contiguous(), sin.contiguous(), *((None, None) if inplace else (q_out, k_out)),
+            q, k, cos.contiguous(), sin.contiguous(), *outs,
             *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), T,
             H=H, K=K, D=D, INTERLEAVED=interleaved, CONJUGATE=conjugate, INPLACE=inplace, **config,
         )  # fmt: skip
