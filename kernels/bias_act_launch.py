@@ -99,19 +99,17 @@ def bias_act_bwd(
 
 # --- what python -m kernels.aot compiles ----------------------------------------------------------
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def aot_cases(arch: int) -> Iterator[Case]:
-    """What GPTs launch, and the costliest kind in every tile of the rule."""
-    for kind in ("gelu_tanh", "gelu_erf", "relu", "relu_squared"):
+    """What GPTs launch; relu is relu_squared without the square. The costliest kind in fp32."""
+    for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
         yield _case(kind, 3072, BF16, FP32)
     yield _case("swiglu", 2048, BF16, FP32)
     yield _case("swiglu", 2048, BF16, None)
-    yield _case("gelu_tanh", 3072, FP16, FP16)
-    for F in (16, 64, 256, 1024):
+    for F in (16, 128, 1024):
         yield _case("swiglu", F, FP32, FP32)
-    yield _case("gelu_erf", 1024, FP32, FP32)
 
 
 def _case(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
@@ -122,5 +120,5 @@ def _case(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Ca
         y = bias_act_fwd(x, b, kind, dtype)
         bias_act_bwd(y, x, b, kind, bias)
 
-    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: "none"}
+    names = {BF16: "bf16", FP32: "fp32", None: "none"}
     return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)

@@ -203,7 +203,7 @@ def test_manifest_says_what_ran(tiny, text):
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["versions"]["python"] == platform.python_version()
     assert (manifest["precision"], manifest["compile"], manifest["ranks"]) == ("fp32", False, 1)
-    assert set(manifest["ops"]) == {"attention", "norm", "dropout"}
+    assert set(manifest["ops"]) == {"attention", "norm", "rotary", "activation", "dropout"}
     assert "auto" not in manifest["ops"].values()
     assert "6N + causal attention" in manifest["mfu"]
     assert manifest["peak_flops"] > 1e8
