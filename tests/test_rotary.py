@@ -144,10 +144,11 @@ def test_parity_catches_one_percent(device):
     assert_mutations_are_caught(op, ref, make(2, 5, 3, 2, 16, device=device), outputs=2)
 
 
-def test_one_launch_forward_and_one_backward(device):
-    inputs = make(2, 5, 3, 2, 16, device=device).values()
+@pytest.mark.parametrize("inplace", [False, True])
+def test_one_launch_forward_and_one_backward(inplace, device):
+    through_it = through(PACKED["split"], 3, 2, *angles(5, 16, device), inplace=inplace)
     before = runtime.LAUNCHES[KERNEL]
-    forward_backward(turning(*angles(5, 16, device)), inputs)
+    forward_backward(through_it, [packed(2, 5, 3, 2, 16, device)])
     assert runtime.LAUNCHES[KERNEL] - before == 2
 
 
