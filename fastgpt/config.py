@@ -284,6 +284,10 @@ class OpsConfig:
     loss: Literal["auto", "torch", "chunked"] = "auto"
     """The output head with its cross-entropy. `chunked`: the logits of some tokens at a time, never
     of all; on CUDA by our kernels."""
+    rotary: Literal["auto", "torch", "triton"] = "auto"
+    """Rotary positions, where the model has them. `triton`: our kernel, on CUDA."""
+    activation: Literal["auto", "torch", "triton"] = "auto"
+    """Of the feed-forward layers, with the bias before it. `triton`: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 

@@ -9,7 +9,6 @@ Source
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from torch import Tensor, nn
 from fastgpt import ops as op
 from fastgpt.config import ModelConfig
 from fastgpt.ops import Ops
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_erf": F.gelu,
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
-}
 
 
 class Dropout(nn.Module):
@@ -88,6 +79,7 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.qk_norm = config.qk_norm
         self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
+        self.rotary = ops.rotary
         turned = config.qk_norm or config.position == "rotary"
         self.packed = None if turned else ops.attention_packed
         self.dropout = Dropout(config.dropout_at("residual"), ops)
@@ -112,7 +104,7 @@ class Attention(nn.Module):
             # autocast may normalise in fp32
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
         if turn is not None:
-            q, k = op.rotary(q, k, *turn)
+            q, k = self.rotary(q, k, *turn)
         y = self.op(
             q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
         )  # (B, T, H, D)
@@ -127,11 +119,11 @@ class MLP(nn.Module):
         width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
         self.c_fc = nn.Linear(config.dim, width, bias=config.bias)
         self.c_proj = nn.Linear(config.ffn_width, config.dim, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.op, self.kind = ops.activation, config.activation
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.activation(self.c_fc(x))  # (B, T, F)
+        y = self.op(x, self.c_fc, self.kind)  # (B, T, F)
         return self.dropout(self.c_proj(y))  # (B, T, C)
 
 
@@ -202,7 +194,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines (T, D/2) of the angles by which `ops.rotary` turns queries and keys."""
+    """Cosines and sines (T, D/2) of the angles by which `kernels.rotary` turns queries and keys."""
 
     cos: Tensor
     sin: Tensor

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
-from kernels import attention_blocked, attention_ref, dropout
+from kernels import attention_blocked, attention_ref, dropout, rotary_ref
 from kernels.attention import attention_mask
+from kernels.bias_act import ACTIVATIONS
 from kernels.runtime import runs_kernels
 
 
@@ -74,27 +75,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns each pair (i, i + D/2) of q and k by its position's angle.
+def linear_activation(x: Tensor, linear: nn.Linear, kind: str) -> Tensor:
+    """A projection with its bias, then the activation `kind` (`kernels.bias_act`), by PyTorch."""
+    return ACTIVATIONS[kind](linear(x))
 
-    Source: Su et al. 2021, arXiv:2104.09864, eq. 34, with the halves as pairs.
 
-    Args:
-        q: (B, T, H, D).
-        k: (B, T, K, D).
-        cos: (T, D/2) fp32.
-        sin: (T, D/2) fp32.
-
-    Returns:
-        tuple[Tensor, Tensor]: q and k turned, shapes and dtypes kept.
-    """
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2)
-        c, s = cos[:, None, :], sin[:, None, :]
-        return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
-
-    return turn(q), turn(k)
+def linear_bias_act(x: Tensor, linear: nn.Linear, kind: str) -> Tensor:
+    """`linear_activation` whose bias is added by the kernel of the activation."""
+    return kernels.bias_act(F.linear(x, linear.weight), linear.bias, kind)
 
 
 def head_logits(
@@ -148,6 +136,8 @@ ATTENTION = {
 LOSS = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
 PACKED_ATTENTION = {"triton": kernels.attention_packed}
 """Those that take the packed projection itself, whose gradient then needs no concatenation."""
+ROTARY = {"torch": rotary_ref, "triton": kernels.rotary}
+ACTIVATION = {"torch": linear_activation, "triton": linear_bias_act}
 DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
@@ -177,6 +167,8 @@ class Ops:
     attention_packed: Callable[..., Tensor] | None
     norms: Norms
     loss: Callable[..., Tensor]
+    rotary: Callable[..., tuple[Tensor, Tensor]]
+    activation: Callable[[Tensor, nn.Linear, str], Tensor]
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
 
@@ -194,6 +186,8 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
         "norm": _named(config.norm, "torch"),
         "loss": _named(config.loss, "torch" if runs_kernels(torch.device(device)) else "chunked"),
+        "rotary": _named(config.rotary, "torch"),
+        "activation": _named(config.activation, "torch"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():
@@ -211,6 +205,8 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         PACKED_ATTENTION.get(names["attention"]),
         NORMS[names["norm"]],
         LOSS[names["loss"]],
+        ROTARY[names["rotary"]],
+        ACTIVATION[names["activation"]],
         DROPOUT[names["dropout"]],
         names,
     )

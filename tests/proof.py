@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.runtime import LAUNCHES
-from tests.parity import Op, assert_parity
+from tests.parity import Op, assert_parity, awkward
 
 
 @contextmanager
@@ -64,6 +65,70 @@ def assert_kernel_parity(
     """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
     with launches(*kernels), guarded():
         assert_parity(op, ref, inputs, **options)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+"""Of tensors with three dimensions or more: values as they were, in another place or order."""
+
+
+def forward_backward(
+    op: Op, inputs: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
+) -> list[Tensor]:
+    """Outputs and gradients; `inputs` keep their strides."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    ys = op(*leaves)
+    ys = (ys,) if isinstance(ys, Tensor) else ys
+    if upstream is None:
+        generator = torch.Generator().manual_seed(1)
+        upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
+
+
+def assert_compiles_once(
+    op: Op,
+    calls: Iterable[Iterable[Any]],
+    *,
+    kernels: tuple[str, ...],
+    dynamic: bool | None,
+    eager: Op | None = None,
+    run: Callable[[Op, Iterable[Any]], Iterable[Tensor]] = forward_backward,
+) -> None:
+    """`torch.compile(fullgraph=True)` gives the same bits by one node, and no new graph in the end.
+
+    Args:
+        op: what is compiled.
+        calls: arguments of each call; at least four, whose sizes all change by the third.
+        kernels: launched in every call.
+        dynamic: torch.compile's.
+        eager: what it is compared with; `op` by default.
+        run: (op, arguments) -> outputs and gradients.
+    """
+    nodes = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    torch.compiler.reset()
+    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
+    graphs = []
+    for arguments in calls:
+        arguments = list(arguments)
+        with launches(*kernels):
+            got = run(compiled, arguments)
+        assert all(map(torch.equal, got, run(eager or op, arguments)))
+        graphs.append(len(nodes))
+    assert all(len(found) == 1 for found in nodes)
+    # where it is not told, Dynamo learns that a size changes from the first change
+    assert graphs[0 if dynamic else 2] == graphs[-1]
 
 
 # --- a test of the tests --------------------------------------------------------------------------

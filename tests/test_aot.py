@@ -148,14 +148,20 @@ SPECIALISATIONS = """
 import torch
 from kernels.aot import main
 from kernels.aot_compile import specialised
+from kernels.bias_act_launch import bias_act_bwd, bias_act_fwd
 from kernels.norm_launch import norm_fwd, norm_bwd
+from kernels.rotary_launch import rotary_turn
 from kernels.runtime import recording
 
 seen = {}
 for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
     x = torch.empty(M, 768, device="meta")
     w = torch.empty(768, device="meta")
+    qkv = torch.empty(2, M, 36, 64, device="meta")
+    angles = torch.empty(M, 32, device="meta")
     with recording(90) as launches:
+        bias_act_bwd(bias_act_fwd(x, w, "gelu_erf", x.dtype), x, w, "gelu_erf", w.dtype)
+        rotary_turn(qkv[:, :, :12], qkv[:, :, 12:24], angles, angles, interleaved=False)
         _, total, stats = norm_fwd(x, x, w, w, 1e-5, True, x.dtype)
         norm_bwd(x, x, total, stats, w, x.dtype, None, w.dtype, w.dtype)
     for launch in launches:
@@ -168,7 +174,8 @@ print(main(["--only", "no such kernel"]))
 def test_the_number_of_rows_compiles_nothing_anew_and_nothing_selected_is_an_error():
     done = python("-c", SPECIALISATIONS)
     assert done.stdout.splitlines() == [
-        "{'_norm_bwd_kernel': 1, '_norm_fwd_kernel': 1, '_norm_sum_kernel': 1}",
+        "{'_bias_act_bwd_kernel': 1, '_bias_act_fwd_kernel': 1, '_norm_bwd_kernel': 1, "
+        "'_norm_fwd_kernel': 1, '_norm_sum_kernel': 2, '_rotary_kernel': 1}",
         "kernels.aot: no configuration matches --only no such kernel",
         "2",
     ], done.stderr

@@ -18,7 +18,14 @@ from torch.library import opcheck
 from kernels import cross_entropy, runtime
 from kernels.cross_entropy import cross_entropy_ref
 from tests.parity import assert_parity, awkward
-from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
+from tests.proof import (
+    LAYOUTS,
+    assert_compiles_once,
+    assert_kernel_parity,
+    assert_mutations_are_caught,
+    guarded,
+    launches,
+)
 
 ROOT = Path(__file__).parents[1]
 FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
@@ -260,14 +267,6 @@ def test_no_rows(op, reduction, shape, device):
 
 # --- memory ---------------------------------------------------------------------------------------
 
-LAYOUTS = {
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-}
-
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_strides_do_not_matter(layout, device):
@@ -458,24 +457,15 @@ def test_compiles_to_one_node_and_never_again(reduction, dynamic, device):
     def plain(logits, targets):
         return cross_entropy(logits, targets, reduction=reduction, **EVERY)
 
-    nodes = []
-
-    def backend(graph, examples):
-        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
-
-    torch.compiler.reset()
-    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
-    graphs = []
-    for shape in ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24)):
-        logits, targets = make(*shape, device=device).values()
-        with launches(FWD, BWD):
-            got = step(compiled, logits, targets)
-        assert all(map(torch.equal, got, step(plain, logits, targets)))
-        graphs.append(len(nodes))
-    assert all(len(found) == 1 for found in nodes)
-    # where it is not told, Dynamo learns that a size changes from the first change
-    assert graphs[0 if dynamic else 2] == graphs[-1]
+    shapes = ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24))
+    assert_compiles_once(
+        op,
+        [make(*shape, device=device).values() for shape in shapes],
+        kernels=(FWD, BWD),
+        dynamic=dynamic,
+        eager=plain,
+        run=lambda f, arguments: step(f, *arguments),
+    )
 
 
 def test_fake_tensors_need_no_kernel(device):

@@ -7,6 +7,13 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from kernels import cross_entropy, linear_cross_entropy
 from kernels.cross_entropy import cross_entropy_ref
 from kernels.linear_cross_entropy import linear_cross_entropy_ref
+from tests.cuda_proof import (
+    assert_compiles_nothing_new,
+    assert_nothing_waits,
+    assert_on_the_current_stream,
+    assert_replays,
+    assert_same_bits,
+)
 from tests.parity import assert_parity, awkward
 from tests.proof import launches
 
@@ -109,50 +116,39 @@ def test_the_weights_gradient_adds_up_in_fp32():
 
 
 def test_a_thousand_steps_give_the_same_bits():
-    x, weight, targets = head(1024)
-    first = linear_step(x, weight, targets, chunk_tokens=256)
-    differs = torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        for a, b in zip(first, linear_step(x, weight, targets, chunk_tokens=256), strict=True):
-            differs |= (a != b).any()
-    assert not differs
+    inputs = head(1024)
+    assert_same_bits(lambda: linear_step(*inputs, chunk_tokens=256))
 
 
 def test_nothing_waits_for_the_device():
     x, weight, targets = head(1024)
     logits, _ = make(1024)
     logits.requires_grad_()
-    for turn in range(2):  # the first one compiles
-        torch.cuda.set_sync_debug_mode("error" if turn else "default")
-        try:
-            with launches(FWD, BWD, SCALE):
-                linear_step(x, weight, targets, chunk_tokens=256)
-                linear_step(x, weight, targets, chunk_tokens=256, reduction="sum")
-                step(logits, targets)
-                step(logits * 1, targets)
-                y = logits * 1
-                loss = cross_entropy(y, targets, valid_vocab=VALID, inplace_grad=True)
-                torch.autograd.grad(loss, logits)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+    def every():
+        linear_step(x, weight, targets, chunk_tokens=256)
+        linear_step(x, weight, targets, chunk_tokens=256, reduction="sum")
+        step(logits, targets)
+        step(logits * 1, targets)
+        y = logits * 1
+        loss = cross_entropy(y, targets, valid_vocab=VALID, inplace_grad=True)
+        torch.autograd.grad(loss, logits)
+
+    assert_nothing_waits(every, FWD, BWD, SCALE)
 
 
 def test_a_captured_graph_replays_with_new_inputs():
     x, weight, targets = head(1024)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        linear_step(x, weight, targets, chunk_tokens=256)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = linear_step(x, weight, targets, chunk_tokens=256)
-    with torch.no_grad():
-        x.copy_(awkward(*x.shape).to(x))
-        targets[::5] = -100  # another number of targets
-    graph.replay()
-    for a, b in zip(captured, linear_step(x, weight, targets, chunk_tokens=256), strict=True):
-        assert torch.equal(a, b)
+
+    def fewer():
+        targets[::5] = -100
+
+    assert_replays(lambda: linear_step(x, weight, targets, chunk_tokens=256), [x], fewer)
+
+
+def test_kernels_run_on_the_current_stream():
+    x, weight, targets = head(1024)
+    assert_on_the_current_stream(lambda: linear_step(x, weight, targets), x)
 
 
 def test_more_than_two_billion_elements():
@@ -191,22 +187,14 @@ def test_peak_memory_is_a_chunk_and_the_gradients():
 def test_a_new_number_of_rows_compiles_nothing():
     from kernels import cross_entropy_kernels
 
-    kernels = [getattr(cross_entropy_kernels, name) for name in (FWD, BWD, SCALE)]
-
-    def compiled():
-        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
-
     def run(M):
         logits, targets = make(M, 96, 90)
         for inplace in (False, True):
             leaf = logits.clone().requires_grad_()
             cross_entropy(leaf, targets, valid_vocab=90, inplace_grad=inplace).backward()
 
-    run(2)
-    before = compiled()
-    for M in (1, 3, 16, 17, 1000, 4096, 65_536):
-        run(M)
-    assert compiled() == before
+    sizes = (1, 3, 16, 17, 1000, 4096, 65_536)
+    assert_compiles_nothing_new(cross_entropy_kernels, (FWD, BWD, SCALE), run, sizes)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -228,19 +216,3 @@ def test_compiled_by_inductor_is_the_same(reduction):
             grads = (torch.autograd.grad(y.sum(), (x, weight)) for y in (got, want))
             assert torch.equal(got, want)
             assert all(map(torch.equal, *grads))
-
-
-def test_kernels_run_on_the_current_stream():
-    """The inputs are written late on a side stream; a launch elsewhere would read the old ones."""
-    x, weight, targets = head(1024)
-    linear_step(x, weight, targets)  # compiles
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        with torch.no_grad():
-            x.mul_(-1)
-        late = linear_step(x, weight, targets)
-    torch.cuda.synchronize()
-    for a, b in zip(late, linear_step(x, weight, targets), strict=True):
-        assert torch.equal(a, b)

@@ -51,10 +51,13 @@ def loss_and_gradients(model, x, y, precision):
     ids=["gpt2", "modern", "grouped-window", "post-norm"],
 )
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-def test_gpt_on_cuda_is_the_gpt_on_the_cpu(options, precision, bound):
+@pytest.mark.parametrize(
+    "asked", [OpsConfig(), OpsConfig(rotary="triton", activation="triton")], ids=["auto", "ours"]
+)
+def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
     config = replace(SMALL, **options)
     truth = GPT(config, ops.select(OpsConfig(attention="torch"), "cpu", compiled=False))
-    model = GPT(config, ops.select(OpsConfig(), "cuda", compiled=True)).cuda()
+    model = GPT(config, ops.select(asked, "cuda", compiled=True)).cuda()
     model.load_state_dict(truth.state_dict())
     x, y = torch.randint(0, 257, (2, 3, 64))
     compiled = torch.compile(model, fullgraph=True, dynamic=False)

@@ -20,7 +20,15 @@ from kernels.layer_norm import (
     rms_norm_ref,
 )
 from tests.parity import assert_parity, awkward
-from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
+from tests.proof import (
+    LAYOUTS,
+    assert_compiles_once,
+    assert_kernel_parity,
+    assert_mutations_are_caught,
+    forward_backward,
+    guarded,
+    launches,
+)
 
 # op -> (itself, its reference, its inputs, how many outputs)
 OPS = {
@@ -238,26 +246,6 @@ def test_guards_catch_a_write_outside_of_a_buffer_and_a_missing_one():
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def forward_backward(op, inputs, upstream=None):
-    """Outputs and gradients; `inputs` keep their strides."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    ys = op(*leaves)
-    ys = (ys,) if isinstance(ys, torch.Tensor) else ys
-    if upstream is None:
-        generator = torch.Generator().manual_seed(1)
-        upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
-    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -481,24 +469,9 @@ def test_opcheck(centred, residual, device):
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiles_to_one_node_and_never_again(name, dynamic, device):
     op = OPS[name][0]
-    nodes = []
-
-    def backend(graph, examples):
-        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
-
-    torch.compiler.reset()
-    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
-    graphs = []
-    for shape in ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24)):
-        inputs = make(name, *shape, device=device)
-        with launches(FWD, BWD):
-            got = forward_backward(compiled, inputs.values())
-        assert all(map(torch.equal, got, forward_backward(op, inputs.values())))
-        graphs.append(len(nodes))
-    assert all(len(found) == 1 for found in nodes)
-    # where it is not told, Dynamo learns that a size changes from the first change
-    assert graphs[0 if dynamic else 2] == graphs[-1]
+    shapes = ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24))
+    calls = [make(name, *shape, device=device).values() for shape in shapes]
+    assert_compiles_once(op, calls, kernels=(FWD, BWD), dynamic=dynamic)
 
 
 def test_dispatch_modes_see_the_op(device):

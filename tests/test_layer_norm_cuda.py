@@ -6,6 +6,13 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
 from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.layer_norm import add_layer_norm_ref, add_rms_norm_ref, layer_norm_ref, rms_norm_ref
+from tests.cuda_proof import (
+    assert_compiles_nothing_new,
+    assert_nothing_waits,
+    assert_on_the_current_stream,
+    assert_replays,
+    assert_same_bits,
+)
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, launches
 
@@ -96,63 +103,29 @@ def test_bf16_activations_with_fp32_weights(N):
     assert_parity(mixed(add_layer_norm), mixed(add_layer_norm_ref), inputs)
 
 
+def repeated(M, N):
+    """(its inputs, a step of `add_layer_norm`)."""
+    tensors = leaves("add_layer_norm", M, N)
+    upstream = [awkward(M, N, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    return tensors, lambda: step(tensors, upstream)
+
+
 def test_a_thousand_steps_give_the_same_bits():
-    tensors = leaves("add_layer_norm", 16_384, 768)
-    upstream = [awkward(16_384, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    first = step(tensors, upstream)
-    differs = torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        for a, b in zip(first, step(tensors, upstream), strict=True):
-            differs |= (a != b).any()
-    assert not differs
+    assert_same_bits(repeated(16_384, 768)[1])
 
 
 def test_nothing_waits_for_the_device():
-    tensors = leaves("add_layer_norm", 16_384, 768)
-    upstream = [torch.ones_like(tensors[0]) for _ in range(2)]
-    step(tensors, upstream)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with launches(FWD, BWD, SUM):
-            step(tensors, upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_nothing_waits(repeated(16_384, 768)[1], FWD, BWD, SUM)
 
 
 def test_a_captured_graph_replays_with_new_inputs():
-    tensors = leaves("add_layer_norm", 1024, 768)
-    upstream = [awkward(1024, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(tensors, upstream)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(tensors, upstream)
-    with torch.no_grad():
-        for x in tensors:
-            x.copy_(awkward(*x.shape).to(x))
-    graph.replay()
-    for a, b in zip(captured, step(tensors, upstream), strict=True):
-        assert torch.equal(a, b)
+    tensors, again = repeated(1024, 768)
+    assert_replays(again, tensors)
 
 
 def test_kernels_run_on_the_current_stream():
-    """The inputs are written late on a side stream; a launch elsewhere would read the old ones."""
-    tensors = leaves("add_layer_norm", 16_384, 768)
-    upstream = [torch.ones_like(tensors[0]) for _ in range(2)]
-    step(tensors, upstream)  # compiles
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        with torch.no_grad():
-            tensors[0].mul_(-1)
-        late = step(tensors, upstream)
-    torch.cuda.synchronize()
-    for a, b in zip(late, step(tensors, upstream), strict=True):
-        assert torch.equal(a, b)
+    tensors, again = repeated(16_384, 768)
+    assert_on_the_current_stream(again, tensors[0])
 
 
 def test_more_than_two_billion_elements():
@@ -180,20 +153,12 @@ def test_more_than_two_billion_elements():
 def test_a_new_number_of_rows_compiles_nothing():
     from kernels import norm_kernels
 
-    kernels = [getattr(norm_kernels, name) for name in (FWD, BWD, SUM)]
-
-    def compiled():
-        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
-
     def run(M):
         tensors = leaves("add_layer_norm", M, 96)
         step(tensors, [torch.ones_like(tensors[0])] * 2)
 
-    run(2)
-    before = compiled()
-    for M in (1, 3, 16, 17, 1000, 4096, 65_536):
-        run(M)
-    assert compiled() == before
+    sizes = (1, 3, 16, 17, 1000, 4096, 65_536)
+    assert_compiles_nothing_new(norm_kernels, (FWD, BWD, SUM), run, sizes)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -13,7 +13,7 @@ from fastgpt.generate import generate
 from fastgpt.model import GPT, LearnedPositions, Rotary
 from fastgpt.ops import Ops
 from fastgpt.recipes import RECIPES
-from kernels import runtime
+from kernels import rotary_ref, runtime
 from kernels.attention import attention_ref
 
 OPTIONS = {
@@ -260,7 +260,7 @@ def test_with_positions_their_order_matters(position):
 def test_rotary_scores_depend_on_the_distance_alone():
     cos, sin = Rotary(configure(position="rotary", context=40))(40)
     q, k = torch.randn(2, 1, 1, 3, 8).expand(2, 1, 40, 3, 8).unbind()
-    turned_q, turned_k = ops.rotary(q, k, cos, sin)
+    turned_q, turned_k = rotary_ref(q, k, cos, sin)
     scores = torch.einsum("bihd,bjhd->hij", turned_q, turned_k)
     for distance in (0, 1, 7, 30):
         same = scores.diagonal(-distance, 1, 2)
@@ -321,7 +321,8 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
         seen.append(dropout_p)
         return attention_ref(q, k, v, scale=scale, window=window, doc_ids=doc_ids)
 
-    return Ops(attention, None, ops.NORMS["torch"], ops.LOSS["torch"], lambda x, p: x * 0, {}), seen
+    plain = ops.select(OpsConfig(loss="torch"), "cpu", compiled=True)
+    return replace(plain, attention=attention, dropout=lambda x, p: x * 0), seen
 
 
 PLACES = {
@@ -532,10 +533,12 @@ def test_compiles_fullgraph_and_only_once(option_set, attention):
 def test_ops_for_compiled_models(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
-        "attention": "sdpa", "norm": "torch", "loss": "chunked", "dropout": "torch",
+        "attention": "sdpa", "norm": "torch", "loss": "chunked", "rotary": "torch",
+        "activation": "torch", "dropout": "torch",
     }  # fmt: skip
     assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
-        "attention": "blocked", "norm": "torch", "loss": "chunked", "dropout": "lanes",
+        "attention": "blocked", "norm": "torch", "loss": "chunked", "rotary": "torch",
+        "activation": "torch", "dropout": "lanes",
     }  # fmt: skip
 
 

@@ -20,8 +20,10 @@ ATTENTION_KERNELS = (
 )
 NORM_KERNELS = ("_norm_fwd_kernel", "_norm_bwd_kernel")
 LOSS_KERNELS = ("_cross_entropy_fwd_kernel",)
-OURS = OpsConfig(attention="triton", norm="triton", loss="chunked")
-PLAIN = OpsConfig(attention="torch", norm="torch", loss="torch")
+ACTIVATION_KERNELS = ("_bias_act_fwd_kernel", "_bias_act_bwd_kernel")
+TRITON = ("attention", "norm", "rotary", "activation")
+OURS = OpsConfig(**dict.fromkeys(TRITON, "triton"), loss="chunked")
+PLAIN = OpsConfig(**dict.fromkeys(TRITON, "torch"), loss="torch")
 
 
 def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
@@ -35,7 +37,8 @@ def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("options", [
     {}, {"norm": "rmsnorm", "bias": False, "position": "rotary", "num_kv_heads": 2},
     {"norm_position": "post", "window": 5},
-    {"norm": "rmsnorm", "norm_position": "post", "qk_norm": True},
+    {"norm": "rmsnorm", "norm_position": "post", "qk_norm": True, "position": "rotary"},
+    {"activation": "swiglu", "bias": False}, {"activation": "swiglu"},
     {"document_mask": True, "eot_id": 7, "tied": False, "softcap": 3.0},
 ])  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True])
@@ -55,7 +58,10 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
         models.append(model)
     with launches():
         expected = loss_and_gradients(models[0], autocast)
-    with launches(*NORM_KERNELS, *LOSS_KERNELS, *(() if autocast else ATTENTION_KERNELS)):
+    ran = [*NORM_KERNELS, *LOSS_KERNELS, *ACTIVATION_KERNELS]
+    ran += [] if autocast else ATTENTION_KERNELS
+    ran += ["_rotary_kernel"] * (config.position == "rotary")
+    with launches(*ran):
         got = loss_and_gradients(models[1], autocast)
     # in bf16 the two round at different places
     tolerance = 5e-2 if autocast else 1e-4
@@ -69,7 +75,7 @@ def test_training_on_our_kernels_has_the_losses_of_training_on_torchs_ops(steps,
     curves = []
     for asked in (PLAIN, OURS):
         torch.manual_seed(0)
-        smaller = replace(TINY, num_layers=1, num_heads=2)
+        smaller = replace(TINY, num_layers=1, num_heads=2, position="rotary", activation="swiglu")
         model = GPT(smaller, ops.select(asked, "cpu", compiled=False))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         generator = torch.Generator().manual_seed(1)
@@ -104,13 +110,13 @@ def test_loss_under_autocast_is_that_of_fp32():
 
 def test_our_kernels_run_where_they_are_asked_for():
     names = ops.select(OURS, "cuda", compiled=True).names
-    assert [names[op] for op in ("attention", "norm", "loss")] == ["triton", "triton", "chunked"]
+    assert names == {**dict.fromkeys(TRITON, "triton"), "loss": "chunked", "dropout": "torch"}
     for device in ("cpu", "cuda"):
         names = ops.select(OpsConfig(), device, compiled=True).names
         assert not {"triton", "chunked"} & set(names.values())
 
 
-@pytest.mark.parametrize("op", ["norm", "attention"])
+@pytest.mark.parametrize("op", TRITON)
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):

@@ -1,0 +1,86 @@
+"""What the CUDA tests of the kernels have in common: a step is called, its tensors are compared."""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tests.parity import awkward
+from tests.proof import launches
+
+Step = Callable[[], Sequence[Tensor]]
+"""Outputs and gradients of an op, of the same tensors in every call."""
+
+
+def assert_same_bits(step: Step, times: int = 1000) -> None:
+    """The same input gives the same bits however often."""
+    first = step()
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(times):
+        for a, b in zip(first, step(), strict=True):
+            differs |= (a != b).any()
+    assert not differs
+
+
+def assert_nothing_waits(step: Callable[[], object], *kernels: str) -> None:
+    """The host never waits for the device, while each of `kernels` is launched."""
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with launches(*kernels):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_replays(
+    step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
+) -> None:
+    """A captured graph computes with what is in `inputs`, and what `change` changes, later."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.copy_(awkward(*x.shape).to(x))
+        change()
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
+    """`late` is negated on a side stream, after a while: a launch elsewhere would see the old."""
+    step()  # compiles
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        with torch.no_grad():
+            late.mul_(-1)
+        after = step()
+    torch.cuda.synchronize()
+    for a, b in zip(after, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_compiles_nothing_new(
+    module: ModuleType, kernels: Iterable[str], run: Callable[[int], object], sizes: Iterable[int]
+) -> None:
+    """`run` of any of `sizes` needs no other form of the module's kernels than `run(2)` does."""
+
+    def compiled() -> list[int]:
+        device = torch.cuda.current_device()
+        return [len(getattr(module, name).device_caches[device][0]) for name in kernels]
+
+    run(2)
+    before = compiled()
+    for size in sizes:
+        run(size)
+    assert compiled() == before
