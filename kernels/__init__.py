@@ -4,6 +4,7 @@ from kernels.attention import attention, attention_packed, attention_ref
 from kernels.attention_blocked import attention_blocked
 from kernels.attention_dropout import attention_dropout_mask
 from kernels.cross_entropy import cross_entropy
+from kernels.decode_attention import decode_attention
 from kernels.dropout import dropout
 from kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -17,6 +18,7 @@ __all__ = [
     "attention_packed",
     "attention_ref",
     "cross_entropy",
+    "decode_attention",
     "dropout",
     "layer_norm",
     "linear_cross_entropy",

@@ -33,7 +33,12 @@ from kernels.sass import DEVICES, UNITS, ceiling
 
 __all__ = ["Case"]
 
-MODULES = ("kernels.attention_launch", "kernels.norm_launch", "kernels.cross_entropy_launch")
+MODULES = (
+    "kernels.attention_launch",
+    "kernels.norm_launch",
+    "kernels.cross_entropy_launch",
+    "kernels.decode_attention_launch",
+)
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
