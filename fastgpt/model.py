@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt import ops as op
+from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.ops import Ops
 
@@ -86,14 +87,19 @@ class Attention(nn.Module):
         self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
         turned = config.qk_norm or config.position == "rotary"
         self.packed = None if turned else ops.attention_packed
+        self.decode = ops.decode
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> Tensor:
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         p = self.p if self.training else 0.0
-        if self.packed is not None:
+        if self.packed is not None and past is None:
             y = self.packed(
                 qkv, self.heads[0], window=self.window, dropout_p=p, doc_ids=doc_ids
             )  # (B, T, H, D)
@@ -104,6 +110,12 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
         if turn is not None:
             q, k = op.rotary(q, k, *turn)
+        if past is not None:
+            keys, values = past.extend(k, v)
+            if not past.cache.fresh:
+                cache = past.cache
+                y = self.decode(q, keys, values, cache.lengths, starts=cache.starts)
+                return self.c_proj(y.flatten(2))
         y = self.op(q, k, v, window=self.window, dropout_p=p, doc_ids=doc_ids)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
@@ -144,9 +156,10 @@ class PreNormBlock(nn.Module):
         residual: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         y, residual = self.ln_1(x, residual)
-        y, residual = self.ln_2(self.attn(y, turn, doc_ids), residual)
+        y, residual = self.ln_2(self.attn(y, turn, doc_ids, past), residual)
         return self.mlp(y), residual
 
 
@@ -159,8 +172,9 @@ class PostNormBlock(PreNormBlock):
         residual: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.ln_1(self.attn(x, turn, doc_ids), x)
+        x, _ = self.ln_1(self.attn(x, turn, doc_ids, past), x)
         x, _ = self.ln_2(self.mlp(x), x)
         return x, None
 
@@ -172,8 +186,18 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.weight[places]
+
+
+class NoPositions(nn.Module):
+    """x as it is: the order of tokens is told by attention, or by nothing but its mask."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x
 
 
 class SinusoidalPositions(nn.Module):
@@ -186,12 +210,12 @@ class SinusoidalPositions(nn.Module):
         angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
         self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.waves[: x.shape[1]]
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.waves[places]
 
 
 class Rotary(nn.Module):
-    """Cosines and sines (T, D/2) of the angles by which `ops.rotary` turns queries and keys."""
+    """Cosines and sines (..., D/2) of the angles by which `ops.rotary` turns queries and keys."""
 
     cos: Tensor
     sin: Tensor
@@ -202,8 +226,8 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, T: int) -> tuple[Tensor, Tensor]:
-        return self.cos[:T], self.sin[:T]
+    def forward(self, places: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[places], self.sin[places]
 
 
 def _angles(T: int, width: int, base: float) -> Tensor:
@@ -211,7 +235,12 @@ def _angles(T: int, width: int, base: float) -> Tensor:
     return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
 
 
-POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+POSITIONS = {
+    "learned": LearnedPositions,
+    "sinusoidal": SinusoidalPositions,
+    "rotary": NoPositions,
+    "none": NoPositions,
+}
 
 
 class GPT(nn.Module):
@@ -228,8 +257,7 @@ class GPT(nn.Module):
         assert config.eot_id is not None or not config.document_mask
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
-        add = POSITIONS.get(config.position)
-        self.wpe = nn.Identity() if add is None else add(config)
+        self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         block = PreNormBlock if config.norm_position == "pre" else PostNormBlock
@@ -258,23 +286,29 @@ class GPT(nn.Module):
     def _vocab_tables(self) -> list[Tensor]:
         return [self.wte.weight] + ([] if self.lm_head is None else [self.lm_head.weight])
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Runs the network.
 
         Args:
             tokens: (B, T) int64, T at most the context.
             targets: (B, T) int64, -100 where no loss is wanted.
+            cache: what came before the tokens, in evaluation; they are added to it.
 
         Returns:
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
         """
-        x = self.dropout(self.wpe(self.wte(tokens)))  # (B, T, C)
-        turn = None if self.rotary is None else self.rotary(tokens.shape[1])
+        assert cache is None or not self.training
+        places = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+        x = self.dropout(self.wpe(self.wte(tokens), places))  # (B, T, C)
+        turn = None if self.rotary is None else self.rotary(places)
         residual = doc_ids = None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them
-        for block in self.h:
-            x, residual = block(x, residual, turn, doc_ids)
+        for i, block in enumerate(self.h):
+            past = None if cache is None else cache.layers[i]
+            x, residual = block(x, residual, turn, doc_ids, past)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
         head = self.wte.weight if self.lm_head is None else self.lm_head.weight

@@ -48,6 +48,32 @@ def sdpa(
     return out.transpose(1, 2)
 
 
+def decode_sdpa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`kernels.decode_attention` by F.scaled_dot_product_attention; unused places are finite."""
+    keys = torch.arange(k_cache.shape[1], device=q.device)
+    places = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
+    mask = keys <= places[..., None]  # (B, Tq, Tmax)
+    if starts is not None:
+        mask = mask & (keys >= starts[..., None])
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        attn_mask=mask[:, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k_cache.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Over the last dimension, by PyTorch; contract: `kernels.layer_norm`."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -80,8 +106,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Args:
         q: (B, T, H, D).
         k: (B, T, K, D).
-        cos: (T, D/2) fp32.
-        sin: (T, D/2) fp32.
+        cos: (T, D/2) fp32, or (B, T, D/2) where rows stand at places of their own.
+        sin: shape of `cos`, fp32.
 
     Returns:
         tuple[Tensor, Tensor]: q and k turned, shapes and dtypes kept.
@@ -89,7 +115,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     def turn(x: Tensor) -> Tensor:
         a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2)
-        c, s = cos[:, None, :], sin[:, None, :]
+        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
 
     return turn(q), turn(k)
@@ -131,6 +157,7 @@ ATTENTION = {
 LOSS = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
 PACKED_ATTENTION = {"triton": kernels.attention_packed}
 """Those that take the packed projection itself, whose gradient then needs no concatenation."""
+DECODE = {"torch": decode_sdpa, "triton": kernels.decode_attention}
 DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
@@ -160,6 +187,7 @@ class Ops:
     attention_packed: Callable[..., Tensor] | None
     norms: Norms
     loss: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
 
@@ -177,6 +205,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
         "norm": _named(config.norm, "torch"),
         "loss": _named(config.loss, "torch" if runs_kernels(torch.device(device)) else "chunked"),
+        "decode": _named(config.decode, "torch"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():
@@ -194,6 +223,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         PACKED_ATTENTION.get(names["attention"]),
         NORMS[names["norm"]],
         LOSS[names["loss"]],
+        DECODE[names["decode"]],
         DROPOUT[names["dropout"]],
         names,
     )
