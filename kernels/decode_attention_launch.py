@@ -31,8 +31,8 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
     """Block sizes, warps and stages; no table: all follows from what is in flight.
 
     Rows beyond 32 are another tile's, which reads the keys from L2. fp32, without tensor cores,
-    spills with 32 rows, 64 keys, or 4 warps. Where the page must be read before its keys, two blocks in
-    flight take five stages instead of three.
+    spills with 32 rows, 64 keys, or 4 warps. Where the page must be read before its keys, two
+    blocks in flight take five stages instead of three.
     """
     block_m = 16 if rows <= 16 or itemsize == 4 else 32
     if arch == 0:  # interpreted: small, so that short caches show splits
