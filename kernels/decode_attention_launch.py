@@ -31,13 +31,13 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
     """Block sizes, warps and stages; no table: all follows from what is in flight.
 
     Rows beyond 32 are another tile's, which reads the keys from L2. fp32, without tensor cores,
-    spills with 32 rows, 64 keys, or 4 warps. Where the page must be read before its keys, two
+    spills with 32 rows, 32 keys, or 4 warps. Where the page must be read before its keys, two
     blocks in flight take five stages instead of three.
     """
     block_m = 16 if rows <= 16 or itemsize == 4 else 32
     if arch == 0:  # interpreted: small, so that short caches show splits
         return {"BLOCK_M": block_m, "BLOCK_N": 16}
-    most = 32 if itemsize == 4 else 64 if D < 64 else 128
+    most = 16 if itemsize == 4 else 64 if D < 64 else 128
     block_n = max(16, min(most, TILE_BYTES // (_padded(D) * itemsize)))
     warps, stages = 8 if itemsize == 4 else 4, 5 if paged else 3
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
