@@ -532,10 +532,12 @@ def test_compiles_fullgraph_and_only_once(option_set, attention):
 def test_ops_for_compiled_models(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
-        "attention": "sdpa", "norm": "torch", "loss": "chunked", "dropout": "torch",
+        "attention": "sdpa", "norm": "torch", "loss": "chunked", "decode": "torch",
+        "dropout": "torch",
     }  # fmt: skip
     assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
-        "attention": "blocked", "norm": "torch", "loss": "chunked", "dropout": "lanes",
+        "attention": "blocked", "norm": "torch", "loss": "chunked", "decode": "torch",
+        "dropout": "lanes",
     }  # fmt: skip
 
 
