@@ -131,14 +131,13 @@ def decode_attention_fwd(
 
 def aot_cases(arch: int) -> Iterator[Case]:
     """The tile of each head dimension and dtype in its forms: split or not, paged, with starts."""
+    bf16, fp32 = torch.bfloat16, torch.float32
     for D in (16, 64, 80, 128, 256):
-        yield _case(D, torch.bfloat16)
-    for D in (64, 128, 256):
-        yield _case(D, torch.bfloat16, B=1, Tq=4, H=32, K=8)
-        yield _case(D, torch.bfloat16, B=4, Tq=4, H=32, K=4, page=16, starts=True)
-    for D in (64, 256):
-        yield _case(D, torch.float32, B=1)
-        yield _case(D, torch.float32, B=4, Tq=4, H=32, K=4, page=16, starts=True)
+        yield _case(D, bf16)
+    yield _case(64, bf16, B=1, Tq=4, H=32, K=8)
+    yield _case(256, fp32, B=1)
+    for D, dtype in ((64, bf16), (128, bf16), (256, bf16), (64, fp32), (256, fp32)):
+        yield _case(D, dtype, B=4, Tq=4, H=32, K=4, page=16, starts=True)
 
 
 def _case(
