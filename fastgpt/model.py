@@ -108,8 +108,11 @@ class Attention(nn.Module):
         if self.qk_norm:
             # autocast may normalise in fp32
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
-        if turn is not None:
+        if turn is not None and past is None:
             q, k = op.rotary(q, k, *turn)
+        elif turn is not None:  # rows stand at places of their own: as one row of them all
+            turned = op.rotary(q.flatten(0, 1)[None], k.flatten(0, 1)[None], *turn)
+            q, k = (x.reshape(y.shape) for x, y in zip(turned, (q, k)))
         if past is not None:
             keys, values = past.extend(k, v)
             if not past.cache.fresh:
@@ -215,7 +218,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines (..., D/2) of the angles by which `ops.rotary` turns queries and keys."""
+    """Cosines and sines (T, D/2) of the angles by which `ops.rotary` turns queries and keys."""
 
     cos: Tensor
     sin: Tensor
@@ -302,7 +305,9 @@ class GPT(nn.Module):
         assert cache is None or not self.training
         places = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         x = self.dropout(self.wpe(self.wte(tokens), places))  # (B, T, C)
-        turn = None if self.rotary is None else self.rotary(places)
+        turn = None
+        if self.rotary is not None:
+            turn = self.rotary(places.flatten() if isinstance(places, Tensor) else places)
         residual = doc_ids = None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them

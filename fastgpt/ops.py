@@ -106,8 +106,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Args:
         q: (B, T, H, D).
         k: (B, T, K, D).
-        cos: (T, D/2) fp32, or (B, T, D/2) where rows stand at places of their own.
-        sin: shape of `cos`, fp32.
+        cos: (T, D/2) fp32.
+        sin: (T, D/2) fp32.
 
     Returns:
         tuple[Tensor, Tensor]: q and k turned, shapes and dtypes kept.
@@ -115,7 +115,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     def turn(x: Tensor) -> Tensor:
         a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2)
-        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        c, s = cos[:, None, :], sin[:, None, :]
         return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
 
     return turn(q), turn(k)

@@ -110,7 +110,7 @@ def test_our_kernels_run_where_they_are_asked_for():
         assert not {"triton", "chunked"} & set(names.values())
 
 
-@pytest.mark.parametrize("op", ["norm", "attention"])
+@pytest.mark.parametrize("op", ["norm", "attention", "decode"])
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):
