@@ -255,8 +255,8 @@ class OpsConfig:
     """The output head with its cross-entropy. `chunked`: the logits of some tokens at a time, never
     of all; on CUDA by our kernels."""
     decode: Literal["auto", "torch", "triton"] = "auto"
-    """Attention of new tokens over the cache, when text is generated. `triton`: our kernels, on
-    CUDA."""
+    """Attention of new tokens over the cache, when text is generated. `auto`: PyTorch's; `triton`:
+    our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 

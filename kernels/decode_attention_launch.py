@@ -43,7 +43,7 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
     """Into how many parts the keys are cut.
 
