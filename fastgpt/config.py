@@ -288,6 +288,9 @@ class OpsConfig:
     """Rotary positions, where the model has them. `triton`: our kernel, on CUDA."""
     activation: Literal["auto", "torch", "triton"] = "auto"
     """Of the feed-forward layers, with the bias before it. `triton`: our kernels, on CUDA."""
+    decode: Literal["auto", "torch", "triton"] = "auto"
+    """Attention of new tokens over the cache, when text is generated. `auto`: PyTorch's; `triton`:
+    our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
     """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
 

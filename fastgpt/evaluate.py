@@ -1,11 +1,12 @@
 """What a model can do so far: its loss on held-out text, and a sample of its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ def mean_loss(
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
-    """(1, T) int64.
+    """(T,) int64.
 
     Raises:
         UserError: the prompt is empty, or has a character that the tokenizer does not know.
@@ -54,13 +55,13 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
         ids = np.array([tokenizer.eot_id])  # what a document begins with
     if not len(ids):
         raise UserError("the prompt is empty: expected at least one token to go on from")
-    return torch.from_numpy(ids.astype(np.int64))[None]
+    return torch.from_numpy(ids.astype(np.int64))
 
 
 def sample_text(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: Tensor,
+    prompts: Sequence[Tensor],
     *,
     max_new_tokens: int,
     temperature: float,
@@ -70,15 +71,42 @@ def sample_text(
     count: int = 1,
     device: str = "cpu",
 ) -> list[str]:
-    """`count` continuations of `prompt` (1, T), prompt included; the arguments are `generate`'s."""
+    """`count` continuations of each of `prompts`, prompt included, all of them in one batch.
+
+    A text ends before the end-of-text token that follows its prompt, if one was drawn. The other
+    arguments are `generate`'s.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        prompts: (T,) int64 each, of any lengths from 1 on.
+        max_new_tokens: in each.
+        temperature: of the draws.
+        seed: of the draws.
+        top_k: of the draws.
+        top_p: of the draws.
+        count: texts of each prompt; the first prompt's come first.
+        device: of the model.
+    """
+    prompts = [prompt for prompt in prompts for _ in range(count)]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
     tokens = generate(
         model,
-        prompt.expand(count, -1).to(device),
+        pad_sequence(prompts, batch_first=True).to(device),
+        lengths=lengths,
         max_new_tokens=max_new_tokens,
         vocab_size=tokenizer.vocab_size,
+        stop_id=tokenizer.eot_id,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         generator=torch.Generator().manual_seed(seed),
     )
-    return [tokenizer.decode(row.cpu().numpy()) for row in tokens]
+    texts = []
+    for row, length in zip(tokens.cpu(), lengths.tolist()):
+        end = length + max_new_tokens
+        if tokenizer.eot_id is not None:
+            drawn = row[length:end] == tokenizer.eot_id
+            end = length + int(drawn.int().argmax()) if drawn.any() else end
+        texts.append(tokenizer.decode(row[:end].numpy()))
+    return texts

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt import ops as op
+from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.ops import Ops
 
@@ -82,14 +83,19 @@ class Attention(nn.Module):
         self.rotary = ops.rotary
         turned = config.qk_norm or config.position == "rotary"
         self.packed = None if turned else ops.attention_packed
+        self.decode = ops.decode
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> Tensor:
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         p = self.p if self.training else 0.0
-        if self.packed is not None:
+        if self.packed is not None and past is None:
             y = self.packed(
                 qkv,
                 self.heads[0],
@@ -103,8 +109,19 @@ class Attention(nn.Module):
         if self.qk_norm:
             # autocast may normalise in fp32
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
-        if turn is not None:
+        if turn is not None and past is None:
             q, k = self.rotary(q, k, *turn)
+        elif turn is not None:  # rows stand at places of their own: as one row of them all
+            turned = self.rotary(q.flatten(0, 1)[None], k.flatten(0, 1)[None], *turn)
+            q, k = (x.reshape(y.shape) for x, y in zip(turned, (q, k)))
+        if past is not None:
+            keys, values = past.extend(k, v)
+            if not past.cache.fresh:
+                cache = past.cache
+                y = self.decode(
+                    q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
+                )
+                return self.c_proj(y.flatten(2))
         y = self.op(
             q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
         )  # (B, T, H, D)
@@ -147,9 +164,10 @@ class PreNormBlock(nn.Module):
         residual: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         y, residual = self.ln_1(x, residual)
-        y, residual = self.ln_2(self.attn(y, turn, doc_ids), residual)
+        y, residual = self.ln_2(self.attn(y, turn, doc_ids, past), residual)
         return self.mlp(y), residual
 
 
@@ -162,8 +180,9 @@ class PostNormBlock(PreNormBlock):
         residual: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
+        past: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.ln_1(self.attn(x, turn, doc_ids), x)
+        x, _ = self.ln_1(self.attn(x, turn, doc_ids, past), x)
         x, _ = self.ln_2(self.mlp(x), x)
         return x, None
 
@@ -175,8 +194,18 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.weight[places]
+
+
+class NoPositions(nn.Module):
+    """x as it is: the order of tokens is told by attention, or by nothing but its mask."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x
 
 
 class SinusoidalPositions(nn.Module):
@@ -189,8 +218,8 @@ class SinusoidalPositions(nn.Module):
         angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
         self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.waves[: x.shape[1]]
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.waves[places]
 
 
 class Rotary(nn.Module):
@@ -205,8 +234,8 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, T: int) -> tuple[Tensor, Tensor]:
-        return self.cos[:T], self.sin[:T]
+    def forward(self, places: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[places], self.sin[places]
 
 
 def _angles(T: int, width: int, base: float) -> Tensor:
@@ -214,7 +243,12 @@ def _angles(T: int, width: int, base: float) -> Tensor:
     return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
 
 
-POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+POSITIONS = {
+    "learned": LearnedPositions,
+    "sinusoidal": SinusoidalPositions,
+    "rotary": NoPositions,
+    "none": NoPositions,
+}
 
 
 class GPT(nn.Module):
@@ -231,8 +265,7 @@ class GPT(nn.Module):
         assert config.eot_id is not None or not config.document_mask
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
-        add = POSITIONS.get(config.position)
-        self.wpe = nn.Identity() if add is None else add(config)
+        self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
@@ -271,23 +304,31 @@ class GPT(nn.Module):
         """Whatever has a row for each token of the padded vocabulary."""
         return [self.wte.weight, *([] if self.lm_head is None else self.lm_head.parameters())]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Runs the network.
 
         Args:
             tokens: (B, T) int64, T at most the context.
             targets: (B, T) int64, -100 where no loss is wanted.
+            cache: what came before the tokens, in evaluation; they are added to it.
 
         Returns:
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
         """
-        x = self.dropout(self.wpe(self.wte(tokens)))  # (B, T, C)
-        turn = None if self.rotary is None else self.rotary(tokens.shape[1])
+        assert cache is None or not self.training
+        places = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+        x = self.dropout(self.wpe(self.wte(tokens), places))  # (B, T, C)
+        turn = None
+        if self.rotary is not None:
+            turn = self.rotary(places.flatten() if isinstance(places, Tensor) else places)
         residual = doc_ids = None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them
-        for block in self.h:
-            x, residual = block(x, residual, turn, doc_ids)
+        for i, block in enumerate(self.h):
+            past = None if cache is None else cache.layers[i]
+            x, residual = block(x, residual, turn, doc_ids, past)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
         return self.head(x, targets)

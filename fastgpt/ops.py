@@ -51,6 +51,32 @@ def sdpa(
     return out.transpose(1, 2)
 
 
+def decode_sdpa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`kernels.decode_attention` by F.scaled_dot_product_attention; unused places are finite."""
+    keys = torch.arange(k_cache.shape[1], device=q.device)
+    places = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
+    mask = keys <= places[..., None]  # (B, Tq, Tmax)
+    if starts is not None:
+        mask = mask & (keys >= starts[..., None])
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        attn_mask=mask[:, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k_cache.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Over the last dimension, by PyTorch; contract: `kernels.layer_norm`."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -138,6 +164,7 @@ PACKED_ATTENTION = {"triton": kernels.attention_packed}
 """Those that take the packed projection itself, whose gradient then needs no concatenation."""
 ROTARY = {"torch": rotary_ref, "triton": kernels.rotary}
 ACTIVATION = {"torch": linear_activation, "triton": linear_bias_act}
+DECODE = {"torch": decode_sdpa, "triton": kernels.decode_attention}
 DROPOUT = {"torch": F.dropout, "lanes": dropout}
 
 
@@ -169,6 +196,7 @@ class Ops:
     loss: Callable[..., Tensor]
     rotary: Callable[..., tuple[Tensor, Tensor]]
     activation: Callable[[Tensor, nn.Linear, str], Tensor]
+    decode: Callable[..., Tensor]
     dropout: Callable[[Tensor, float], Tensor]
     names: dict[str, str]
 
@@ -188,6 +216,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         "loss": _named(config.loss, "torch" if runs_kernels(torch.device(device)) else "chunked"),
         "rotary": _named(config.rotary, "torch"),
         "activation": _named(config.activation, "torch"),
+        "decode": _named(config.decode, "torch"),
         "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
     }
     for op, name in names.items():
@@ -207,6 +236,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         LOSS[names["loss"]],
         ROTARY[names["rotary"]],
         ACTIVATION[names["activation"]],
+        DECODE[names["decode"]],
         DROPOUT[names["dropout"]],
         names,
     )

@@ -1,16 +1,18 @@
-"""Text from a trained model: `python -m fastgpt.sample RUN --prompt "To be" [--n 3]`."""
+"""Text from a trained model: `python -m fastgpt.sample RUN --prompt "To be" [--prompt ...]`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
+from torch import Tensor
 
 from fastgpt import checkpoint, device, ops
 from fastgpt.config import OpsConfig
-from fastgpt.data.tokenizer import load_tokenizer
+from fastgpt.data.tokenizer import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.lecture import build_model
@@ -20,15 +22,15 @@ from fastgpt.run import saved_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
-    """Continues a prompt with a trained model."""
+    """Continues prompts with a trained model."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """A run's directory (its newest good checkpoint is taken) or a checkpoint's, such as
     RUN/checkpoints/best."""
-    prompt: str = "\n"
-    """What to go on from."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What to go on from, a line feed if not given; more of them are continued together."""
     n: int = 1
-    """Samples."""
+    """Samples of each prompt."""
     tokens: int = 300
     """New tokens in each."""
     temperature: float = 0.8
@@ -41,6 +43,8 @@ class SampleConfig:
     """Of the draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where it is visible."""
+    decode: Literal["auto", "torch", "triton"] = "auto"
+    """Attention of each new token over those before: see ops.decode of a run."""
 
     def __post_init__(self) -> None:
         for name in ("n", "tokens"):
@@ -56,11 +60,26 @@ class SampleConfig:
             raise UserError(f"--top-p is {self.top_p}: expected a number in (0, 1]")
 
 
-def load_model(found: checkpoint.Checkpoint, on: str) -> GPT:
+def load_model(found: checkpoint.Checkpoint, asked: OpsConfig, on: str) -> GPT:
     """The model of a checkpoint, in evaluation mode on device `on`."""
-    model = build_model(saved_config(found.path).model, ops.select(OpsConfig(), on, compiled=False))
+    model = build_model(saved_config(found.path).model, ops.select(asked, on, compiled=False))
     model.load_state_dict(found.weights)
     return model.to(on).eval()
+
+
+def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]:
+    """(T,) int64 of each.
+
+    Raises:
+        UserError: names the prompt that cannot be continued, and why.
+    """
+    encoded = []
+    for prompt in prompts or ("\n",):
+        try:
+            encoded.append(encode_prompt(prompt, tokenizer))
+        except UserError as error:
+            raise UserError(f"--prompt is {prompt!r}: {error}") from error
+    return encoded
 
 
 def main(argv: list[str]) -> None:
@@ -70,13 +89,13 @@ def main(argv: list[str]) -> None:
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    prompt = encode_prompt(config.prompt, tokenizer)
-    model = load_model(found, on)
+    prompts = encode_prompts(config.prompt, tokenizer)
+    model = load_model(found, OpsConfig(decode=config.decode), on)
     with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
         texts = sample_text(
             model,
             tokenizer,
-            prompt,
+            prompts,
             max_new_tokens=config.tokens,
             temperature=config.temperature,
             seed=config.seed,

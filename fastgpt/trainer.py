@@ -300,7 +300,7 @@ class Trainer:
             [text] = sample_text(
                 engine.model,
                 engine.data.tokenizer,
-                self.prompt,
+                [self.prompt],
                 max_new_tokens=self.config.train.sample_tokens,
                 temperature=0.8,
                 seed=self.config.seed,

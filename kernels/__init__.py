@@ -5,6 +5,7 @@ from kernels.attention_blocked import attention_blocked
 from kernels.attention_dropout import attention_dropout_mask
 from kernels.bias_act import bias_act
 from kernels.cross_entropy import cross_entropy
+from kernels.decode_attention import decode_attention
 from kernels.dropout import dropout
 from kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -20,6 +21,7 @@ __all__ = [
     "attention_ref",
     "bias_act",
     "cross_entropy",
+    "decode_attention",
     "dropout",
     "layer_norm",
     "linear_cross_entropy",

@@ -39,6 +39,7 @@ MODULES = (
     "kernels.cross_entropy_launch",
     "kernels.bias_act_launch",
     "kernels.rotary_launch",
+    "kernels.decode_attention_launch",
 )
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

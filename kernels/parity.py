@@ -66,27 +66,28 @@ def errors(a: Tensor, true: Tensor) -> tuple[float, float]:
 
 
 def outputs_and_gradients(
-    op: Op, inputs: Mapping[str, Tensor], dtype: torch.dtype, draw: Draw, **options: object
+    op: Op, inputs: Mapping[str, Tensor], dtype: torch.dtype, draw: Draw | None, **options: object
 ) -> dict[str, Tensor]:
     """What `op` makes of `inputs` in `dtype`: `output 0`, ..., and `gradient of x` for each x.
 
     Args:
         op: called as op(*inputs, **options); returns a tensor or several.
-        inputs: all floating ones get a gradient.
+        inputs: all floating ones get a gradient, if one is drawn.
         dtype: they are cast to it, strides kept: the op meets the very layout it was given.
-        draw: (number, output) -> the gradient that comes from above.
+        draw: (number, output) -> the gradient that comes from above; None: of an op without.
         options: handed on.
     """
     leaves = {
-        name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x
+        name: x.detach().to(dtype).requires_grad_(draw is not None) if x.is_floating_point() else x
         for name, x in inputs.items()
     }
     outputs = op(*leaves.values(), **options)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    if draw is None:
+        return named
     upstream = [draw(i, y).to(y.dtype) for i, y in enumerate(outputs)]
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
     gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream)
-    return {
-        **{f"output {i}": y.detach() for i, y in enumerate(outputs)},
-        **{f"gradient of {name}": dx for name, dx in zip(wanted, gradients, strict=True)},
-    }
+    of_inputs = zip(wanted, gradients, strict=True)
+    return named | {f"gradient of {name}": dx for name, dx in of_inputs}

@@ -34,6 +34,7 @@ def assert_parity(
     *,
     eager: Op | None = None,
     truth_dtype: torch.dtype = torch.float64,
+    gradients: bool = True,
     **options: object,
 ) -> None:
     """Holds outputs and gradients of `op` against the rule.
@@ -44,6 +45,7 @@ def assert_parity(
         inputs: all floating ones, of one dtype, get a gradient; the names appear in the message.
         eager: PyTorch's own op, or its plain operations, in the inputs' dtype; `ref` by default.
         truth_dtype: float64, or float32 where the inputs are narrower and large.
+        gradients: False where the op has none.
         options: handed on to each of the three.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
@@ -54,7 +56,7 @@ def assert_parity(
         def draw(_: int, y: Tensor) -> Tensor:
             return awkward(*y.shape, dtype=dtype, device=y.device, generator=generator)
 
-        return outputs_and_gradients(op, inputs, in_dtype, draw, **options)
+        return outputs_and_gradients(op, inputs, in_dtype, draw if gradients else None, **options)
 
     got, torchs = results(op, dtype), results(eager or ref, dtype)
     truth = results(ref, truth_dtype)

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt import ops
+from fastgpt.cache import Cache
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.generate import generate
 from fastgpt.model import GPT
@@ -28,7 +29,7 @@ class Bigram(nn.Module):
         self.table = torch.tensor(logits)
         self.config = ModelConfig(num_heads=1, dim=1, context=4)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         return self.table[tokens]
 
 

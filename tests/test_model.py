@@ -534,11 +534,11 @@ def test_ops_for_compiled_models(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     assert ops.select(OpsConfig(), "cpu", compiled=True).names == {
         "attention": "sdpa", "norm": "torch", "loss": "chunked", "rotary": "torch",
-        "activation": "torch", "dropout": "torch",
+        "activation": "torch", "decode": "torch", "dropout": "torch",
     }  # fmt: skip
     assert ops.select(OpsConfig(), "cpu", compiled=False).names == {
         "attention": "blocked", "norm": "torch", "loss": "chunked", "rotary": "torch",
-        "activation": "torch", "dropout": "lanes",
+        "activation": "torch", "decode": "torch", "dropout": "lanes",
     }  # fmt: skip
 
 

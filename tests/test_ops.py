@@ -110,13 +110,18 @@ def test_loss_under_autocast_is_that_of_fp32():
 
 def test_our_kernels_run_where_they_are_asked_for():
     names = ops.select(OURS, "cuda", compiled=True).names
-    assert names == {**dict.fromkeys(TRITON, "triton"), "loss": "chunked", "dropout": "torch"}
+    assert names == {
+        **dict.fromkeys(TRITON, "triton"),
+        "loss": "chunked",
+        "decode": "torch",
+        "dropout": "torch",
+    }
     for device in ("cpu", "cuda"):
         names = ops.select(OpsConfig(), device, compiled=True).names
         assert not {"triton", "chunked"} & set(names.values())
 
 
-@pytest.mark.parametrize("op", TRITON)
+@pytest.mark.parametrize("op", [*TRITON, "decode"])
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):

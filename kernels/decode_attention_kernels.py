@@ -1,0 +1,155 @@
+"""Attention of a few new tokens over a cache, on the device: splits of the keys, then their sum.
+
+A program holds the queries of one key/value head, all new tokens and all heads of the group as the
+rows of one tile, so that the cache is read once for all of them. Row r is query r // GROUP and head
+r % GROUP of the group. Too few programs would leave a GPU idle where the batch is small: the keys
+are cut into splits, each with softmax statistics of its own, and a second kernel adds them up.
+
+Shapes
+    q: (B, Tq, H, D)   k, v: (B, Tmax, K, D), or (pages, PAGE, K, D) with table (B, max_pages)
+    lengths: (B,)   starts: (B, Tq)   out: (B, Tq, H, D), or with SPLIT (B, Tq, H, splits, D) fp32
+    lse: (B, Tq, H, splits) fp32, log2 of the sum of 2**score; -inf where a split sees nothing
+Source
+    Dao et al. 2023, "Flash-Decoding for long-context inference".  Pages: Kwon et al. 2023,
+    arXiv:2309.06180.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# (it takes what a @triton.jit function returns to another for NoReturn)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _program(num_tiles, num_splits, K: tl.constexpr):
+    """(tile of rows, split, batch, key/value head) of this program.
+
+    Tiles of the same keys follow each other: all but the first read them from L2.
+    """
+    pid = tl.program_id(0)
+    head = pid // (num_tiles * num_splits)
+    batch, kv = (head // K).to(tl.int64), (head % K).to(tl.int64)
+    return pid % num_tiles, pid // num_tiles % num_splits, batch, kv
+
+
+@triton.jit
+def _sight(lengths_ptr, starts_ptr, batch, i, last_i, mask, Tq, Tmax, STARTS: tl.constexpr):
+    """(place, start, lo, hi): query i sees [start, place], and some query of the tile [lo, hi)."""
+    # nothing beyond the cache is read, whatever the length
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), Tmax).to(tl.int32)
+    place = length - Tq + i
+    start = place * 0
+    lo, hi = 0, tl.maximum(length - Tq + last_i + 1, 0)
+    if STARTS:
+        start = tl.load(starts_ptr + batch * Tq + i, mask=mask, other=Tmax)
+        start = tl.minimum(tl.maximum(start, 0), Tmax).to(tl.int32)
+        lo = tl.minimum(tl.min(start, 0), hi)
+    return place, start, lo, hi
+
+
+@triton.jit
+def _load_keys(
+    ptr, key, page, inside, stride_page, stride_t,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Some keys, or values, as (BLOCK_N, BLOCK_D); what is not `inside` is not touched, and 0."""
+    # 64 bits: a cache may have more than 2**31 elements
+    offs = key.to(tl.int64) * stride_t
+    if PAGE:
+        offs = page * stride_page + (key % PAGE).to(tl.int64) * stride_t
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (offs_d < D)[None, :]
+    return tl.load(ptr + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["Tq", "Tmax", "num_splits", "num_pages", "max_pages"])
+def _decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, starts_ptr, table_ptr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    Tq, Tmax, num_splits, num_pages, max_pages, scale_log2,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, STARTS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, split, batch, kv = _program(tl.cdiv(Tq * GROUP, BLOCK_M), num_splits, H // GROUP)
+    offs_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    row = offs_r < Tq * GROUP
+    i, h = offs_r // GROUP, kv * GROUP + offs_r % GROUP
+    last_i = (tl.minimum((tile + 1) * BLOCK_M, Tq * GROUP) - 1) // GROUP
+    place, start, lo, hi = _sight(lengths_ptr, starts_ptr, batch, i, last_i, row, Tq, Tmax, STARTS)
+    each = tl.cdiv(tl.cdiv(hi - lo, num_splits), BLOCK_N) * BLOCK_N
+    first = lo + split * each
+    last = tl.minimum(first + each, hi)
+
+    seen = row[:, None] & (offs_d < D)[None, :]
+    offs_q = batch * stride_qb + i.to(tl.int64) * stride_qt + h * stride_qh
+    q = tl.load(q_ptr + offs_q[:, None] + offs_d[None, :], mask=seen, other=0.0)
+    k_ptr += kv * stride_kh if PAGE else batch * stride_kb + kv * stride_kh
+    v_ptr += kv * stride_vh if PAGE else batch * stride_vb + kv * stride_vh
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    for start_n in range(first, last, BLOCK_N):
+        key = start_n + tl.arange(0, BLOCK_N)
+        inside = key < last
+        page = 0
+        if PAGE:
+            page = tl.load(table_ptr + batch * max_pages + key // PAGE, mask=inside, other=0)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        k = _load_keys(k_ptr, key, page, inside, stride_kb, stride_kt, D, BLOCK_D, PAGE)
+        # scaled before the maximum is taken, so that the scale may have any sign
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        keep = inside[None, :] & (key[None, :] <= place[:, None])
+        if STARTS:
+            keep = keep & (key[None, :] >= start[:, None])
+        qk = tl.where(keep, qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(qk - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        v = _load_keys(v_ptr, key, page, inside, stride_vb, stride_vt, D, BLOCK_D, PAGE)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+
+    nothing = l_i == 0.0
+    acc = acc / tl.where(nothing, 1.0, l_i)[:, None]
+    out_row = (batch * Tq + i) * H + h
+    if SPLIT:
+        lse = tl.where(nothing, float("-inf"), m_i + tl.log2(tl.where(nothing, 1.0, l_i)))
+        tl.store(lse_ptr + out_row * num_splits + split, lse, mask=row)
+        out_row = out_row * num_splits + split
+        seen = seen & (first < last)  # of a split without keys nobody reads more than its -inf
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], out, mask=seen)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _decode_combine_kernel(
+    parts_ptr, lse_ptr, out_ptr, num_splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """out (rows, D) of parts (rows, splits, D): their mean, weighted by 2**lse."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    lse_ptr += row * num_splits
+    parts_ptr += row * num_splits * D
+    every = tl.arange(0, MAX_SPLITS)
+    lses = tl.load(lse_ptr + every, mask=every < num_splits, other=float("-inf"))
+    top = tl.max(lses, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)  # no split saw a key: -inf - -inf is NaN
+    total = tl.sum(tl.exp2(lses - top), 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        lse = tl.load(lse_ptr + offs_s, mask=offs_s < num_splits, other=float("-inf"))
+        # what an empty split did not write is not read
+        written = (lse != float("-inf"))[:, None] & (offs_d < D)[None, :]
+        part = tl.load(parts_ptr + offs_s[:, None] * D + offs_d[None, :], mask=written, other=0.0)
+        acc += tl.sum(part * tl.exp2(lse - top)[:, None], 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * D + offs_d, acc.to(out_ptr.dtype.element_ty), mask=offs_d < D)

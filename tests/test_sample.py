@@ -1,0 +1,97 @@
+"""`python -m fastgpt.sample`, and the texts of evaluations: several prompts in one batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgpt.data.tokenizer import ByteTokenizer
+from fastgpt.errors import shown_in_one_line
+from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.sample import main
+from tests.test_cache import counted, greedy
+
+FLAGS = ("--device", "cpu", "--tokens", "9")
+
+
+@pytest.fixture
+def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
+    """What the command prints of a model that was trained for a moment, text by text."""
+    run = fit("--steps 8 --data.tokenizer chars --train.sample-tokens 0 --train.sample-prompt t")
+    capsys.readouterr()
+
+    def command(*flags: str) -> list[str]:
+        main([str(run), *FLAGS, *flags])
+        return capsys.readouterr().out[:-1].split("\n---\n")
+
+    return command
+
+
+def test_prompts_are_continued_together_as_each_would_be_alone(sample):
+    prompts = ("the cat", "t", "sat on the mat, and")  # the context is 16
+    flags = [flag for prompt in prompts for flag in ("--prompt", prompt)]
+    together = sample("--temperature", "0", *flags)
+    assert together == [
+        text for x in prompts for text in sample("--temperature", "0", "--prompt", x)
+    ]
+    for text, prompt in zip(together, prompts, strict=True):
+        assert text.startswith(prompt)
+        assert len(text) == len(prompt) + 9
+
+
+def test_samples_of_each_prompt_stand_together(sample):
+    texts = sample("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    assert [text[:3] for text in texts] == ["the"] * 3 + ["cat"] * 3
+    assert len(set(texts)) == 6
+    flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    assert sample(*flags) == texts
+    assert sample(*flags, "--seed", "1") != texts
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt", "the", "--prompt", "the€"), "--prompt is 'the€': character '€' (U+20AC)"),
+        (("--prompt", "the", "--prompt", ""), "--prompt is '': the prompt is empty"),
+        (("--prompt", "the", "--decode", "triton"), None),
+    ],
+)
+def test_bad_prompts_are_one_line(sample, capsys, flags, message, monkeypatch):
+    if message is None:
+        monkeypatch.setattr("kernels.runtime.INTERPRETING", False)
+        message = "ops.decode is triton: it runs on CUDA, not on cpu"
+    with pytest.raises(SystemExit), shown_in_one_line():
+        sample(*flags)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+class WithEnd(ByteTokenizer):
+    """Bytes below 30, of which one ends the text."""
+
+    vocab_size = 30
+
+    def __init__(self, eot_id: int | None) -> None:
+        self.eot_id = eot_id
+
+
+def test_texts_end_before_the_end_of_text_token():
+    model = counted()
+    prompts = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
+    options = {"max_new_tokens": 11, "temperature": 0, "seed": 0}
+    full = [greedy(model, prompt, 11) for prompt in prompts]
+    endless = sample_text(model, WithEnd(None), prompts, **options)
+    assert endless == [bytes(row).decode() for row in full]
+    for stop in sorted({token for row in full for token in row}):
+        expected = []
+        for row, prompt in zip(full, prompts, strict=True):
+            after = [*row[len(prompt) :], stop]
+            expected.append([*prompt.tolist(), *after[: after.index(stop)]][: len(row)])
+        texts = sample_text(model, WithEnd(stop), prompts, **options)
+        assert texts == [bytes(row).decode() for row in expected]  # a prompt keeps its own
+
+
+def test_an_empty_prompt_begins_a_document_where_there_are_any():
+    assert encode_prompt("", WithEnd(7)).tolist() == [7]
