@@ -26,9 +26,11 @@ Written by `python -m bench.report` from the records in [bench/results](../bench
 links its own. `make bench` and `make gpu` take them; how is said in `bench/timing.py`.
 
 - Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
+  The best peer is in **bold**.
 - **x ours** is a rival's time over ours: above 1 ours is faster. **Of limit**: the time that the
   measured matmul rate or copy bandwidth of that run allows at best, over the time taken; on a CPU,
   whose caches are warm, small cases can pass 100 %.
+- Losses may compute their gradients in the forward: look at `both`.
 - Attention counts 4 B H T² D FLOPs forward, half of it where causal, and 2.5 times that backward.
 - Nothing is timed before its outputs and gradients have passed the tolerance rule of the tests
   (`kernels/parity.py`). † marks a peer that is beyond that rule but within 2 %.
@@ -70,6 +72,11 @@ def ms(figures: dict[str, float]) -> str:
     return f"{p50:.3g} ({p20:.3g}, {p80:.3g})"
 
 
+def host_us(row: Row) -> str:
+    """On a CPU the host is the device."""
+    return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
+
+
 def gigabytes(row: Row) -> str:
     return f"{row['peak_bytes'] / 1e9:.3g}" if row.get("peak_bytes") is not None else ""
 
@@ -98,7 +105,7 @@ def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
             lines.append(
                 (
                     f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
-                    ms(row["device_s"]), f"{row['host_s']['p50'] * 1e6:.0f}",
+                    ms(row["device_s"]), host_us(row),
                     f"{row[unit[0]]:.3g} {unit[1]}", f"{row['share']:.0%} {row['bound']}",
                     ratio, gigabytes(row), distance, link(row),
                 )
@@ -124,6 +131,7 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
         group = [row for row in rows if row["case"] == case]
         fastgpts = [r for r in group if r["implementation"].startswith("fastgpt")]
         ours = min(fastgpts, key=seconds, default=None)
+        best = min((r for r in group if r not in fastgpts), key=seconds, default=None)
         for row in group:
             first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
             if "first_step_warm_s" in row:
@@ -132,7 +140,8 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
             lines.append(
                 (
                     case.split("/", 1)[1] + dropout,
-                    row["implementation"], row["precision"], f"{row['tok_per_s']:,.0f}",
+                    f"**{row['implementation']}**" if row is best else row["implementation"],
+                    row["precision"], f"{row['tok_per_s']:,.0f}",
                     ms(row["seconds"]), f"{row['mfu']:.1%}",
                     f"{seconds(row) / seconds(ours):.2f}" if ours else "",
                     gigabytes(row), first,
