@@ -28,8 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
-PARITY = ("attention", "layer_norm", "cross_entropy", "linear_cross_entropy")
-"""Whose tests on CUDA come first; those of other ops follow."""
+PARITY = ("attention", "layer_norm", "cross_entropy")
+"""Ops whose tests on CUDA come first; all others follow."""
 REHEARSED = "tests/test_layer_norm.py"
 
 
@@ -85,12 +85,12 @@ def _aot(context: Context, _: float) -> list[str]:
 
 
 def parity_files() -> list[str]:
-    """The tests that need CUDA, those of PARITY first."""
-    found = {path.name.removeprefix("test_").removesuffix("_cuda.py"): path
-             for path in sorted((ROOT / "tests").glob("test_*_cuda.py"))}  # fmt: skip
-    names = [name for name in PARITY if name in found]
-    names += [name for name in found if name not in PARITY]
-    return [f"tests/{found[name].name}" for name in names] + ["tests/test_cuda.py"]
+    """The files with tests that need CUDA, those of PARITY first."""
+    marked = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu", re.MULTILINE)
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    found = [f"tests/{path.name}" for path in paths if marked.search(path.read_text("utf-8"))]
+    first = [f"tests/test_{name}_cuda.py" for name in PARITY]
+    return [*(name for name in first if name in found), *(n for n in found if n not in first)]
 
 
 def _parity(context: Context, _: float) -> list[str]:

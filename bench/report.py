@@ -178,7 +178,7 @@ def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
         distance = "" if verdict.value is None else f"{verdict.distance:+.0%}"
         stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
         lines.append(
-            (f"{goal.case} {goal.which}", goal.text, stretch, found, distance, reached)
+            (f"{goal.case} {goal.which}".strip(), goal.text, stretch, found, distance, reached)
         )  # fmt: skip
     return table("row|goal|stretch|found|beyond it by|reached", lines)
 

@@ -1,6 +1,7 @@
 """`make bench-regress`: a baseline for each machine, and a failure where it is missed by 10 %."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ def baseline_file(name):
 
 def test_slower_than_the_baseline_by_more_than_a_tenth_fails(no_cache, capfd, monkeypatch):
     name = regress.device.device_name("cpu")
-    only = ["-k", "dropout"]
+    only = ["-k", "add_layer_norm"]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert regress.main([*only, "--save"]) == 0
     path = baseline_file(name)
@@ -28,12 +29,11 @@ def test_slower_than_the_baseline_by_more_than_a_tenth_fails(no_cache, capfd, mo
     assert saved["machine_info"]["node"] == ""
     assert saved["machine_info"]["device"] == name
     (stats,) = (bench["stats"] for bench in saved["benchmarks"])
-    for factor, status in ((100.0, 0), (0.5, 1)):  # a far slower past, and one twice as fast
-        old = {key: value * factor if isinstance(value, float) else value
-               for key, value in stats.items()}  # fmt: skip
-        saved["benchmarks"][0]["stats"] = old
-        path.write_text(json.dumps(saved))
-        assert regress.main(only) == status
+    for key, value in stats.items():  # a past twice as fast
+        if isinstance(value, float):
+            stats[key] = value / 2
+    path.write_text(json.dumps(saved))
+    assert regress.main(only) == 1
     printed = capfd.readouterr()
     assert "Performance has regressed" in printed.out + printed.err
     assert "no baseline" not in printed.out
@@ -42,12 +42,11 @@ def test_slower_than_the_baseline_by_more_than_a_tenth_fails(no_cache, capfd, mo
 def test_without_a_baseline_nothing_is_compared_and_that_is_said(no_cache, capsys, monkeypatch):
     asked = []
 
-    class Done:
-        returncode = 0
+    def run(command, cwd):
+        asked.append(command)
+        return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(
-        regress.subprocess, "run", lambda command, cwd: asked.append(command) or Done
-    )
+    monkeypatch.setattr(regress, "subprocess", SimpleNamespace(run=run))
     assert regress.main([]) == 0
     assert "no baseline for" in capsys.readouterr().out
     assert not any("compare" in argument for argument in asked[0])

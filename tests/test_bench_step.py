@@ -10,8 +10,9 @@ from bench.contenders import triton_ops, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
 
-# A model.py with nanoGPT's interface and next to nothing in it.
+# A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
 STAND_IN = """
+import os
 from dataclasses import dataclass
 import torch
 from torch import nn
