@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -81,16 +81,29 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
     step.waited = lambda: engine.loader.waited_s  # pyright: ignore
     return step, {
         "ops": engine.ops.names,
+        "trials": engine.trials,
         "compile": engine.compiled,
         "optimizer": config.optim.kind,
     }
 
 
-def triton_ops() -> OpsConfig:
-    """Every op that has Triton kernels, by them."""
-    kinds = {field.name: str(field.type) for field in fields(OpsConfig)}
-    names: dict[str, Any] = {op: "triton" for op, kind in kinds.items() if "triton" in kind}
+def _every_op(*wanted: str) -> OpsConfig:
+    """Each op by the first of these names that it can have, else as it is by default."""
+    kinds = {field.name: get_args(field.type) for field in fields(OpsConfig)}
+    names: dict[str, Any] = {
+        op: next(name for name in (*wanted, "auto") if name in kind) for op, kind in kinds.items()
+    }
     return OpsConfig(**names)
+
+
+def triton_ops() -> OpsConfig:
+    """Every op that has kernels of ours, by them."""
+    return _every_op("triton", "chunked")
+
+
+def plain_ops() -> OpsConfig:
+    """Every op as PyTorch's own operations."""
+    return _every_op("torch")
 
 
 def _reference(plan: Plan, *, compiled: bool) -> Built:

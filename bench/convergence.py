@@ -15,9 +15,9 @@ import torch
 import tyro
 
 from bench import records
-from bench.contenders import triton_ops
+from bench.contenders import plain_ops, triton_ops
 from fastgpt import device
-from fastgpt.config import Config, DataConfig, ModelConfig, OpsConfig, OptimConfig, TrainConfig
+from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, shown_in_one_line
 from kernels.runtime import runs_kernels
@@ -69,10 +69,9 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """(losses of each run, the ops it ran)."""
-    plain = OpsConfig(attention="torch", norm="torch", dropout="torch")
     engines = {
         name: Engine(replace(config, ops=ops), warn=lambda _: None)
-        for name, ops in (("triton", triton_ops()), ("torch", plain))
+        for name, ops in (("triton", triton_ops()), ("torch", plain_ops()))
     }
     losses: dict[str, list[float]] = {name: [] for name in engines}
     end = time.perf_counter() + budget

@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
     for row in rows[1:]:
         table.add_row(f"{row['case']}, million tokens/s", f"{row['p50']:.0f}")
     Console().print(table)
-    print(records.Writer("cpu", rounds=bench.rounds).write("data", *rows))
+    print(records.write("data", "cpu", rows))
 
 
 if __name__ == "__main__":

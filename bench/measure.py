@@ -73,6 +73,9 @@ class Judge:
             drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
             return probe(f"output {i}", drawn.to(self.dtype))
 
+        if not self.case.differentiable:
+            cast = (x.to(dtype) if x.is_floating_point() else x for x in inputs.values())
+            return {f"output {i}": y for i, y in enumerate(_as_tuple(call(*cast)))}
         return outputs_and_gradients(call, inputs, dtype, draw)
 
     def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
@@ -156,7 +159,7 @@ def resident_peak() -> int:
 
 
 def print_memory(case: Case, name: str) -> None:
-    """Two steps of one implementation; bytes before and after, for the process that asked."""
+    """Two steps of one implementation; the bytes of its process, before and at most."""
     call = case.op.implementations[name]("cpu")
     timed = timed_pass(case, call, "both", case.inputs("cpu"))
     before = resident_peak()
@@ -165,16 +168,20 @@ def print_memory(case: Case, name: str) -> None:
     print(before, resident_peak())
 
 
-def memory_on_cpu(case: Case, name: str) -> int | None:
-    """Bytes that two steps add to a process of their own; None where Linux is not asked."""
+def memory_on_cpu(case: Case, name: str) -> dict[str, int]:
+    """Two steps in a process of their own, with glibc's own settings; nothing but on Linux.
+
+    `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` of it were there
+    before the first step, inputs included.
+    """
     if not Path("/proc/self/status").exists():
-        return None
+        return {}
     command = [sys.executable, "-m", "bench", "--only", case.name, "--full"]
     command += ["--device", "cpu", "--memory-of", name]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     before, largest = done.stdout.split()[-2:]
-    return int(largest) - int(before)
+    return {"peak_bytes": int(largest), "before_bytes": int(before)}
 
 
 # --- a case ---------------------------------------------------------------------------------------
@@ -220,8 +227,8 @@ def rows_of(
             row = figures(case, which, quantiles(taken.device), roof)
             if timer.on == "cuda":
                 row["peak_bytes"] = peak_bytes(rivals[name])
-            elif which == "both" and name in memory:
-                row["peak_bytes"] = memory[name]
+            elif which == "both":
+                row |= memory.get(name, {})
             host = quantiles(taken.host)
             inexact = {"inexact": admitted[name].inexact} if admitted[name].inexact else {}
             yield (
@@ -230,7 +237,7 @@ def rows_of(
             )
 
 
-def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, int | None]:
+def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[str, int]]:
     if on == "cuda" or case.label not in case.op.full.get(on, {}):
         return {}
     return {name: memory_on_cpu(case, name) for name in admitted}

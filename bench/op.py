@@ -59,6 +59,10 @@ class Case:
     def name(self) -> str:
         return f"{self.op.name}/{self.label}/{self.dtype}"
 
+    @property
+    def differentiable(self) -> bool:
+        return "bwd" in self.op.passes
+
     def inputs(self, on: str) -> Inputs:
         """Random, never zeros: what data costs in power shows in the clocks."""
         generator = torch.Generator(on).manual_seed(0)
@@ -68,7 +72,7 @@ class Case:
             if below:
                 return torch.randint(below, sizes, device=on, generator=generator)
             drawn = torch.randn(sizes, device=on, generator=generator)
-            return drawn.to(dtype).requires_grad_()
+            return drawn.to(dtype).requires_grad_(self.differentiable)
 
         return self.op.inputs(self.shape, make)
 

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
             " ".join(f"{ratio:.2f}x" for ratio in ratios),
         )
     Console().print(table)
-    print(records.Writer("cpu", rounds=race.rounds).write("race", *rows))
+    print(records.write("race", "cpu", rows))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ def described(on: str) -> dict[str, Any]:
     }
 
 
+def folder_of(on: str) -> Path:
+    """Where the records of this machine's `cpu` or `cuda` are kept."""
+    return RESULTS / slug(described(on)["device"])
+
+
 class Writer:
     """Appends to `<folder>/<date>-<commit>.jsonl`.
 
@@ -84,7 +89,7 @@ class Writer:
     def __init__(self, on: str, folder: Path | None = None, **settings: Any) -> None:
         started = time.strftime("%Y-%m-%dT%H:%M:%S")
         self.common = {"run": f"{started}-{os.getpid()}", **described(on), "settings": settings}
-        folder = folder or RESULTS / slug(self.common["device"])
+        folder = folder or folder_of(on)
         folder.mkdir(parents=True, exist_ok=True)
         commit = self.common["commit"][:12]
         self.path = folder / f"{time.strftime('%Y-%m-%d')}-{commit}.jsonl"
@@ -95,6 +100,11 @@ class Writer:
             for row in rows:
                 file.write(json.dumps({"kind": kind, **self.common, **row}) + "\n")
         return self.path
+
+
+def write(kind: str, on: str, rows: list[dict[str, Any]]) -> Path:
+    """Rows of one kind, by a writer with no settings; where they are."""
+    return Writer(on).write(kind, *rows)
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:

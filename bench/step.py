@@ -24,7 +24,7 @@ from bench.contenders import CONTENDERS, Plan, write_text
 from bench.timing import Timer
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
-from fastgpt.data.corpus import open_corpus
+from fastgpt.data.preparing import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
 from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES
@@ -120,7 +120,7 @@ def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
     """The largest power of two with which fastgpt takes a step, from 128 sequences upwards."""
     fits = 64
     while fits < 4096:
-        contender = Contender("fastgpt", _planned(plan, config, 2 * fits), caches)
+        contender = Contender("fastgpt triton", _planned(plan, config, 2 * fits), caches)
         try:
             contender.ready()
         except FailedError:
@@ -177,7 +177,10 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
             if kind == "step":
                 row |= _rates(now, found, roof) | {"before": before, "after": records.state(on)}
             yield kind, row
-        yield from _peers_not_given(bench, about)
+        for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
+            if flag is None:
+                reason = f"not given: --{name.replace('.', '')} PATH"
+                yield "missing", {**about, "implementation": name, "reason": reason}
         if bench.llmc is not None:
             yield _llmc(bench, now, roof, about)
 
@@ -195,16 +198,6 @@ def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[st
         size = 4 if plan.precision == "fp32" else 2
         rates["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
     return rates
-
-
-def _peers_not_given(
-    bench: StepBench, about: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
-        if flag is None and not bench.contenders:
-            option = name.replace(".", "")
-            reason = f"not given: --{option} PATH"
-            yield "missing", {**about, "implementation": name, "reason": reason}
 
 
 def _llmc(

@@ -225,3 +225,19 @@ def test_the_commit_may_come_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run.provenance()["commit"] == "abc123"
     json.dumps(run.provenance())
+
+
+def test_an_op_without_a_gradient_is_checked_and_timed_forward():
+    op = replace(
+        OPS["attention"],
+        passes=("fwd",),
+        implementations={
+            "ours": RIGHT,
+            "eager": RIGHT,
+            "wrong": always(lambda *a: RIGHT("")(*a) * 2),
+        },
+    )
+    case = Case(op, "tiny", op.shapes["tiny"]["tiny"], "fp32")
+    assert not any(x.requires_grad for x in case.inputs("cpu").values())
+    found = {name: [kind for kind, _ in rows] for name, rows in rows_of(case).items()}
+    assert found == {"ours": ["op"], "eager": ["op"], "wrong": ["refused"]}

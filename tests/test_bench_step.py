@@ -1,12 +1,13 @@
 """The training step's bench: contenders in processes of their own, llm.c's output, parts."""
 
 import multiprocessing
+from dataclasses import fields
 
 import pytest
 
 from bench import contenders, llmc, parts, records, step
 from bench.arena import Contender, FailedError
-from bench.contenders import triton_ops, write_text
+from bench.contenders import plain_ops, triton_ops, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
 
@@ -106,10 +107,15 @@ def test_a_process_that_dies_is_noticed():
         contender.ask("turn")
 
 
+def vars_of(ops):
+    return [getattr(ops, field.name) for field in fields(ops)]
+
+
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
     ops = triton_ops()
-    assert (ops.attention, ops.norm) == ("triton", "triton")
+    assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
     assert ops.dropout == "auto"
+    assert set(vars_of(plain_ops())) == {"torch"}
 
 
 @pytest.mark.parametrize("vocab", [65, 50_257])
