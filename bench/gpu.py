@@ -113,7 +113,8 @@ def _step(context: Context, seconds: float) -> list[str]:
     command = ["-m", "bench.step", "--out", str(context.out), "--explain"]
     if context.rehearse:
         names = ["fastgpt triton", "eager"]
-        return [*command, "--device", "cpu", "--tiny", "--rounds", "1", "--contenders", *names]
+        tiny = ["--device", "cpu", "--tiny", "--rounds", "1", "--batch", "2"]
+        return [*command, *tiny, "--contenders", *names]
     given = {flag: os.environ.get(flag.upper()) for flag in ("nanogpt", "llmc")}
     command += [word for flag, path in given.items() if path for word in (f"--{flag}", path)]
     if context.full:

@@ -78,7 +78,8 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
         if on == "cuda":
             torch.cuda.synchronize()
     events: Sequence[Any] = profiler.events() or ()
-    wall = next(e.time_range.elapsed_us() for e in events if e.name == "fastgpt::steps")
+    marks = (e for e in events if e.name == "fastgpt::steps" and not _on_gpu(e))
+    wall = next(marks).time_range.elapsed_us()
     spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
     busy = spent.pop("busy")
     waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
@@ -87,10 +88,20 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
     return {part: spent.get(part, 0.0) / STEPS / 1e3 for part in PARTS}
 
 
+def _on_gpu(event: Any) -> bool:
+    return str(event.device_type).endswith("CUDA")
+
+
+def _is_mark(event: Any) -> bool:
+    """A range that somebody has named, which lies around kernels and is none."""
+    named = event.name.startswith(("fastgpt::", "Optimizer.", "ProfilerStep"))
+    return named or getattr(event, "is_user_annotation", False)
+
+
 def _of_kernels(events: Sequence[Any]) -> dict[str, float]:
     spent, intervals = dict.fromkeys(PARTS, 0.0), []
     for event in events:
-        if str(event.device_type).endswith("CUDA") and not event.is_user_annotation:
+        if _on_gpu(event) and not _is_mark(event):
             start, end = event.time_range.start, event.time_range.end
             spent[part_of(event.name)] += end - start
             intervals.append((start, end))

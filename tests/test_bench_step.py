@@ -2,6 +2,7 @@
 
 import multiprocessing
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,3 +221,20 @@ def test_what_costs_most_over_its_limit_comes_first():
     assert lines[2] == (
         "GEMM: 10.00 ms, 2.00 ms over the 8.00 ms it cannot go below (80% of its limit)"
     )
+
+
+def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
+    def event(name, start, end, device="DeviceType.CUDA"):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=span)
+
+    events = [
+        event("nvjet_hsh_128x256", 0, 10),
+        event("_attention_fwd_kernel", 8, 12),
+        event("fastgpt::steps", 0, 100),
+        event("Optimizer.step#AdamW.step", 20, 90),
+        event("aten::mm", 0, 5, "DeviceType.CPU"),
+    ]
+    spent = parts._of_kernels(events)
+    assert (spent["GEMM"], spent["attention"], spent["busy"]) == (10, 4, 12)
+    assert sum(spent[part] for part in parts.PARTS) == 14
