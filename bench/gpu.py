@@ -74,7 +74,8 @@ class Stage:
 
 
 def _env(context: Context, _: float) -> list[str]:
-    return ["-m", "bench.gpu", "--environment", "--out", str(context.out)]
+    rehearse = ["--rehearse"] if context.rehearse else []
+    return ["-m", "bench.gpu", "--environment", *rehearse, "--out", str(context.out)]
 
 
 def _aot(context: Context, _: float) -> list[str]:
@@ -148,8 +149,8 @@ def _tests(output: str) -> str:
 
 
 def _measured(output: str) -> str:
-    """How many rows the table of `bench` has, of those how many are attention's first."""
-    found = re.findall(r"(attention/\S+).*?(fwd).*?ours.*?([\d.]+ TFLOP/s)", output)
+    """How many rows of ours the table of `bench` has, and attention's first rate."""
+    found = re.findall(r"(attention/\S+).*?(fwd).*?ours.*?([\d.e+-]+ TFLOP/s)", output)
     first = f"; {found[0][0]} {found[0][1]} {found[0][2]}" if found else ""
     return f"{len(re.findall(r'[│|] ours ', output))} rows of ours{first}"
 

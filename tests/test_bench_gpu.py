@@ -136,6 +136,12 @@ def test_figures_are_found_in_what_the_stages_print():
     )
     assert gpu._steps(steps) == "fastgpt triton 2,000 tok/s at gpt2-124m/B=64"
     assert gpu._last_line("a\nb\n\n") == "b"
+    rows = (
+        "│ attention/gpt2-124m/bf16 │ fwd  │ ours  │ 0.1 0.1 0.1 │ 2.15e+02 TFLOP/s │ 27% │\n"
+        "│ attention/gpt2-124m/bf16 │ fwd  │ eager │ 0.2 0.2 0.2 │ 107 TFLOP/s │ 14% │\n"
+        "│ rms_norm/n768/bf16       │ fwd  │ ours  │ 0.1 0.1 0.1 │ 3e+03 GB/s │ 70% │\n"
+    )
+    assert gpu._measured(rows) == "2 rows of ours; attention/gpt2-124m/bf16 fwd 2.15e+02 TFLOP/s"
 
 
 def test_losses_that_drift_apart_do_not_pass():

@@ -56,6 +56,7 @@ def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_
     bench = asked(tmp_path, *names, nanogpt=tmp_path, parallel_start=True, explain=True)
     path = step.run(bench)
     rows = {row["implementation"]: row for row in records.read(path.parent)}
+    assert "--llmc PATH" in rows.pop("llm.c")["reason"]
     assert sorted(rows) == sorted(names)
     (failed,) = (row for row in rows.values() if row["kind"] == "missing")
     assert failed["implementation"].startswith("nanogpt")
