@@ -116,7 +116,7 @@ def _nanogpt(plan: Plan, precision: str) -> Built:
     assert plan.nanogpt is not None
     batches = _random_batches(plan)
     step = nanogpt.training_step(plan.config, plan.nanogpt, plan.on, precision, batches)
-    return step, {"compile": plan.on == "cuda", "optimizer": "adamw"}
+    return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": precision}
 
 
 CONTENDERS: dict[str, Callable[[Plan], Built]] = {
