@@ -26,6 +26,8 @@ from fastgpt.errors import UserError
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Of each turn."""
+TINY = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
+"""The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
 PATIENCE = 5
 """First steps that are tried where memory is short."""
 

@@ -15,7 +15,7 @@ import torch
 import tyro
 
 from bench import records
-from bench.contenders import plain_ops, triton_ops
+from bench.contenders import TINY, plain_ops, triton_ops
 from fastgpt import device
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
@@ -45,11 +45,11 @@ class Convergence:
 
 
 def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Config:
-    """A GPT of 6 layers of 384 on the built-in corpus; of 1 of 32 where that is too slow."""
+    """A GPT of 6 layers of 384 on the built-in corpus; in a rehearsal of 1 of 16 on a sentence."""
     model = ModelConfig(num_layers=6, num_heads=6, dim=384, context=512)
     source, batch = "builtin", 16
     if run.tiny:
-        model = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16)
+        model = ModelConfig(**TINY)
         text = folder / "text.txt"
         text.write_text("the cat sat on the mat, and the dog sat on the log. " * 40)
         source, batch = str(text), 2

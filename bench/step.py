@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench import llmc, nanogpt, parts, records, roofline
 from bench.arena import Arena, Contender, FailedError
-from bench.contenders import CONTENDERS, Plan, write_text
+from bench.contenders import CONTENDERS, TINY, Plan, write_text
 from bench.timing import Timer
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
@@ -67,7 +67,7 @@ class StepBench:
     explain: bool = False
     """Print the three parts of fastgpt's step that cost the most over their limit."""
     tiny: bool = False
-    """A network for rehearsals: 1 layer of 32."""
+    """A network for rehearsals: 1 layer of 16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where it is visible."""
     out: Path | None = None
@@ -87,7 +87,7 @@ def base_config(bench: StepBench, on: str, text: Path) -> Config:
     if bench.dropout is not None:
         model = replace(model, dropout=bench.dropout)
     if bench.tiny:
-        model = replace(model, num_layers=1, num_heads=2, dim=32, context=16, vocab_size=VOCABULARY)
+        model = replace(model, vocab_size=VOCABULARY, **TINY)
         vocab = VOCABULARY
     if not text.exists():
         write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from bench import roofline
+from bench import roofline, timing
 from bench.timing import Timed, Timer, quantiles
 
 
@@ -32,24 +32,50 @@ def test_agrees_with_an_independent_timing_of_the_same_call(one_thread):
     pytest.fail(f"never within 10 % of each other: {ratios}")
 
 
-def test_several_calls_are_divided_by_their_number():
-    timer = Timer("cpu")
-    seconds, _ = timer.sample(Timed(lambda _: time.sleep(0.003)), calls=4)
-    assert 0.003 <= seconds < 0.008
+class Clock:
+    """Stands still but for what is done with it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def test_preparing_is_not_timed():
-    prepared = []
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(timing, "time", found)
+    return found
+
+
+def test_several_calls_are_divided_by_their_number(clock):
+    sample = Timer("cpu").sample(Timed(lambda _: clock.passes(0.003)), calls=4)
+    assert sample == (pytest.approx(0.003), pytest.approx(0.003))
+
+
+def test_preparing_is_not_timed(clock):
+    prepared, got = [], []
 
     def prepare():
-        time.sleep(0.02)
+        clock.passes(5.0)
         prepared.append(len(prepared))
         return prepared[-1]
 
-    got = []
-    seconds, _ = Timer("cpu").sample(Timed(got.append, prepare), calls=3)
-    assert seconds < 0.005
+    def call(state):
+        clock.passes(1.0)
+        got.append(state)
+
+    assert Timer("cpu").sample(Timed(call, prepare), calls=3)[0] == 1.0
     assert got == prepared == [0, 1, 2]
+
+
+def test_short_calls_are_timed_several_at_a_time(clock):
+    timer = Timer("cpu")
+    assert timer._plan(Timed(lambda _: clock.passes(1e-4))) == (10, 0.0)
+    assert timer._plan(Timed(lambda _: clock.passes(1.0))) == (1, 0.0)
 
 
 def test_rivals_take_turns_in_an_order_that_alternates():
@@ -62,11 +88,12 @@ def test_rivals_take_turns_in_an_order_that_alternates():
     assert {name: len(s.device) for name, s in samples.items()} == {"A": 4, "B": 4}
 
 
-def test_time_is_kept_to_but_for_three_rounds():
-    slow = {"slow": Timed(lambda _: time.sleep(0.02))}
-    samples = Timer("cpu").turns(slow, seconds=0.0)["slow"]
-    assert len(samples.device) == len(samples.host) == 3
-    assert all(seconds >= 0.02 for seconds in samples.device)
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (7.5, 5), (1e9, 100)])
+def test_time_is_kept_to_but_for_three_rounds(clock, seconds, rounds):
+    rivals = {"slow": Timed(lambda _: clock.passes(1.5))}
+    samples = Timer("cpu").turns(rivals, seconds=seconds)["slow"]
+    assert len(samples.device) == len(samples.host) == rounds
+    assert samples.device == pytest.approx([1.5] * len(samples.device))
 
 
 def test_quantiles():
