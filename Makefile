@@ -4,14 +4,14 @@
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
 #   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
-#   ARGS="..."   handed on to train.py or pytest
+#   ARGS="..."   handed on to train.py, pytest or bench
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity gpu reproduce lint fmt clean .python .fresh
+.PHONY: help setup train test test-full parity bench bench-regress gpu reproduce lint fmt clean .python .fresh
 .NOTPARALLEL:
 .SUFFIXES:
 
@@ -71,7 +71,7 @@ endif
 # --- targets -----------------------------------------------------------------------------------
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 	@sed -n 's/^#  / /p' Makefile
 
 setup: $(call env,$(EXTRAS)) ## make the environment and install into it, nothing else
@@ -89,10 +89,14 @@ test-full: $(call env,dev) ## run all tests that this machine can run
 parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and says so, without it
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
 
-gpu: $(call env,dev) ## all that needs CUDA: parity, then GPT-2 124M for 50 steps; records in runs/gpu
-	$(PY) -m pytest -q -rs -m gpu $(ARGS)
-	$(PY) train.py gpt2-124m --train.device cuda --steps 50 --eval-every 0 --data.final-eval-tokens 1048576 \
-	--run-dir runs/gpu/$$(date +%Y%m%d-%H%M%S)
+bench: $(call env,core) ## ops and training steps beside peers: a record, docs/benchmarks.md (~3 min)
+	$(PY) -m bench $(ARGS)
+
+bench-regress: $(call env,dev) ## are the ops slower than this machine's baseline? (ARGS=--save makes it)
+	$(PY) -m bench.regress $(ARGS)
+
+gpu: $(call env,dev) ## all that needs CUDA, under 10 minutes; STAGES="parity bench" OUT=dir FULL=1
+	$(PY) -m bench.gpu $(ARGS)
 
 reproduce: $(call env,core) ## train the lecture's systems as published; writes docs/reproduction.md
 	$(PY) -m bench.reproduce $(ARGS)

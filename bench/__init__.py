@@ -1,1 +1,1 @@
-"""Measures training beside its peers; raw records go to `bench/results/`."""
+"""Measures ops, training steps and whole processes beside their peers; see docs/benchmarks.md."""

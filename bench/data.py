@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import records
+from bench.timing import quantiles
 from fastgpt.data.documents import read_pieces
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
@@ -113,7 +114,7 @@ def loader_rows(prepared_dir: Path) -> list[dict[str, Any]]:
             micro_batch=batch,
         ) as loader:
             rates = [_rate(loader, batch * context) for _ in range(20)]
-        rows.append({"case": f"loader ({batch}, {context})", **records.quantiles(rates)})
+        rows.append({"case": f"loader ({batch}, {context})", **quantiles(rates)})
     return rows
 
 

@@ -1,14 +1,19 @@
-"""A checkout of nanoGPT as a peer: its model.py as it is, and data laid out for its train.py."""
+"""A checkout of nanoGPT as a peer: its model.py as it is, a step as its train.py takes it, and data
+laid out for that train.py."""
 
 import importlib.util
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastgpt import device
+from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.errors import UserError
@@ -24,6 +29,47 @@ def load_model_module(checkout: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def training_step(
+    config: Config,
+    checkout: Path,
+    on: str,
+    precision: str,
+    batches: Callable[[], tuple[Tensor, Tensor]],
+) -> Callable[[], None]:
+    """A step of its model with `config`'s sizes, optimizer settings and dropout; on CUDA compiled.
+
+    Forward, backward, clipping and AdamW, as its train.py does between two log lines.
+    """
+    module = load_model_module(checkout)
+    sizes, optim = config.model, config.optim
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=sizes.context,
+            # its own default for GPT-2 is padded, its other settings are not
+            vocab_size=50_304 if sizes.vocab_size == 50_257 else sizes.vocab_size,
+            n_layer=sizes.num_layers,
+            n_head=sizes.num_heads,
+            n_embd=sizes.dim,
+            dropout=sizes.dropout,
+            bias=sizes.bias,
+        )
+    ).to(on)
+    betas = (optim.beta1, optim.beta2)
+    adamw = model.configure_optimizers(optim.weight_decay, optim.lr, betas, on)
+    forward = torch.compile(model) if on == "cuda" else model
+
+    def step() -> None:
+        x, y = batches()
+        with device.autocast(on, precision):
+            _, loss = forward(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+
+    return step
 
 
 def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:

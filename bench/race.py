@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
     for name, runs in results.items():
         ratios = [n / s for (n, _), (s, _) in zip(results["nanogpt"], runs, strict=True)]
         row = {
-            "run": name,
+            "run_name": name,
             "seconds": [seconds for seconds, _ in runs],
             "val_loss": [loss for _, loss in runs],
             "nanogpt_over_it": ratios,

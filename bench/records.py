@@ -1,40 +1,122 @@
-"""Raw records: one JSON line a measurement, with everything that it takes to repeat it."""
+"""Raw records: one JSON line a measurement, with everything that it takes to repeat it.
 
+Each line has its `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`;
+and its `run`, so that only figures of one run are ever compared.
+"""
+
+import functools
 import json
+import os
 import re
-import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastgpt import device, run
+from fastgpt.run import installed
 
 RESULTS = Path(__file__).parent / "results"
+PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4")
+ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
-def quantiles(samples: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 of at least two samples, and how many there were."""
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
+def slug(name: str) -> str:
+    """A name of a device as one of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def state(on: str) -> dict[str, Any]:
+    """How fast and how hot the machine is right now; what it does not tell is left out."""
+    if on == "cuda":
+        found = _nvidia_smi()
+        return {name: value for name, value in found.items() if name != "driver_version"}
+    load = Path("/proc/loadavg")
+    info = Path("/proc/cpuinfo")
+    clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", info.read_text()) if info.exists() else []
+    zones = sorted(Path("/sys/class/thermal").glob("thermal_zone*/temp"))
+    return {
+        "mhz": [float(mhz) for mhz in clocks],
+        "celsius": [int(zone.read_text()) / 1000 for zone in zones],
+        **({"load": float(load.read_text().split()[0])} if load.exists() else {}),
+    }
+
+
+def _nvidia_smi() -> dict[str, str]:
+    query = f"--query-gpu={','.join(ABOUT_GPU)}"
+    index = str(torch.cuda.current_device())
+    command = ["nvidia-smi", query, "--format=csv,noheader", "-i", index]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(ABOUT_GPU, (value.strip() for value in done.stdout.split(","))))
+
+
+@functools.cache
+def described(on: str) -> dict[str, Any]:
+    """Device, driver, versions and commit, which every line carries."""
+    facts = run.provenance()
+    commit = facts["commit"] or "unknown"
+    driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
+    peers = {name: version for name in PEERS if (version := installed(name)) is not None}
+    return {
+        "device": device.device_name(on),
+        "on": on,
+        "driver": driver,
+        "versions": {**facts["versions"], **peers},
+        "commit": commit.removesuffix("-dirty"),
+        "dirty": commit.endswith("-dirty"),
+    }
 
 
 def folder_of(on: str) -> Path:
     """Where the records of this machine's `cpu` or `cuda` are kept."""
-    return RESULTS / re.sub(r"[^a-z0-9]+", "-", device.device_name(on).lower()).strip("-")
+    return RESULTS / slug(described(on)["device"])
 
 
-def write(name: str, on: str, rows: list[dict[str, Any]]) -> Path:
-    """Appends `rows` to `results/<device>/<date>-<name>.jsonl`, each with device, versions, commit.
+class Writer:
+    """Appends to `<folder>/<date>-<commit>.jsonl`.
 
     Args:
-        name: of the measurement.
         on: `cpu` or `cuda`.
-        rows: what was measured.
+        folder: `bench/results/<device>` by default.
+        settings: of the whole run, on every line.
     """
-    described, folder = device.device_name(on), folder_of(on)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{time.strftime('%Y-%m-%d')}-{name}.jsonl"
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({"device": described, **run.provenance(), **row}) + "\n")
-    return path
+
+    def __init__(self, on: str, folder: Path | None = None, **settings: Any) -> None:
+        started = time.strftime("%Y-%m-%dT%H:%M:%S")
+        self.common = {"run": f"{started}-{os.getpid()}", **described(on), "settings": settings}
+        folder = folder or folder_of(on)
+        folder.mkdir(parents=True, exist_ok=True)
+        commit = self.common["commit"][:12]
+        self.path = folder / f"{time.strftime('%Y-%m-%d')}-{commit}.jsonl"
+
+    def write(self, kind: str, *rows: dict[str, Any]) -> Path:
+        """A line for each row; where they are."""
+        with self.path.open("a") as file:
+            for row in rows:
+                file.write(json.dumps({"kind": kind, **self.common, **row}) + "\n")
+        return self.path
+
+
+def write(kind: str, on: str, rows: list[dict[str, Any]]) -> Path:
+    """Rows of one kind, by a writer with no settings; where they are."""
+    return Writer(on).write(kind, *rows)
+
+
+def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Every record under `folder`, oldest file first, with its `file` relative to `folder`.
+
+    Lines that were written before lines had a kind take it from the name of their file.
+    """
+    rows = []
+    for path in sorted(folder.glob("**/*.jsonl")):
+        name = str(path.relative_to(folder))
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            kind = row.get("kind") or path.stem.rpartition("-")[2]
+            rows.append({"on": "cpu", **row, "kind": kind, "file": name})
+    return rows

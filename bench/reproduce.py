@@ -74,7 +74,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 def on_record(folder: Path, config: Config) -> dict[str, Any] | None:
     """The newest record of a run with these settings."""
-    rows = [row for path in sorted(folder.glob(f"*-{NAME}.jsonl")) for row in read_records(path)]
+    rows = [row for row in records.read(folder) if row["kind"] == NAME]
     return next((row for row in reversed(rows) if row["config"] == settings(config)), None)
 
 

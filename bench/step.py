@@ -1,206 +1,270 @@
-"""A training step beside nanoGPT's, in turn: `python -m bench.step --nanogpt PATH`.
+"""A training step beside those of others: `python -m bench.step [recipe]`.
 
-Both do what their own train.py does between two log lines: forward, backward, clipping, AdamW
-(fastgpt also takes its next batch; nanoGPT gets one random batch each time). nanoGPT runs its own
-model.py as it is, in a process of its own, in fp32 and in the precision that fastgpt takes. The
-order alternates, so that a machine whose speed drifts hurts both.
+Every contender does what its trainer does between two log lines: batch, forward, backward,
+clipping, optimizer; the same number of tokens, the same precision (nanoGPT on a CPU in fp32, too:
+its default). Each runs in a process of its own. They take turns in an order that alternates, but
+for the largest batch that fits on a GPU, where one at a time has the memory.
 """
 
-import multiprocessing
-import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bench import nanogpt, records
+from bench import llmc, nanogpt, parts, records, roofline
+from bench.arena import Arena, Contender, FailedError
+from bench.contenders import CONTENDERS, TINY, Plan, write_text
+from bench.timing import Timer
 from fastgpt import device
-from fastgpt.config import Config
-from fastgpt.engine import Engine
+from fastgpt.config import Config, DataConfig
+from fastgpt.data.preparing import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
+from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES
 
-WARM_STEPS, TIMED_STEPS = 2, 3
-"""Of each turn."""
+BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
+"""Sequences of a step, most telling first; 0: the largest that fits. On a CPU the recipe's."""
+LLMC_STEPS = 20
+VOCABULARY = 65
+"""Of recipes that take theirs from the text: tiny shakespeare's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBench:
-    """Times training steps of fastgpt and nanoGPT in alternating rounds."""
+    """Times training steps of fastgpt and its peers, in turn."""
 
-    recipe: Annotated[str, tyro.conf.Positional] = "shakespeare-char"
-    """Whose network, batch and data."""
-    nanogpt: Path
-    """A checkout of nanoGPT; its model.py is imported."""
+    recipe: Annotated[str, tyro.conf.Positional] = "auto"
+    """Whose network and settings; `auto`: gpt2-124m on CUDA, else shakespeare-char."""
+    batch: tuple[int, ...] = ()
+    """Sequences of a step; 0: the largest that fits on the GPU. By default 64, 16, 4 and the
+    largest on CUDA, on a CPU the recipe's."""
     dropout: float | None = None
-    """For both; None: the recipe's."""
-    batch: int | None = None
-    """Sequences of a step, for both; None: the recipe's."""
+    """For all; None: the recipe's."""
+    contenders: tuple[str, ...] = ()
+    """By default fastgpt, eager, nanogpt (if given); on CUDA also `fastgpt triton` and compiled."""
+    nanogpt: Path | None = None
+    """A checkout of nanoGPT; its model.py is imported."""
+    llmc: Path | None = None
+    """llm.c's train_gpt2cu, or a checkout with it; it is run as it is."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of fastgpt's model; nanoGPT's is compiled on CUDA."""
-    rounds: int = 7
-    """Rounds that count, after one that does not; in each, every implementation has a turn."""
+    """torch.compile of fastgpt's model."""
+    rounds: int = 5
+    """Rounds that count, after one that does not; in each, every contender has a turn."""
+    starts: int = 1
+    """2: start each a second time, with torch.compile's caches filled."""
+    parallel_start: bool = False
+    """Build and compile all contenders of a batch size at once; first steps are then not timed
+    alone, which the record says."""
+    budget: float = float("inf")
+    """Seconds after which no further batch size is begun; what is left out is said."""
+    explain: bool = False
+    """Print the three parts of fastgpt's step that cost the most over their limit."""
+    tiny: bool = False
+    """A network for rehearsals: 1 layer of 16."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where it is visible."""
+    out: Path | None = None
+    """Folder of the record; by default bench/results/<device>."""
 
 
-def nanogpt_step(
-    config: Config, checkout: Path, on: str, autocast: AbstractContextManager
-) -> Callable[[], None]:
-    """A training step of nanoGPT's model with `config`'s sizes, optimizer settings and dropout."""
-    module = nanogpt.load_model_module(checkout)
-    sizes = config.model
-    model = module.GPT(
-        module.GPTConfig(
-            block_size=sizes.context,
-            vocab_size=sizes.vocab_size,
-            n_layer=sizes.num_layers,
-            n_head=sizes.num_heads,
-            n_embd=sizes.dim,
-            dropout=sizes.dropout,
-            bias=sizes.bias,
-        )
-    ).to(on)
-    optim = config.optim
-    adamw = model.configure_optimizers(optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), on)
-    forward = torch.compile(model) if on == "cuda" else model
-    assert sizes.vocab_size is not None
-    shape = (2, config.global_batch, sizes.context)
-    x, y = torch.randint(sizes.vocab_size, shape, device=on)
-
-    def step() -> None:
-        with autocast:
-            _, loss = forward(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-
-    return step
-
-
-def serve_nanogpt(pipe: Connection, config: Config, checkout: Path, on: str, dtype: str) -> None:
-    """In a process of its own, so that nothing of fastgpt's is set there: a step for each word."""
-    step = nanogpt_step(config, checkout, on, device.autocast(on, dtype))
-    while pipe.recv():
-        pipe.send(timed(step, on))
-
-
-def timed(step: Callable[[], None], on: str) -> float:
-    """Seconds of a step at its steady pace: the median of three, after two that are not counted."""
-    seconds = []
-    for _ in range(WARM_STEPS + TIMED_STEPS):
-        start = time.perf_counter()
-        step()
-        if on == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_STEPS:])
-
-
-def ask(pipe: Connection) -> float:
-    """One turn of a nanoGPT process.
-
-    Raises:
-        UserError: it has ended; what it said is above.
-    """
-    try:
-        pipe.send(True)
-        return pipe.recv()
-    except (EOFError, BrokenPipeError) as error:
-        raise UserError("a nanoGPT process ended early: too little memory, perhaps") from error
-
-
-def engine_for(bench: StepBench) -> Engine:
-    """The recipe's engine, with the sizes that were asked for."""
-    if bench.recipe not in RECIPES:
-        raise unknown_name("recipe", bench.recipe, RECIPES)
-    config = RECIPES[bench.recipe][1]
-    model, train = config.model, replace(config.train, compile=bench.compile)
+def base_config(bench: StepBench, on: str, text: Path) -> Config:
+    """The recipe, on random text of its vocabulary."""
+    name = bench.recipe
+    if name == "auto":
+        name = "gpt2-124m" if on == "cuda" else "shakespeare-char"
+    if name not in RECIPES:
+        raise unknown_name("recipe", name, RECIPES)
+    config = RECIPES[name][1]
+    vocab = config.model.vocab_size or VOCABULARY
+    model = replace(config.model, vocab_size=vocab)
     if bench.dropout is not None:
         model = replace(model, dropout=bench.dropout)
-    if bench.batch is not None:
-        train = replace(train, batch_tokens=bench.batch * model.context, micro_batch=bench.batch)
-    engine = Engine(replace(config, model=model, train=train))
-    if engine.loader.accumulation > 1:
-        raise UserError(
-            f"{bench.recipe} takes {config.global_batch} sequences in micro-steps of "
-            f"{engine.micro_batch}: pass --batch {engine.micro_batch} or less to compare one step"
-        )
-    return engine
+    if bench.tiny:
+        model = replace(model, vocab_size=VOCABULARY, **TINY)
+        vocab = VOCABULARY
+    if not text.exists():
+        write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
+    data = DataConfig(source=str(text), tokenizer="chars")
+    train = replace(config.train, compile=bench.compile, device=on, batch_tokens=2**20)
+    return replace(config, model=model, data=data, train=train)
 
 
-def measure(bench: StepBench) -> list[dict[str, Any]]:
-    """A row for each implementation: tokens/s, and seconds per step as quantiles."""
-    if bench.rounds < 2:
-        raise UserError(f"--rounds is {bench.rounds}: expected 2 or more")
-    nanogpt.load_model_module(bench.nanogpt)  # a wrong path is an error before anything runs
-    engine = engine_for(bench)
-    on, config = engine.device, engine.config
-    ours = f"fastgpt {engine.precision}"
-    steps: dict[str, Callable[[], float]] = {ours: lambda: timed(engine.train_step, on)}
-    spawn = multiprocessing.get_context("spawn")
-    workers = []
-    for dtype in dict.fromkeys(("fp32", engine.precision)):
-        here, there = spawn.Pipe()
-        arguments = (there, config, bench.nanogpt, on, dtype)
-        workers.append((spawn.Process(target=serve_nanogpt, args=arguments, daemon=True), here))
-        workers[-1][0].start()
-        there.close()  # so that a process that ends is seen to have ended
-        steps[f"nanogpt {dtype}"] = partial(ask, here)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(bench.rounds + 1):
-        for name, step in list(steps.items())[:: 1 if turn % 2 else -1]:
-            took = step()
-            if turn:
-                seconds[name].append(took)
-    for process, pipe in workers:
-        pipe.send(False)
-        process.join()
-    tokens = config.train.batch_tokens
-    common = {
-        "recipe": bench.recipe,
-        "shape": {"B": config.global_batch, "T": config.model.context},
-        "dropout": config.model.dropout,
-        "compile": engine.compiled,
-    }
-    return [
-        {
-            "implementation": name,
-            **common,
-            "seconds": records.quantiles(times),
-            "tok_per_s": tokens / records.quantiles(times)["p50"],
-            # the ratio of each round, so that a slow spell counts for both
-            "fastgpt_speedup": records.quantiles(
-                [b / a for a, b in zip(seconds[ours], times, strict=True)]
-            ),
+def with_batch(config: Config, batch: int) -> Config:
+    tokens = batch * config.model.context
+    return replace(config, train=replace(config.train, batch_tokens=tokens, micro_batch=batch))
+
+
+def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
+    """The contenders that were asked for, or all that make sense on the device."""
+    if unknown := [name for name in bench.contenders if name not in CONTENDERS]:
+        raise unknown_name("contender", unknown[0], CONTENDERS)
+    if wanted := [n for n in bench.contenders if n.startswith("nanogpt") and not bench.nanogpt]:
+        raise UserError(f"contender {wanted[0]}: expected --nanogpt, the path of a checkout")
+    if bench.contenders:
+        return bench.contenders
+    names = ["fastgpt"]
+    names += ["fastgpt triton", "eager", "compiled"] if on == "cuda" else ["eager"]
+    if bench.nanogpt is not None:
+        names += ["nanogpt"] if on == "cuda" else ["nanogpt", "nanogpt fp32"]
+    return tuple(names)
+
+
+def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
+    """The largest power of two with which fastgpt takes a step, from 128 sequences upwards."""
+    fits = 64
+    while fits < 4096:
+        contender = Contender("fastgpt triton", _planned(plan, config, 2 * fits), caches)
+        try:
+            contender.ready()
+        except FailedError:
+            return fits
+        finally:
+            contender.stop()
+        fits *= 2
+    return fits
+
+
+def _planned(plan: Plan, config: Config, batch: int) -> Plan:
+    return replace(plan, config=with_batch(config, batch))
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of kind `step` and `missing`, each as soon as it is known."""
+    if bench.rounds < 1:
+        raise UserError(f"--rounds is {bench.rounds}: expected 1 or more")
+    if bench.nanogpt is not None:
+        nanogpt.load_model_module(bench.nanogpt)  # a wrong path is an error before anything runs
+    names = names_of(bench, on)
+    config = base_config(bench, on, folder / "text.txt")
+    precision = device.pick_precision(config.train.precision, on)
+    plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
+    rates = roofline.measure(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
+    roof = roofline.roof(rates, precision)
+    end = time.perf_counter() + bench.budget
+    recipe_batch = RECIPES[config.recipe][1].global_batch
+    for asked in bench.batch or BATCHES[on] or (8 if bench.tiny else recipe_batch,):
+        about = {"recipe": config.recipe, "precision": precision, "tiny": bench.tiny}
+        if time.perf_counter() > end:
+            reason = f"the {bench.budget:.0f} s were over"
+            case = f"step/{config.recipe}/B={asked or 'largest'}"
+            yield "missing", {**about, "case": case, "implementation": "all", "reason": reason}
+            continue
+        batch = asked or largest_batch(config, plan, folder / "largest")
+        now = _planned(plan, config, batch)
+        about |= {
+            "case": f"step/{config.recipe}/B={batch}",
+            "shape": {"B": batch, "T": config.model.context},
+            "largest": asked == 0,
+            "dropout": config.model.dropout,
         }
-        for name, times in seconds.items()
-    ]
+        before = records.state(on)
+        arena = Arena(
+            now, folder / "caches", bench.rounds, bench.starts, bench.parallel_start, asked == 0
+        )
+        for name, found in arena.run(names):
+            kind = "missing" if "reason" in found else "step"
+            row = {**about, "implementation": name, **found}
+            if kind == "step":
+                row |= _rates(now, found, roof) | {"before": before, "after": records.state(on)}
+            yield kind, row
+        for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
+            if flag is None:
+                reason = f"not given: --{name.replace('.', '')} PATH"
+                yield "missing", {**about, "implementation": name, "reason": reason}
+        if bench.llmc is not None:
+            yield _llmc(bench, now, roof, about)
+
+
+def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[str, Any]:
+    tok_per_s = plan.tokens / found["seconds"]["p50"]
+    flops = flops_per_token(plan.config.model)
+    rates = {
+        "tok_per_s": tok_per_s,
+        "mfu": tok_per_s * flops / roof["matmul"],
+        "mfu_convention": MFU_CONVENTION,
+        "roof": roof,
+    }
+    if "parts" in found:
+        size = 4 if plan.precision == "fp32" else 2
+        rates["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
+    return rates
+
+
+def _llmc(
+    bench: StepBench, plan: Plan, roof: dict[str, float], about: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    config = plan.config
+    corpus = open_corpus(config.data.source, tokenizer="chars", val_fraction=0.1)
+    assert bench.llmc is not None
+    try:
+        found = llmc.measure(
+            bench.llmc, Path(corpus.path), layers=config.model.num_layers,
+            batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
+        )  # fmt: skip
+    except UserError as error:
+        return "missing", {**about, "implementation": "llm.c", "reason": str(error)}
+    facts = {"optimizer": "adamw", "alternating": False, "precision": "bf16"}
+    return "step", {
+        **about,
+        **facts,
+        "implementation": "llm.c",
+        **found,
+        **_rates(plan, found, roof),
+    }
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "step", "contender", "tok/s", "ms p20 p50 p80", "MFU", "GB", "fastgpt is faster by"
+    )
+    for row in rows:
+        ours = next((r for r in rows if r["case"] == row["case"]), row)
+        ms = " ".join(f"{row['seconds'][p] * 1e3:.1f}" for p in ("p20", "p50", "p80"))
+        memory = f"{row['peak_bytes'] / 1e9:.2f}" if row.get("peak_bytes") else "-"
+        ratio = row["seconds"]["p50"] / ours["seconds"]["p50"]
+        cells = (row["case"], row["implementation"], f"{row['tok_per_s']:,.0f}", ms)
+        table.add_row(*cells, f"{row['mfu']:.1%}", memory, f"{ratio:.2f}x")
+    Console(width=140 if not sys.stdout.isatty() else None).print(table)
+
+
+def run(bench: StepBench) -> Path:
+    """Measures, records and prints; where the record is."""
+    on = device.pick_device(bench.device)
+    settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
+    writer = records.Writer(on, bench.out, **settings)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for kind, row in measure(bench, on, Path(name)):
+            writer.write(kind, row)
+            said = f"{row['case']} {row['implementation']}"
+            if kind == "missing":
+                print(f"{said}: missing: {row['reason']}", flush=True)
+            else:
+                print(f"{said}: {row['tok_per_s']:,.0f} tok/s", flush=True)
+                rows.append(row)
+    print_rows(rows)
+    if bench.explain:
+        for row in rows:
+            if "parts" in row and row["implementation"].startswith("fastgpt"):
+                print(f"{row['case']} {row['implementation']}:")
+                print("\n".join(f"  {line}" for line in parts.explain(row["parts"], row["limits"])))
+    if not rows:
+        raise UserError("no contender took a step: the reasons are above")
+    return writer.path
 
 
 def main(argv: list[str]) -> None:
-    bench = tyro.cli(StepBench, prog="python -m bench.step", args=argv)
-    rows = measure(bench)
-    table = Table("implementation", "tok/s", "ms per step (p20 p50 p80)", "fastgpt is faster by")
-    for row in rows:
-        times = row["seconds"]
-        table.add_row(
-            row["implementation"],
-            f"{row['tok_per_s']:,.0f}",
-            " ".join(f"{times[p] * 1e3:.1f}" for p in ("p20", "p50", "p80")),
-            f"{row['fastgpt_speedup']['p50']:.2f}x",
-        )
-    Console().print(table)
-    print(records.write("step", device.pick_device("auto"), rows))
+    print(run(tyro.cli(StepBench, prog="python -m bench.step", args=argv)))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -
     path = cache / "peak_flops.json"
     known = _remembered(path)
     if key not in known:
-        known[key] = _measure_peak(device, DTYPES[precision], seconds)
+        known[key] = measured_peak(device, DTYPES[precision], seconds)
         with suppress(OSError):  # a cache that cannot be written costs a second next time
             cache.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
@@ -146,7 +146,8 @@ def _remembered(path: Path) -> dict[str, float]:
         return {}
 
 
-def _measure_peak(device: str, dtype: torch.dtype, seconds: float) -> float:
+def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> float:
+    """As `peak_flops`, measured now and not remembered."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 

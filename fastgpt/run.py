@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -217,13 +218,14 @@ def provenance() -> dict[str, Any]:
         "fastgpt": fastgpt.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _installed("triton"),
+        "triton": installed("triton"),
         "cuda": torch.version.cuda,
     }
     return {"versions": versions, "commit": _commit()}
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -231,7 +233,10 @@ def _installed(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, `-dirty` behind it where files differ; None outside a checkout."""
+    """The checkout's commit, `-dirty` behind it where files differ.
+
+    Outside of a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
+    """
     here = Path(__file__).parent
     try:
         described = subprocess.run(
@@ -239,5 +244,5 @@ def _commit() -> str | None:
             cwd=here, capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("FASTGPT_COMMIT") or None
     return described.stdout.strip()

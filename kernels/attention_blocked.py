@@ -2,7 +2,7 @@
 
 A block of queries meets only the keys up to its own end, so about half the square is never
 computed, and each block's scores stay in cache. PyTorch's fused CPU attention runs its products at
-a tenth of the matmul rate; `python -m bench.ops` measures both.
+a tenth of the matmul rate; `python -m bench` measures both.
 
 Shapes
     q, k, v, out: (B, T, H, D); inside (B*H, T, D); weights of one block: (B*H, rows, keys)

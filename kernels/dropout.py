@@ -1,6 +1,6 @@
 """Dropout from 16-bit random lanes: four draws from every 64-bit random number.
 
-On a CPU PyTorch draws one random number an element; `python -m bench.ops` measures both. The
+On a CPU PyTorch draws one random number an element; `python -m bench` measures both. The
 probability is rounded to a multiple of 2**-16, and the scale is that of the rounded probability, so
 the mean is kept (up to the rounding of the scale to x's dtype).
 """

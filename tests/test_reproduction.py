@@ -124,7 +124,7 @@ def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, m
     page = command("--only", "lecture-bigram")
     assert page.startswith(f"by hand\n{BEGIN}\n")
     assert page.endswith(f"{END}\nalso by hand\n")
-    [path] = (tmp_path / "results").glob("*/*-reproduction.jsonl")
+    [path] = (tmp_path / "results").glob("*/*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["config"]["seed"] for row in rows] == [1, 2]
     assert [row["config"]["steps"] for row in rows] == [4, 4]

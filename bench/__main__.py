@@ -1,0 +1,179 @@
+"""Ops and training steps beside their peers: `python -m bench`.
+
+Writes a record into `bench/results/<device>/` and from all records `docs/benchmarks.md`. Training
+steps are `bench.step`'s, which has more to choose from.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench import goals, measure, peers, records, report, roofline, step
+from bench.cases import cases
+from bench.op import Case
+from bench.timing import Timer
+from fastgpt import device
+from fastgpt.errors import UserError, shown_in_one_line
+
+CPU_STEPS: dict[str, dict[str, Any]] = {
+    "shakespeare-cpu": {"rounds": 5},
+    "shakespeare-char": {"rounds": 2, "batch": (16,)},  # 64, its own, would take minutes
+}
+"""Recipes whose training step is measured on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Times every op, and the training step, beside peers."""
+
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Cases whose names match: 'attention/*', '*/gpt2-124m/bf16', 'step/*'; again for another."""
+    list: bool = False
+    """Print the cases and who implements them, and measure nothing."""
+    quick: bool = False
+    """Of each op one shape, and a quarter of the time."""
+    full: bool = False
+    """The cases that take long, too."""
+    goals: bool = False
+    """Only the cases that have a goal in bench/goals.toml."""
+    compiled: bool = False
+    """On a CPU, torch.compile of the references as well: 10 to 20 s a case."""
+    rounds: int | None = None
+    """So many rounds of each pass; by default as many as fit into half a second."""
+    budget: float = float("inf")
+    """Seconds after which no further case is begun; what is left out is said."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where it is visible."""
+    sizes: Literal["", "tiny"] = ""
+    """`tiny`: shapes for a rehearsal, in Triton's interpreter say."""
+    out: Path | None = None
+    """Folder of the record; by default bench/results/<device>."""
+    report: bool = True
+    """Write docs/benchmarks.md, from all records (not with --out)."""
+    nanogpt: Path | None = None
+    """A checkout of nanoGPT, for the training step."""
+    memory_of: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
+    """Prints what one implementation of one case does to the memory of a process."""
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 2:
+            raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
+
+
+def chosen(bench: Bench, on: str) -> list[Case]:
+    patterns = tuple(p for p in bench.only if not p.startswith("step/"))
+    if bench.only and not patterns:
+        return []
+    names = {goal.case for goal in goals.read()} if bench.goals else None
+    which = {"quick": bench.quick, "full": bench.full, "sizes": bench.sizes}
+    return [*cases(on, only=patterns, names=names, **which)]
+
+
+def print_list(todo: list[Case], on: str) -> None:
+    table = Table("case", "shape", "implementations (missing ones in brackets)")
+    for case in todo:
+        names = []
+        for name, maker in case.op.implementations.items():
+            try:
+                maker(on)
+                names.append(name)
+            except peers.MissingError:
+                names.append(f"({name})")
+        shape = " ".join(f"{key}={value}" for key, value in case.shape.items())
+        table.add_row(case.name, shape, " ".join(names))
+    Console(width=160 if not sys.stdout.isatty() else None).print(table)
+
+
+def run_cases(bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer) -> list[dict]:
+    """Measures and records; the rows of kind `op`."""
+    dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
+    end = time.perf_counter() + bench.budget
+    rates = roofline.measure(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
+    writer.write("machine", {"rates": rates})
+    seconds = 0.125 if bench.quick or bench.sizes == "tiny" else 0.5
+    rows: list[dict[str, Any]] = []
+    before = records.state(timer.on)
+    for case in _with_progress(todo):
+        if time.perf_counter() > end:
+            about = {"case": case.name, "op": case.op.name, "implementation": "all"}
+            writer.write("missing", {**about, "reason": f"the {bench.budget:.0f} s were over"})
+            continue
+        roof = roofline.roof(rates, case.dtype)
+        try:
+            found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
+        except Exception as error:  # what is measured already is kept, and the rest measured
+            first = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+            about = {"case": case.name, "op": case.op.name, "implementation": "all"}
+            found = [("refused", {**about, "reason": first})]
+        after = records.state(timer.on)
+        for kind, row in found:
+            writer.write(kind, {**row, "before": before, "after": after})
+        rows += [row for kind, row in found if kind == "op"]
+        before = after
+    return rows
+
+
+def _with_progress(todo: list[Case]) -> Iterator[Case]:
+    columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(todo))
+        for case in todo:
+            progress.update(task, description=case.name)
+            yield case
+            progress.advance(task)
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    table = Table("case", "pass", "implementation", "ms p20 p50 p80", "rate", "of limit")
+    for row in rows:
+        times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
+        rate = (
+            f"{row['tflops']:.3g} TFLOP/s"
+            if row["bound"] == "matmul"
+            else f"{row['gb_per_s']:.3g} GB/s"
+        )
+        cells = (row["case"], row["pass"], row["implementation"], times, rate)
+        table.add_row(*cells, f"{row['share']:.0%}")
+    Console(width=140 if not sys.stdout.isatty() else None).print(table)
+
+
+def main(argv: list[str]) -> None:
+    bench = tyro.cli(Bench, prog="python -m bench", args=argv)
+    on = device.pick_device(bench.device)
+    peers.COMPILE_ON_CPU = bench.compiled
+    todo = chosen(bench, on)
+    if bench.memory_of:
+        measure.print_memory(todo[0], bench.memory_of)
+        return
+    if bench.list:
+        print_list(todo, on)
+        return
+    timer = Timer(on)
+    if on == "cpu":
+        device.keep_freed_memory()
+    settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
+    writer = records.Writer(on, bench.out, **settings)
+    if todo:
+        print_rows(run_cases(bench, todo, timer, writer))
+    if on == "cpu" and not bench.sizes:
+        for recipe, options in CPU_STEPS.items():
+            if not bench.only or any(fnmatch(f"step/{recipe}", p) for p in bench.only):
+                asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
+                step.run(replace(asked, **options))
+    print(writer.path)
+    if bench.report and bench.out is None:
+        print(report.write())
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])

@@ -1,0 +1,202 @@
+"""Who takes training steps, and what the process does that each of them has for itself.
+
+It builds the contender, takes a first step, and then does what it is told: take steps, say what
+memory they took, break a step into parts. All get the same number of tokens, random ones of the
+same vocabulary, so that no embedding row is warmer than it would be in training.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import nanogpt, parts, reference
+from bench.measure import resident_peak
+from fastgpt import device
+from fastgpt.config import Config, OpsConfig
+from fastgpt.engine import Engine
+from fastgpt.errors import UserError
+
+WARM_STEPS, TIMED_STEPS = 2, 3
+"""Of each turn."""
+TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
+"""The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
+PATIENCE = 5
+"""First steps that are tried where memory is short."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What all contenders do; picklable."""
+
+    config: Config
+    on: str
+    precision: str
+    nanogpt: Path | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.config.train.batch_tokens
+
+
+def write_text(path: Path, vocab: int, tokens: int) -> None:
+    """`tokens` random characters out of `vocab` different ones, all of which occur.
+
+    Letters of Chinese, so that 50,257 are found that no tokenizer of characters treats apart.
+    """
+    letters = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0x20000, 0x2A600))][:vocab]
+    drawn = np.random.default_rng(0).integers(vocab, size=max(tokens - vocab, 0))
+    path.write_text("".join(letters) + "".join(letters[i] for i in drawn), encoding="utf-8")
+
+
+# --- the contenders: a plan -> (a step, what the record says of it) -------------------------------
+
+Built = tuple[Callable[[], None], dict[str, Any]]
+
+
+def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
+    vocab = plan.config.model.vocab_size
+    assert vocab is not None
+    shape = (2, plan.config.global_batch, plan.config.model.context)
+    x, y = torch.randint(vocab, shape, device=plan.on)
+    return lambda: (x, y)
+
+
+def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
+    config = replace(plan.config, ops=ops)
+    engine = Engine(config, warn=lambda _: None)
+    if engine.loader.accumulation > 1:
+        raise UserError(
+            f"{config.global_batch} sequences are taken in micro-steps of {engine.micro_batch}"
+        )
+
+    def step() -> None:
+        engine.train_step()
+
+    step.waited = lambda: engine.loader.waited_s  # pyright: ignore
+    return step, {
+        "ops": engine.ops.names,
+        "trials": engine.trials,
+        "compile": engine.compiled,
+        "optimizer": config.optim.kind,
+    }
+
+
+def _every_op(*wanted: str) -> OpsConfig:
+    """Each op by the first of these names that it can have, else as it is by default."""
+    kinds = {field.name: get_args(field.type) for field in fields(OpsConfig)}
+    names: dict[str, Any] = {
+        op: next(name for name in (*wanted, "auto") if name in kind) for op, kind in kinds.items()
+    }
+    return OpsConfig(**names)
+
+
+def triton_ops() -> OpsConfig:
+    """Every op that has kernels of ours, by them."""
+    return _every_op("triton", "chunked")
+
+
+def plain_ops() -> OpsConfig:
+    """Every op as PyTorch's own operations."""
+    return _every_op("torch")
+
+
+def _reference(plan: Plan, *, compiled: bool) -> Built:
+    batches = _random_batches(plan)
+    step = reference.training_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
+    return step, {"compile": compiled, "optimizer": "adamw"}
+
+
+def _nanogpt(plan: Plan, precision: str) -> Built:
+    assert plan.nanogpt is not None
+    batches = _random_batches(plan)
+    step = nanogpt.training_step(plan.config, plan.nanogpt, plan.on, precision, batches)
+    return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": precision}
+
+
+CONTENDERS: dict[str, Callable[[Plan], Built]] = {
+    "fastgpt": lambda plan: _fastgpt(plan, plan.config.ops),
+    "fastgpt triton": lambda plan: _fastgpt(plan, triton_ops()),
+    "eager": lambda plan: _reference(plan, compiled=False),
+    "compiled": lambda plan: _reference(plan, compiled=True),
+    "nanogpt": lambda plan: _nanogpt(plan, plan.precision),
+    "nanogpt fp32": lambda plan: _nanogpt(plan, "fp32"),
+}
+
+
+# --- in the contender's process -------------------------------------------------------------------
+
+
+def _synchronize(on: str) -> None:
+    if on == "cuda":
+        torch.cuda.synchronize()
+
+
+def _first_step(step: Callable[[], None], on: str) -> None:
+    """Takes it; where others that start as well have the memory for now, once more a bit later."""
+    for attempt in range(PATIENCE):
+        try:
+            step()
+            _synchronize(on)
+            return
+        except torch.OutOfMemoryError:
+            if attempt == PATIENCE - 1:
+                raise
+        torch.cuda.empty_cache()
+        time.sleep(3)
+
+
+def _turn(step: Callable[[], None], on: str) -> dict[str, Any]:
+    """Seconds of each step at a steady pace, until the device is done; those of the host alone."""
+    device_s, host_s = [], []
+    for _ in range(WARM_STEPS + TIMED_STEPS):
+        start = time.perf_counter()
+        step()
+        host_s.append(time.perf_counter() - start)
+        _synchronize(on)
+        device_s.append(time.perf_counter() - start)
+    if on == "cuda":
+        torch.cuda.empty_cache()  # the next one's turn: only weights and moments stay
+    return {"device_s": device_s[WARM_STEPS:], "host_s": host_s[WARM_STEPS:]}
+
+
+def _peak(on: str) -> int | None:
+    if on == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resident_peak() if Path("/proc/self/status").exists() else None
+
+
+def serve(pipe: Connection, name: str, plan: Plan) -> None:
+    """Builds the contender and answers until it is told to stop."""
+    if plan.on == "cpu" and not name.startswith("nanogpt"):
+        device.keep_freed_memory()
+    try:
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        step, facts = CONTENDERS[name](plan)
+        _first_step(step, plan.on)
+        first = time.perf_counter() - start
+        if plan.on == "cuda":
+            torch.cuda.empty_cache()
+        pipe.send({**facts, "first_step_s": first})
+        while word := pipe.recv():
+            if word == "turn":
+                pipe.send(_turn(step, plan.on))
+            elif word == "peak":
+                pipe.send({"peak_bytes": _peak(plan.on)})
+            else:
+                pipe.send({"parts": parts.profile(step, plan.on)})
+    except torch.OutOfMemoryError:
+        pipe.send({"failed": "out of memory"})
+    except UserError as error:
+        pipe.send({"failed": str(error)})
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"})

@@ -1,0 +1,136 @@
+"""The same run with our kernels and with plain ops: `python -m bench.convergence`.
+
+Both start from the same weights and take the same batches, one step each in turn. Where every op
+is right their losses stay together; the record has both curves.
+"""
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from bench import records
+from bench.contenders import TINY, plain_ops, triton_ops
+from fastgpt import device
+from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from fastgpt.engine import Engine
+from fastgpt.errors import UserError, shown_in_one_line
+from kernels.runtime import runs_kernels
+
+LAST = 20
+"""Steps at the end whose mean losses are compared."""
+BOUND = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+"""Largest relative difference of those means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convergence:
+    """Trains twice, with Triton kernels and with plain PyTorch, and compares the losses."""
+
+    steps: int = 200
+    """Of each."""
+    budget: float = float("inf")
+    """Seconds after which no further step is taken; at least 40 are."""
+    tiny: bool = False
+    """A network for rehearsals, in Triton's interpreter say."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """As for training."""
+    out: Path | None = None
+    """Folder of the record; by default bench/results/<device>."""
+
+
+def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Config:
+    """A GPT of 6 layers of 384 on the built-in corpus; in a rehearsal of 1 of 16 on a sentence."""
+    model = ModelConfig(num_layers=6, num_heads=6, dim=384, context=512)
+    source, batch = "builtin", 16
+    if run.tiny:
+        model = ModelConfig(**TINY)
+        text = folder / "text.txt"
+        text.write_text("the cat sat on the mat, and the dog sat on the log. " * 40)
+        source, batch = str(text), 2
+    return Config(
+        steps=run.steps,
+        model=model,
+        data=DataConfig(source=source),
+        optim=OptimConfig(lr=1e-3, warmup_steps=20),
+        train=TrainConfig(
+            batch_tokens=batch * model.context,
+            device=on,
+            precision="fp32" if run.tiny else run.precision,
+            compile="off",
+        ),
+    )
+
+
+def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """(losses of each run, the ops it ran)."""
+    engines = {
+        name: Engine(replace(config, ops=ops), warn=lambda _: None)
+        for name, ops in (("triton", triton_ops()), ("torch", plain_ops()))
+    }
+    losses: dict[str, list[float]] = {name: [] for name in engines}
+    end = time.perf_counter() + budget
+    for step in range(config.steps):
+        if step >= 2 * LAST and time.perf_counter() > end:
+            break
+        for name, engine in engines.items():
+            engine.train_step()
+            losses[name].append(engine.finite_loss()[0])
+    for engine in engines.values():
+        engine.loader.close()
+    return losses, {name: engine.ops.names for name, engine in engines.items()}
+
+
+def compare(losses: dict[str, list[float]], precision: str) -> dict:
+    """Fields of the record: the difference at the end, and whether it is within its bound."""
+    ours, plain = (sum(losses[name][-LAST:]) / LAST for name in ("triton", "torch"))
+    difference = abs(ours - plain) / plain
+    return {
+        "steps": len(losses["torch"]),
+        "first": losses["torch"][0],
+        "last": {"triton": ours, "torch": plain},
+        "relative_difference": difference,
+        "bound": BOUND[precision],
+        "passed": difference <= BOUND[precision] and plain < losses["torch"][0],
+        "losses": losses,
+    }
+
+
+def run(asked: Convergence) -> dict:
+    """Trains, records and says what came out.
+
+    Raises:
+        UserError: kernels do not run here, or the steps are too few to compare.
+    """
+    on: Any = device.pick_device("auto")
+    if not runs_kernels(torch.device(on)):
+        raise UserError("Triton kernels run on CUDA, or under TRITON_INTERPRET=1: neither is here")
+    if asked.steps < 2 * LAST:
+        raise UserError(f"--steps is {asked.steps}: expected {2 * LAST} or more")
+    with tempfile.TemporaryDirectory() as name:
+        config = config_of(asked, on, Path(name))
+        losses, ops = curves(config, asked.budget)
+    precision = device.pick_precision(config.train.precision, on)
+    row = {**compare(losses, precision), "precision": precision, "ops": ops}
+    records.Writer(on, asked.out).write("convergence", row)
+    return row
+
+
+def main(argv: list[str]) -> int:
+    row = run(tyro.cli(Convergence, prog="python -m bench.convergence", args=argv))
+    last = row["last"]
+    print(
+        f"loss after {row['steps']} steps: triton {last['triton']:.5f}, torch {last['torch']:.5f};"
+        f" {row['relative_difference']:.1e} apart, bound {row['bound']:.0e}"
+    )
+    return 0 if row["passed"] else 1
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The goals of `goals.toml`, and how far the records are from each."""
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GOALS = Path(__file__).with_name("goals.toml")
+Rows = Iterable[dict[str, Any]]
+AT_MOST = {"ms": "ms", "host_us": "us of the host", "gb": "GB", "memory_ratio": "of the memory"}
+AT_LEAST = {"ratio": "x", "share": "of copy", "tok_per_s": "tok/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One goal: `kind` is one of AT_MOST or AT_LEAST."""
+
+    case: str
+    which: str
+    device: str
+    kind: str
+    wanted: float
+    peer: str
+    stretch: float | None
+
+    @property
+    def text(self) -> str:
+        sign = "<=" if self.kind in AT_MOST else ">="
+        unit = {**AT_MOST, **AT_LEAST}[self.kind]
+        return f"{sign} {self.wanted:g} {unit} {self.peer}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found: `value` None, and why, where it was not measured."""
+
+    value: float | None
+    distance: float
+    """Beyond the goal where positive, as a part of it."""
+    why: str = ""
+
+
+def read(path: Path = GOALS) -> list[Goal]:
+    """Every goal.
+
+    Raises:
+        ValueError: one has no kind, or two.
+    """
+    goals = []
+    for table in tomllib.loads(path.read_text())["goal"]:
+        kinds = [kind for kind in (*AT_MOST, *AT_LEAST) if kind in table]
+        if len(kinds) != 1:
+            raise ValueError(f"{path}: {table} has {kinds}: expected one kind of goal")
+        goals.append(
+            Goal(
+                table["case"], table.get("pass", ""), table.get("device", ""), kinds[0],
+                table[kinds[0]], table.get("peer", ""), table.get("stretch"),
+            )
+        )  # fmt: skip
+    return goals
+
+
+def seconds(row: dict[str, Any]) -> float:
+    return row["seconds" if row["kind"] == "step" else "device_s"]["p50"]
+
+
+def judge(goal: Goal, rows: Rows) -> Verdict:
+    """Holds the rows of one run of the goal's case against it."""
+    rows = [r for r in rows if r["case"] == goal.case and r.get("pass", "") == goal.which]
+    ours = [r for r in rows if r["implementation"] == "ours" or _is_fastgpt(r)]
+    if not ours:
+        return Verdict(None, 0.0, "not measured")
+    best = min(ours, key=seconds)
+    peer = next((r for r in rows if r["implementation"] == goal.peer), None)
+    if goal.peer and peer is None:
+        return Verdict(None, 0.0, f"{goal.peer} could not be run")
+    value = _value(goal.kind, best, peer)
+    if value is None:
+        return Verdict(None, 0.0, "not measured")
+    if goal.kind in AT_MOST:
+        return Verdict(value, goal.wanted / value - 1)
+    return Verdict(value, value / goal.wanted - 1)
+
+
+def _is_fastgpt(row: dict[str, Any]) -> bool:
+    return row["kind"] == "step" and row["implementation"].startswith("fastgpt")
+
+
+def _value(kind: str, ours: dict[str, Any], peer: dict[str, Any] | None) -> float | None:
+    peak = ours.get("peak_bytes")
+    if kind == "ratio":
+        return seconds(peer or ours) / seconds(ours)
+    if kind == "memory_ratio":
+        of_peer = (peer or {}).get("peak_bytes")
+        return peak / of_peer if peak and of_peer else None
+    if kind == "gb":
+        return None if peak is None else peak / 1e9
+    if kind == "share":
+        return ours["bytes"] / seconds(ours) / ours["roof"]["copy"]
+    if kind == "host_us":
+        return ours["host_s"]["p50"] * 1e6
+    return seconds(ours) * 1e3 if kind == "ms" else ours["tok_per_s"]

@@ -1,0 +1,263 @@
+"""Measures one case: who implements it, whether they are right, how long they take.
+
+What is wrong gets no time. Ours, PyTorch's and every peer are held against the same rule
+(`kernels.parity`). A peer beyond it is not ours to mend, and to leave it out would flatter us: up
+to LENIENT in relative L2 error it is timed, and the row says by how much it is off.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import work
+from bench.op import Case, Inputs
+from bench.peers import MissingError
+from bench.timing import Timed, Timer, quantiles
+from fastgpt.device import DTYPES
+from kernels.parity import complaints, errors, outputs_and_gradients
+
+LENIENT = 0.02
+"""FlashAttention in bf16 is about 0.005 from the truth."""
+Row = tuple[str, dict[str, Any]]
+"""(kind, fields)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """An implementation that may be timed; `inexact` says where it breaks the rule nevertheless."""
+
+    call: Callable[..., Any]
+    inexact: str = ""
+
+
+class Judge:
+    """The truth of a case and PyTorch's own error, for the part that `Op.probe` picks.
+
+    Args:
+        case: its reference runs in fp64, or in fp32 on CUDA where the inputs are narrower.
+        on: `cpu` or `cuda`.
+    """
+
+    def __init__(self, case: Case, on: str) -> None:
+        self.case, self.on, self.dtype = case, on, DTYPES[case.dtype]
+        self.inputs = {name: x.detach() for name, x in case.inputs(on).items()}
+        if case.op.check is not None:
+            return
+        outputs = case.op.ref(*(x.to("meta") for x in self.inputs.values()))
+        self.shapes = [y.shape for y in _as_tuple(outputs)]
+        part = {name: case.op.probe(name, x) for name, x in self.inputs.items()}
+        fp64 = on == "cpu" or self.dtype == torch.float32
+        eager = case.op.implementations["eager"](on)
+        self.eager = self._results(eager, part, self.dtype, case.op.probe)
+        self.truth = self._results(
+            case.op.ref, part, torch.float64 if fp64 else torch.float32, case.op.probe
+        )
+
+    def _results(
+        self,
+        call: Callable[..., Any],
+        inputs: Inputs,
+        dtype: torch.dtype,
+        probe: Callable[[str, Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        """Upstream gradients are drawn for whole outputs, so that a part's are a part of them."""
+
+        def draw(i: int, y: Tensor) -> Tensor:
+            generator = torch.Generator(self.on).manual_seed(i + 1)
+            drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
+            return probe(f"output {i}", drawn.to(self.dtype))
+
+        if not self.case.differentiable:
+            cast = (x.to(dtype) if x.is_floating_point() else x for x in inputs.values())
+            return {f"output {i}": y for i, y in enumerate(_as_tuple(call(*cast)))}
+        return outputs_and_gradients(call, inputs, dtype, draw)
+
+    def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
+        """(what is wrong with an implementation, its largest relative L2 error)."""
+        copies = {name: x.clone() for name, x in self.inputs.items()}
+        if self.case.op.check is not None:
+            wrong = self.case.op.check(copies, call(*copies.values()))
+            return wrong, float(bool(wrong))
+        got = self._results(call, copies, self.dtype, lambda name, x: x)
+        probe = self.case.op.probe
+        got = {name: probe(name.removeprefix("gradient of "), x) for name, x in got.items()}
+        if shapes := [n for n, x in self.truth.items() if n not in got or got[n].shape != x.shape]:
+            return [f"{name}: another shape, or none" for name in shapes], float("inf")
+        worst = max(errors(got[name], true)[1] for name, true in self.truth.items())
+        return complaints(got, self.eager, self.truth, self.dtype), worst
+
+    def admit(self, name: str, call: Callable[..., Any]) -> Right | str:
+        """The implementation if it may be timed, else why it may not."""
+        try:
+            wrong, worst = self.complaints(call)
+        except Exception as error:  # whatever a peer raises, the others still run
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        if not wrong:
+            return Right(call)
+        if name != "ours" and worst <= LENIENT:
+            return Right(call, f"{wrong[0]}; relative L2 error {worst:.1e}")
+        return f"wrong: {wrong[0]}"
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+# --- passes ---------------------------------------------------------------------------------------
+
+
+def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
+    """`fwd` (as in training, saving for the backward), `bwd` alone, or `both`."""
+    arguments = dict(inputs)
+    upstream: list[Tensor] = []
+
+    def restored() -> None:
+        if case.op.overwritten:  # a leaf may not be written over, what was made of it may
+            arguments[case.op.overwritten] = inputs[case.op.overwritten].clone()
+
+    def forward(_: Any = None) -> tuple[Tensor, ...]:
+        outputs = _as_tuple(call(*arguments.values()))
+        if not upstream:
+            upstream.extend(torch.randn_like(y) for y in outputs)
+        return outputs
+
+    def backward(outputs: tuple[Tensor, ...]) -> Any:
+        wanted = [x for x in arguments.values() if x.requires_grad]
+        return torch.autograd.grad(outputs, wanted, upstream)
+
+    def before_backward() -> tuple[Tensor, ...]:
+        restored()
+        return forward()
+
+    if which == "fwd":
+        return Timed(forward, restored)
+    if which == "bwd":
+        return Timed(backward, before_backward)
+    return Timed(lambda _: backward(forward()), restored)
+
+
+def peak_bytes(timed: Timed) -> int:
+    """The most that CUDA tensors take during a call, beyond what is there before it."""
+    state = timed.prepare()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    timed.call(state)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def resident_peak() -> int:
+    """The largest resident size of this process so far, in bytes; getrusage's has the parent's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if "VmHWM" in line))
+
+
+def print_memory(case: Case, name: str) -> None:
+    """Two steps of one implementation; the bytes of its process, before and at most."""
+    call = case.op.implementations[name]("cpu")
+    timed = timed_pass(case, call, "both", case.inputs("cpu"))
+    before = resident_peak()
+    for _ in range(2):
+        timed.call(timed.prepare())
+    print(before, resident_peak())
+
+
+def memory_on_cpu(case: Case, name: str) -> dict[str, int]:
+    """Two steps in a process of their own, with glibc's own settings; nothing but on Linux.
+
+    `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` of it were there
+    before the first step, inputs included.
+    """
+    if not Path("/proc/self/status").exists():
+        return {}
+    command = [sys.executable, "-m", "bench", "--only", case.name, "--full"]
+    command += ["--device", "cpu", "--memory-of", name]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    before, largest = done.stdout.split()[-2:]
+    return {"peak_bytes": int(largest), "before_bytes": int(before)}
+
+
+# --- a case ---------------------------------------------------------------------------------------
+
+
+def rows_of(
+    case: Case,
+    timer: Timer,
+    roof: dict[str, float],
+    *,
+    seconds: float,
+    rounds: int | None = None,
+) -> Iterator[Row]:
+    """Rows of kind `op`, `missing` and `refused`.
+
+    Args:
+        case: what is measured.
+        timer: on which device.
+        roof: `matmul` and `copy`, see `bench.roofline`.
+        seconds: of each pass, all implementations together.
+        rounds: so many instead.
+    """
+    torch.compiler.reset()  # each case compiles the same code anew: together they pass a limit
+    about = {"case": case.name, "op": case.op.name, "shape": case.shape, "dtype": case.dtype}
+    judge, admitted = Judge(case, timer.on), {}
+    for name, maker in case.op.implementations.items():
+        try:
+            verdict = judge.admit(name, maker(timer.on))
+        except MissingError as reason:
+            yield "missing", {**about, "implementation": name, "reason": str(reason)}
+            continue
+        if isinstance(verdict, Right):
+            admitted[name] = verdict
+        else:
+            yield "refused", {**about, "implementation": name, "reason": verdict}
+    del judge
+    inputs = case.inputs(timer.on)
+    memory = _memory(case, timer.on, admitted)
+    for which in case.op.passes:
+        rivals = {n: timed_pass(case, right.call, which, inputs) for n, right in admitted.items()}
+        samples = timer.turns(rivals, seconds=seconds, rounds=rounds)
+        for name, taken in samples.items():
+            row = figures(case, which, quantiles(taken.device), roof)
+            if timer.on == "cuda":
+                row["peak_bytes"] = peak_bytes(rivals[name])
+            elif which == "both":
+                row |= memory.get(name, {})
+            host = quantiles(taken.host)
+            inexact = {"inexact": admitted[name].inexact} if admitted[name].inexact else {}
+            yield (
+                "op",
+                {**about, "pass": which, "implementation": name, **row, "host_s": host, **inexact},
+            )
+
+
+def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[str, int]]:
+    if on == "cuda" or case.label not in case.op.full.get(on, {}):
+        return {}
+    return {name: memory_on_cpu(case, name) for name in admitted}
+
+
+def figures(
+    case: Case, which: str, seconds: dict[str, float], roof: dict[str, float]
+) -> dict[str, Any]:
+    """Rates, and the share of the limit that binds."""
+    flops, size = case.work()[which]
+    least, bound = work.limit(flops, size, roof)
+    p50 = seconds["p50"]
+    return {
+        "device_s": seconds,
+        "flops": flops,
+        "bytes": size,
+        "tflops": flops / p50 / 1e12,
+        "gb_per_s": size / p50 / 1e9,
+        "bound": bound,
+        "limit_s": least,
+        "share": least / p50,
+        "roof": roof,
+    }

@@ -1,0 +1,174 @@
+"""Where a training step's time goes: its kernels by what they are, and when none of them runs.
+
+From torch's profiler, not from guesses. A GPU's kernels are told apart by their names; a CPU's ops
+by theirs, without the ops inside them. What no kernel covers is the host's: a gap, or waiting for
+data.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bench import work
+from fastgpt.config import ModelConfig
+
+PARTS: tuple[str, ...] = (
+    "GEMM",
+    "attention",
+    "norm",
+    "loss",
+    "optimizer",
+    "other",
+    "data wait",
+    "host gap",
+)
+STEPS = 3
+"""That are profiled, after one that is not."""
+
+# The first that matches decides; Inductor's fused kernels name the ops they hold. Of a CPU's eager
+# ops, products of batches are attention's: all others have one weight for the whole batch.
+NAMES = (
+    ("loss", r"cross_entropy|nll_loss|log_softmax"),
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention_|attn|"
+                  r"aten::(baddbmm|bmm|_softmax|_softmax_backward_data|masked_fill_?)$"),
+    ("optimizer", r"multi_tensor|_adamw?_|foreach|lerp|clip_grad"),
+    ("norm", r"layer_?norm|rms_?norm|_norm_(fwd|bwd|sum)|GammaBeta"),
+    ("GEMM", r"gemm|nvjet|cutlass|cublas|splitk|xmma|"
+             r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$"),
+)  # fmt: skip
+_COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in NAMES)
+
+
+def part_of(name: str) -> str:
+    """Which part a kernel or op of that name belongs to."""
+    return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """How much of time the intervals cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def profile(step: Callable[[], None], on: str) -> dict[str, float]:
+    """Milliseconds of one step by part, the mean of a few; they add up to the whole step.
+
+    Kernels that overlap on a GPU count in full, each in its part; the host gap is then what is left
+    of the step when no kernel runs.
+    """
+    from torch.profiler import ProfilerActivity
+
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on == "cuda" else [])
+    waited: Callable[[], float] = getattr(step, "waited", lambda: 0.0)
+    step()
+    if on == "cuda":
+        torch.cuda.synchronize()
+    before = waited()
+    with (
+        torch.profiler.profile(activities=kinds) as profiler,
+        torch.profiler.record_function("fastgpt::steps"),
+    ):
+        for _ in range(STEPS):
+            step()
+        if on == "cuda":
+            torch.cuda.synchronize()
+    events: Sequence[Any] = profiler.events() or ()
+    marks = (e for e in events if e.name == "fastgpt::steps" and not _on_gpu(e))
+    wall = next(marks).time_range.elapsed_us()
+    spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
+    busy = spent.pop("busy")
+    waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
+    spent["data wait"] = waiting
+    spent["host gap"] = max(wall - busy - waiting, 0.0)
+    return {part: spent.get(part, 0.0) / STEPS / 1e3 for part in PARTS}
+
+
+def _on_gpu(event: Any) -> bool:
+    return str(event.device_type).endswith("CUDA")
+
+
+def _is_mark(event: Any) -> bool:
+    """A range that somebody has named, which lies around kernels and is none."""
+    named = event.name.startswith(("fastgpt::", "Optimizer.", "ProfilerStep"))
+    return named or getattr(event, "is_user_annotation", False)
+
+
+def _of_kernels(events: Sequence[Any]) -> dict[str, float]:
+    spent, intervals = dict.fromkeys(PARTS, 0.0), []
+    for event in events:
+        if _on_gpu(event) and not _is_mark(event):
+            start, end = event.time_range.start, event.time_range.end
+            spent[part_of(event.name)] += end - start
+            intervals.append((start, end))
+    return {**spent, "busy": covered(intervals)}
+
+
+def _of_ops(events: Sequence[Any]) -> dict[str, float]:
+    """Self time of each op, its part decided by itself or else by the nearest op around it."""
+    spent = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        chain, around = [], event
+        while around is not None:
+            chain.append(around.name)
+            around = around.cpu_parent
+        part = next((p for p in map(part_of, chain) if p != "other"), "other")
+        if any(name.startswith("Optimizer.step") for name in chain):
+            part = "optimizer"  # Muon multiplies matrices, too
+        if "::" in event.name and event.name != "fastgpt::steps":
+            spent[part] += event.self_cpu_time_total
+    return {**spent, "busy": sum(spent.values())}
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) -> dict[str, float]:
+    """Milliseconds that each part cannot go below on this machine.
+
+    GEMM: 6 FLOPs a weight and token. Attention: what `bench.work` counts, forward and backward.
+    Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a sum. Loss:
+    the logits read once and their gradient written. Optimizer: AdamW's 28 bytes a parameter.
+    All others could be nothing.
+
+    Args:
+        config: the network.
+        tokens: of a step.
+        size: bytes an activation takes.
+        roof: `matmul` and `copy`.
+    """
+    C, V, T = config.dim, config.padded_vocab, config.context
+    up = 2 * config.ffn_width if config.activation == "swiglu" else config.ffn_width
+    heads = config.num_heads + 2 * config.kv_heads
+    block = C * heads * config.head_dim + C * C + C * up + config.ffn_width * C
+    weights = config.num_layers * block + V * C
+    one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
+    attention = work.limit(*work.attention(one, size)["both"], roof)[0] * config.num_layers
+    rows = {"M": tokens, "N": C}
+    norm_bytes = 2 * config.num_layers * work.add_norm(rows, size)["both"][1]
+    norm_bytes += work.norm(rows, size)["both"][1]
+    seconds = {
+        "GEMM": 6 * weights * tokens / roof["matmul"],
+        "attention": attention,
+        "norm": norm_bytes / roof["copy"],
+        "loss": 2 * tokens * V * size / roof["copy"],
+        "optimizer": 28 * (weights + T * C) / roof["copy"],
+    }
+    return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
+
+
+def explain(spent: dict[str, float], least: dict[str, float], count: int = 3) -> list[str]:
+    """The parts that cost the most over their limit, a line each."""
+    over = sorted(PARTS, key=lambda part: least[part] - spent[part])
+    lines = []
+    for part in over[:count]:
+        share = f"{least[part] / spent[part]:.0%} of its limit" if spent[part] else "nothing"
+        lines.append(
+            f"{part}: {spent[part]:.2f} ms, {spent[part] - least[part]:.2f} ms over the"
+            f" {least[part]:.2f} ms it cannot go below ({share})"
+        )
+    return lines

@@ -1,0 +1,170 @@
+"""The peers of each op, made to take what ours take; one that cannot run here says why.
+
+A peer is a function of the device, `cpu` or `cuda`, that returns the callable or raises
+`MissingError`. Nothing is imported before it is asked for.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt.device import has_compiler
+
+Maker = Callable[[str], Callable[..., Any]]
+
+
+class MissingError(Exception):
+    """A peer that cannot run here, and why."""
+
+
+def always(call: Callable[..., Any]) -> Maker:
+    """What runs everywhere."""
+    return lambda on: call
+
+
+def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], Any]:
+    """An importer: the module, or `MissingError` with the name of the package that has it."""
+
+    def load(on: str) -> Any:
+        if cuda and on != "cuda":
+            raise MissingError("needs CUDA")
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise MissingError(f"{package} is not installed ({error})") from error
+
+    return load
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+COMPILE_ON_CPU = False
+"""Set by `--compiled`: on a CPU a case compiles for 10 to 20 s, which is most of a run."""
+
+
+def compiled(reference: Callable[..., Any]) -> Maker:
+    """torch.compile of the plain reference: what Inductor makes of it."""
+
+    def make(on: str) -> Callable[..., Any]:
+        if on == "cpu" and not COMPILE_ON_CPU:
+            raise MissingError(
+                "not asked for on a CPU (10 to 20 s of compiling a case): --compiled"
+            )
+        if not has_compiler():
+            raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
+        return torch.compile(reference, dynamic=False)
+
+    return make
+
+
+# --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
+
+
+def attention_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain products and softmax in the inputs' own dtype."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    T = q.shape[2]
+    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q * q.shape[3] ** -0.5) @ k.transpose(2, 3)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def sdpa(backend: str) -> Maker:
+    """F.scaled_dot_product_attention held to one backend: flash, cudnn or efficient."""
+
+    def make(on: str) -> Callable[..., Tensor]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if on == "cpu" and backend != "flash":
+            raise MissingError("needs CUDA")
+        name = {"flash": "FLASH", "cudnn": "CUDNN", "efficient": "EFFICIENT"}[backend]
+        chosen = getattr(SDPBackend, f"{name}_ATTENTION")
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(chosen):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+        return call
+
+    return make
+
+
+def flex(on: str) -> Callable[..., Tensor]:
+    """FlexAttention, compiled, with a causal block mask that is made once."""
+    if on != "cuda":
+        raise MissingError("needs CUDA: on a CPU it has no backward")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    @functools.cache
+    def mask(T: int) -> Any:
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=on)
+
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, block_mask=mask(q.shape[2])).transpose(1, 2)
+
+    return call
+
+
+def flash_attn(module: str, package: str) -> Maker:
+    """The flash-attn package itself, by the module of its generation."""
+
+    def make(on: str) -> Callable[..., Tensor]:
+        attend = needs(module, package)(on).flash_attn_func
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = attend(q, k, v, causal=True)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    return make
+
+
+def packed(maker: Maker) -> Maker:
+    """A peer for (B, T, 3 H, D): the slices as views, whose gradients PyTorch then joins."""
+
+    def make(on: str) -> Callable[..., Tensor]:
+        attend = maker(on)
+        return lambda qkv: attend(*qkv.chunk(3, dim=2))
+
+    return make
+
+
+ATTENTION: dict[str, Maker] = {
+    "sdpa-flash": sdpa("flash"),
+    "sdpa-cudnn": sdpa("cudnn"),
+    "sdpa-efficient": sdpa("efficient"),
+    "flex": flex,
+    "flash-attn-2": flash_attn("flash_attn", "flash-attn 2"),
+    "flash-attn-3": flash_attn("flash_attn_interface", "flash-attn 3"),
+    "flash-attn-4": flash_attn("flash_attn.cute", "flash-attn 4"),
+}
+
+
+# --- Liger ----------------------------------------------------------------------------------------
+
+
+def liger(module: str, function: str, *after: Any) -> Maker:
+    """An autograd function of liger-kernel; of several results the first `after[0]` are kept."""
+    keep, *constants = after
+
+    def make(on: str) -> Callable[..., Any]:
+        found = needs(f"liger_kernel.ops.{module}", "liger-kernel")(on)
+        apply = getattr(found, function).apply
+
+        def call(*inputs: Tensor) -> Any:
+            out = apply(*inputs, *constants)
+            return out if keep is None else out[0] if keep == 1 else out[:keep]
+
+        return call
+
+    return make

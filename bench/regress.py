@@ -1,0 +1,122 @@
+"""Have the ops become slower on this machine? `make bench-regress`, or `python -m bench.regress`.
+
+pytest-benchmark times forward and backward of ours, one case of each op; `--save` keeps the times
+as the baseline of this machine, and later runs fail where the fastest round is over 10 % slower:
+the fastest, because whatever else a machine does can only add to it. Baselines stay in the cache of
+the machine they were taken on; without one nothing is compared, which is said.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import records
+from bench.cases import cases
+from bench.measure import timed_pass
+from bench.op import Case
+from bench.peers import MissingError
+from fastgpt import device
+from fastgpt.errors import shown_in_one_line
+from fastgpt.storage import cache_dir
+
+SLOWER = "min:10%"
+ROUNDS, WARMUP_ROUNDS = 40, 3
+BASELINE = "baseline"
+
+
+# --- what pytest runs -----------------------------------------------------------------------------
+
+
+def on_this_machine() -> str:
+    return device.pick_device("auto")
+
+
+def chosen() -> list[Case]:
+    """Of each op its first case."""
+    return [*cases(on_this_machine(), quick=True)]
+
+
+@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
+def test_is_no_slower(case: Case, benchmark: Any) -> None:
+    on = on_this_machine()
+    try:
+        call = case.op.implementations["ours"](on)
+    except MissingError as reason:
+        pytest.skip(str(reason))
+    timed = timed_pass(case, call, "both", case.inputs(on))
+
+    def synchronized(state: Any) -> None:
+        timed.call(state)
+        if on == "cuda":
+            torch.cuda.synchronize()
+
+    def setup() -> tuple[tuple[Any], dict[str, Any]]:
+        return (timed.prepare(),), {}
+
+    benchmark.pedantic(synchronized, setup=setup, rounds=ROUNDS, warmup_rounds=WARMUP_ROUNDS)
+
+
+def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
+    """The name of the host is nobody's business; the device is what counts."""
+    machine_info["node"] = ""
+    machine_info["device"] = device.device_name(on_this_machine())
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def storage(name: str) -> Path:
+    """Where the baseline of a device is kept."""
+    return cache_dir() / "regress" / records.slug(name)
+
+
+def has_baseline(folder: Path) -> bool:
+    from pytest_benchmark.utils import get_machine_id
+
+    return any((folder / get_machine_id()).glob(f"*_{BASELINE}.json"))
+
+
+def arguments(folder: Path, *, save: bool, compare: bool) -> list[str]:
+    """pytest's, for the set above."""
+    common = ["-q", "-p", "no:cacheprovider", "-p", "bench.regress", str(Path(__file__))]
+    common += [f"--benchmark-storage=file://{folder}", "--benchmark-columns=min,median,rounds"]
+    if save:
+        return [*common, f"--benchmark-save={BASELINE}"]
+    if compare:
+        return [*common, "--benchmark-compare", f"--benchmark-compare-fail={SLOWER}"]
+    return common
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.regress", description=__doc__)
+    parser.add_argument(
+        "--save", action="store_true", help="make this machine's times its baseline"
+    )
+    parser.add_argument("-k", default="", help="only cases whose names contain this")
+    args = parser.parse_args(argv)
+    name = device.device_name(on_this_machine())
+    folder = storage(name)
+    compare = not args.save and has_baseline(folder)
+    if args.save:
+        for old in folder.glob(f"*/*_{BASELINE}.json"):
+            old.unlink()
+    pytest_arguments = arguments(folder, save=args.save, compare=compare)
+    if args.k:
+        pytest_arguments += ["-k", args.k]
+    root = Path(__file__).parents[1]
+    status = subprocess.run(
+        [sys.executable, "-m", "pytest", *pytest_arguments], cwd=root
+    ).returncode
+    if not args.save and not compare:
+        print(f"no baseline for {name}: nothing was compared; --save makes one")
+    return status
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        sys.exit(main(sys.argv[1:]))

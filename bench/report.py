@@ -1,0 +1,325 @@
+"""`docs/benchmarks.md` and its plots, from all records: `python -m bench.report`.
+
+Nothing there is typed by hand. Of each case the newest run of a device is shown, all its rows from
+that one run, and each links the file it is from.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from bench import goals, plots, records
+from bench.goals import seconds
+from bench.parts import PARTS
+from fastgpt.errors import shown_in_one_line
+
+DOCS = Path(__file__).parents[1] / "docs"
+Row = dict[str, Any]
+HEAD = """# Benchmarks
+
+Written by `python -m bench.report` from the records in [bench/results](../bench/results); each row
+links its own. `make bench` and `make gpu` take them; how is said in `bench/timing.py`.
+
+- Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
+  The best peer is in **bold**.
+- **x ours** is a rival's time over ours: above 1 ours is faster. **Of limit**: the time that the
+  measured matmul rate or copy bandwidth of that run allows at best, over the time taken; on a CPU,
+  whose caches are warm, small cases can pass 100 %.
+- Losses may compute their gradients in the forward: look at `both`.
+- Attention counts 4 B H T² D FLOPs forward, half of it where causal, and 2.5 times that backward.
+- Nothing is timed before its outputs and gradients have passed the tolerance rule of the tests
+  (`kernels/parity.py`). † marks a peer that is beyond that rule but within 2 %.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Writes the report."""
+
+    results: Path = records.RESULTS
+    """Folder of the records."""
+    docs: Path = DOCS
+    """Folder for benchmarks.md and benchmarks/*.png."""
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Of each case the rows of the newest run that has measured anything of it."""
+    runs: dict[str, str] = {}
+    rows = [row for row in rows if "run" in row and "case" in row]
+    for row in rows:
+        if row["kind"] in ("op", "step"):
+            runs[row["case"]] = max(runs.get(row["case"], ""), row["run"])
+    return [row for row in rows if row["run"] == runs.get(row["case"], row["run"])]
+
+
+def table(header: str, lines: Iterable[Iterable[str]]) -> str:
+    columns = header.split("|")
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def link(row: Row) -> str:
+    return f"[record](../bench/results/{row['file']})"
+
+
+def ms(figures: dict[str, float]) -> str:
+    p20, p50, p80 = (1e3 * figures[p] for p in ("p20", "p50", "p80"))
+    return f"{p50:.3g} ({p20:.3g}, {p80:.3g})"
+
+
+def host_us(row: Row) -> str:
+    """On a CPU the host is the device."""
+    return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
+
+
+def gigabytes(row: Row) -> str:
+    return f"{row['peak_bytes'] / 1e9:.3g}" if row.get("peak_bytes") is not None else ""
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """One op's rows, case by case and pass by pass, ours first."""
+    lines = []
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["case"], row["pass"]].append(row)
+    for (case, which), group in groups.items():
+        ours = next((r for r in group if r["implementation"] == "ours"), None)
+        peers = [r for r in group if r is not ours]
+        best = min(peers, key=seconds, default=None)
+        for row in group:
+            name = row["implementation"] + (" †" if "inexact" in row else "")
+            ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
+            unit = ("tflops", "TFLOP/s") if row["bound"] == "matmul" else ("gb_per_s", "GB/s")
+            distance = ""
+            if row is ours:
+                ratio = f"best peer {seconds(best) / seconds(row):.2f}" if best else ""
+                distance = distances(case, which, rows, wanted)
+            lines.append(
+                (
+                    f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
+                    ms(row["device_s"]), host_us(row),
+                    f"{row[unit[0]]:.3g} {unit[1]}", f"{row['share']:.0%} {row['bound']}",
+                    ratio, gigabytes(row), distance, link(row),
+                )
+            )  # fmt: skip
+    header = "case, pass|who|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
+    return table(header, lines)
+
+
+def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """How far our row is from each of its goals; said if it has none."""
+    said = []
+    for goal in wanted:
+        if (goal.case, goal.which) == (case, which):
+            verdict = goals.judge(goal, rows)
+            found = verdict.why if verdict.value is None else f"{verdict.distance:+.0%}"
+            said.append(f"{goal.text}: {found}")
+    return "; ".join(said) or "none set"
+
+
+def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        group = [row for row in rows if row["case"] == case]
+        fastgpts = [r for r in group if r["implementation"].startswith("fastgpt")]
+        ours = min(fastgpts, key=seconds, default=None)
+        best = min((r for r in group if r not in fastgpts), key=seconds, default=None)
+        for row in group:
+            first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
+            if "first_step_warm_s" in row:
+                first += f", {row['first_step_warm_s']:.1f}"
+            dropout = f" dropout {row['dropout']:g}" if row["dropout"] else ""
+            lines.append(
+                (
+                    case.split("/", 1)[1] + dropout,
+                    f"**{row['implementation']}**" if row is best else row["implementation"],
+                    row["precision"], f"{row['tok_per_s']:,.0f}",
+                    ms(row["seconds"]), f"{row['mfu']:.1%}",
+                    f"{seconds(row) / seconds(ours):.2f}" if ours else "",
+                    gigabytes(row), first,
+                    distances(case, "", rows, wanted) if row is ours else "", link(row),
+                )
+            )  # fmt: skip
+    header = (
+        "case|who|precision|tok/s|ms (p20, p80)|MFU|x ours|peak GB|first step s (cold, warm)|goals|"
+    )
+    return table(header, lines)
+
+
+def parts_table(rows: list[Row]) -> str:
+    """Milliseconds of each part, with the share of its limit where it has one."""
+    lines = []
+    for row in rows:
+        if "parts" in row:
+            cells = []
+            for part in PARTS:
+                spent, least = row["parts"][part], row["limits"][part]
+                share = f" ({least / spent:.0%})" if spent and least else ""
+                cells.append(f"{spent:.2f}{share}")
+            lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
+    return table("case|who|" + "|".join(PARTS) + "|", lines) if lines else ""
+
+
+def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """Every goal of a device, those missed and those not measured included."""
+    lines = []
+    for goal in wanted:
+        verdict = goals.judge(goal, rows)
+        found = verdict.why if verdict.value is None else f"{verdict.value:.3g}"
+        reached = "" if verdict.value is None else "yes" if verdict.distance >= 0 else "**no**"
+        distance = "" if verdict.value is None else f"{verdict.distance:+.0%}"
+        stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
+        lines.append(
+            (f"{goal.case} {goal.which}".strip(), goal.text, stretch, found, distance, reached)
+        )  # fmt: skip
+    return table("row|goal|stretch|found|beyond it by|reached", lines)
+
+
+def missing_table(rows: list[Row]) -> str:
+    """Who has no figures, and why; cases with one reason share a line."""
+    why: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] in ("missing", "refused"):
+            key = (row["implementation"], row["kind"], row["reason"])
+            why[key].append(row.get("op") or "step")
+    lines = [
+        (", ".join(dict.fromkeys(ops)), name, kind, reason.replace("|", "/"))
+        for (name, kind, reason), ops in why.items()
+    ]
+    return table("of|who|is|because", lines) if lines else ""
+
+
+def other_tables(rows: list[Row]) -> str:
+    """Races of whole processes, the preparation of data, and the stages of `make gpu`."""
+    text = ""
+    races = [row for row in rows if row["kind"] == "race"]
+    if races:
+        text += "\n### Whole processes to a loss\n\n" + table(
+            "run|seconds|validation loss|nanoGPT's time over it|",
+            (
+                (
+                    row["run_name"] if "run_name" in row else row["run"],
+                    " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
+                    " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
+                    " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
+                    link(row),
+                )
+                for row in races
+            ),
+        )
+    data = [row for row in rows if row["kind"] == "data"]
+    if data:
+        text += "\n### Data\n\n" + table(
+            "what|figures|", ((*_data(row), link(row)) for row in data)
+        )
+    if stages := _latest_stages(rows):
+        text += "\n### `make gpu`\n\n" + table(
+            "stage|passed|key figure|seconds|",
+            (
+                (
+                    row["stage"],
+                    "yes" if row["passed"] else "**no**",
+                    row["key"].replace("|", "/"),
+                    f"{row['seconds']:.0f}",
+                    link(row),
+                )
+                for row in stages
+            ),
+        )
+    return text
+
+
+def _latest_stages(rows: list[Row]) -> list[Row]:
+    return [*{row["stage"]: row for row in rows if row["kind"] == "stage"}.values()]
+
+
+def _data(row: Row) -> tuple[str, str]:
+    if row["case"] != "prepare":
+        return row["case"], f"{row['p50']:.0f} million tokens/s"
+    ours, alone = (sorted(row[key]) for key in ("prepare_s", "tiktoken_alone_s"))
+    spread = (
+        f"{ours[0]:.2f} to {ours[-1]:.2f} s; tiktoken alone {alone[0]:.2f} to {alone[-1]:.2f} s"
+    )
+    return f"prepare {row['megabytes']} MB", spread
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+
+def section(device: str, rows: list[Row], folder: Path) -> str:
+    """All of one device."""
+    shown = newest(rows)
+    slug = records.slug(device)
+    on = next((row["on"] for row in rows if row.get("on")), "cpu")
+    wanted = [g for g in goals.read() if g.device in slug and _may_run(g, on)]
+    versions = next((row["versions"] for row in reversed(rows)), {})
+    said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    text = f"\n## {device}\n\nNewest record: {said}; driver {rows[-1].get('driver') or 'none'}.\n"
+    ops, steps = ([r for r in shown if r["kind"] == kind] for kind in ("op", "step"))
+    machine = [row for row in rows if row["kind"] == "machine"]
+    if machine:
+        rates = ", ".join(
+            f"{name} {rate / 1e9:,.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
+            for name, rate in machine[-1]["rates"].items()
+        )
+        text += f"Its own limits, measured: {rates} ({link(machine[-1])}).\n"
+    if wanted:
+        text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
+    if steps:
+        text += "\n### Training step\n\n" + step_table(steps, wanted)
+        text += (
+            f"\nMFU: {steps[-1]['mfu_convention']}. Milliseconds by part (share of its limit):\n\n"
+        )
+        text += parts_table(steps) + plots.of_steps(steps, folder, slug)
+    if ops:
+        text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
+    for op in dict.fromkeys(row["op"] for row in ops):
+        mine = [row for row in ops if row["op"] == op]
+        text += f"\n### {op}\n\n{plots.bars(mine, folder, slug, op)}\n{op_table(mine, wanted)}"
+    if absent := missing_table(shown):
+        text += f"\n### Without figures\n\n{absent}"
+    older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
+    old = sorted({row["file"] for row in older})
+    text += other_tables(rows)
+    if old:
+        files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in old)
+        text += f"\nRecords of an older form, not shown: {files}.\n"
+    return text
+
+
+def _may_run(goal: goals.Goal, on: str) -> bool:
+    """Goals without a device are a CPU's: those of GPUs name theirs."""
+    return bool(goal.device) or on == "cpu"
+
+
+def write(results: Path = records.RESULTS, docs: Path = DOCS) -> Path:
+    """Writes benchmarks.md and its plots; where it is."""
+    rows = records.read(results)
+    folder = docs / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = HEAD
+    for device in sorted({row["device"] for row in rows}):
+        text += section(device, [row for row in rows if row["device"] == device], folder)
+    if not rows:
+        text += "\nThere are no records yet.\n"
+    path = docs / "benchmarks.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def main(argv: list[str]) -> None:
+    report = tyro.cli(Report, prog="python -m bench.report", args=argv)
+    print(write(report.results, report.docs))
+
+
+if __name__ == "__main__":
+    with shown_in_one_line():
+        main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""The one way in which anything here is timed.
+
+On CUDA a call lies between two events, behind a write that is larger than the L2 cache and a pause
+as long as the host needs to queue the call: what is measured is the GPU's work, not the host's
+haste. On a CPU it is `perf_counter`, over as many calls as make a millisecond, caches warm. The
+host's own time, from call to return, is kept beside it.
+
+Rivals take turns, A B B A, so that a machine whose speed drifts hurts all of them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20
+"""Five times the L2 cache of an H200, twice that of a B200."""
+LEAST_SECONDS = 1e-3
+"""Of a sample on a CPU: shorter calls are timed several at a time."""
+PAUSE_HZ = 2.0e9
+"""Cycles a second of the pause; where the clock is slower the pause is longer, which is as good."""
+
+
+def nothing() -> Any:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What is timed: `call(prepare())`, of which only the call counts."""
+
+    call: Callable[[Any], Any]
+    prepare: Callable[[], Any] = nothing
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of each sample: on the device, and until the host was free again."""
+
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+
+def quantiles(samples: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 of at least two samples, and how many there were."""
+    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
+
+
+class Timer:
+    """Times calls on one device.
+
+    Args:
+        on: `cpu` or `cuda`.
+    """
+
+    def __init__(self, on: str) -> None:
+        self.on = on
+        self.flush = torch.empty(FLUSH_BYTES if on == "cuda" else 0, dtype=torch.int8, device=on)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it times, for the record."""
+        if self.on == "cuda":
+            return {"clock": "CUDA events", "cache": f"flushed with {FLUSH_BYTES >> 20} MiB"}
+        return {"clock": "perf_counter", "cache": "warm"}
+
+    def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> tuple[float, float]:
+        """(seconds on the device, seconds of the host) of one call, the mean of `calls`."""
+        if self.on == "cuda":
+            return self._sample_cuda(timed, pause)
+        states = [timed.prepare() for _ in range(calls)]
+        call, start = timed.call, time.perf_counter()
+        for state in states:
+            call(state)
+        seconds = (time.perf_counter() - start) / calls
+        return seconds, seconds
+
+    def _sample_cuda(self, timed: Timed, pause: float) -> tuple[float, float]:
+        state = timed.prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self.flush.zero_()
+        torch.cuda._sleep(int(pause * PAUSE_HZ))
+        begin.record()
+        start = time.perf_counter()
+        timed.call(state)
+        host = time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, host
+
+    def turns(
+        self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
+    ) -> dict[str, Samples]:
+        """Samples of each rival, all in turn, in an order that alternates.
+
+        Args:
+            rivals: by name; the first call of each is not counted.
+            seconds: how long to go on, at least 3 and at most 100 rounds.
+            rounds: so many, whatever they take.
+        """
+        plans = {name: self._plan(timed) for name, timed in rivals.items()}
+        samples = {name: Samples() for name in rivals}
+        end, turn = time.perf_counter() + seconds, 0
+        while turn < (rounds or 3) or (rounds is None and turn < 100 and time.perf_counter() < end):
+            for name in list(rivals)[:: -1 if turn % 2 else 1]:
+                on_device, on_host = self.sample(rivals[name], *plans[name])
+                samples[name].device.append(on_device)
+                samples[name].host.append(on_host)
+            turn += 1
+        return samples
+
+    def _plan(self, timed: Timed) -> tuple[int, float]:
+        """(calls a sample, seconds of pause), from two calls of which the first warms up."""
+        self.sample(timed)
+        on_device, on_host = self.sample(timed)
+        if self.on == "cuda":
+            return 1, min(1.5 * on_host, 0.01)
+        return max(1, min(64, round(LEAST_SECONDS / max(on_device, 1e-9)))), 0.0

@@ -1,0 +1,243 @@
+"""Cases: wrong kernels get no time, absent peers are named, each op's own are right."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import measure, peers, records, report
+from bench.cases import OPS, cases
+from bench.op import Case
+from bench.peers import MissingError, always
+from bench.timing import Timer
+from fastgpt.errors import UserError
+from tests.proof import backward_only, launches
+
+ROOF = {"matmul": 1e12, "copy": 1e10}
+RIGHT = always(peers.attention_eager)
+"""Ours, where the interpreter would only take time."""
+
+
+def case_of(name: str, dtype: str = "fp32", **implementations) -> Case:
+    op = OPS[name]
+    op = replace(op, implementations={**op.implementations, **implementations})
+    return Case(op, "tiny", op.shapes["tiny"]["tiny"], dtype)
+
+
+def rows_of(case: Case) -> dict[str, list[tuple[str, dict]]]:
+    """By implementation."""
+    found: dict[str, list] = {}
+    for kind, row in measure.rows_of(case, Timer("cpu"), ROOF, seconds=0, rounds=2):
+        found.setdefault(row["implementation"], []).append((kind, row))
+    return found
+
+
+def wrong_output(q, k, v):
+    return 1.01 * peers.attention_eager(q, k, v)
+
+
+def wrong_gradient(q, k, v):
+    return peers.attention_eager(q, backward_only(k, 1.01), v)
+
+
+def not_a_number(q, k, v):
+    return peers.attention_eager(q, k, v) * float("nan")
+
+
+def another_shape(q, k, v):
+    return peers.attention_eager(q, k, v)[..., :-1]
+
+
+def raises(q, k, v):
+    raise RuntimeError("no kernel image\nis available")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (wrong_output, "wrong: output 0"),
+        (wrong_gradient, "wrong: gradient of k"),
+        (not_a_number, "wrong: output 0"),
+        (another_shape, "RuntimeError: Mismatch in shape"),
+        (raises, "RuntimeError: no kernel image"),
+    ],
+)
+def test_a_kernel_made_wrong_is_refused_a_time(wrong, why):
+    found = rows_of(case_of("attention", ours=always(wrong)))
+    ((kind, row),) = found["ours"]
+    assert kind == "refused"
+    assert why in row["reason"]
+    assert "device_s" not in row
+    assert [kind for kind, _ in found["eager"]] == ["op"] * 3  # the others are timed nevertheless
+
+
+def test_a_peer_beyond_the_rule_is_timed_and_marked_but_not_one_that_is_wrong():
+    peer = {"slightly": always(wrong_output), "badly": always(lambda *a: 1.1 * wrong_output(*a))}
+    found = rows_of(case_of("attention", ours=RIGHT, **peer))
+    assert [kind for kind, _ in found["slightly"]] == ["op"] * 3
+    assert "output 0" in found["slightly"][0][1]["inexact"]
+    assert [kind for kind, _ in found["badly"]] == ["refused"]
+    assert "inexact" not in found["eager"][0][1]
+
+
+def test_peers_that_cannot_run_are_listed_with_the_reason():
+    found = rows_of(case_of("attention", ours=RIGHT))
+    for name in ("sdpa-cudnn", "flex", "flash-attn-2", "flash-attn-3", "flash-attn-4"):
+        ((kind, row),) = found[name]
+        assert kind == "missing"
+        assert "needs CUDA" in row["reason"]
+    assert "--compiled" in found["compiled"][0][1]["reason"]
+
+
+@pytest.mark.parametrize("name", [n for n in peers.ATTENTION if n.startswith("flash-attn")])
+def test_a_package_that_is_not_installed_is_named(name, monkeypatch):
+    def absent(module):
+        raise ModuleNotFoundError(f"No module named {module!r}")
+
+    monkeypatch.setattr(peers.importlib, "import_module", absent)
+    with pytest.raises(MissingError, match=r"flash-attn \d is not installed"):
+        peers.ATTENTION[name]("cuda")
+
+
+def test_a_row_has_its_rates_and_its_share_of_the_limit():
+    case = case_of("attention", ours=RIGHT)
+    for kind, row in rows_of(case)["eager"]:
+        assert kind == "op"
+        flops, size = case.work()[row["pass"]]
+        p50 = row["device_s"]["p50"]
+        assert row["tflops"] == pytest.approx(flops / p50 / 1e12)
+        assert row["gb_per_s"] == pytest.approx(size / p50 / 1e9)
+        assert row["limit_s"] == max(flops / 1e12, size / 1e10)
+        assert row["share"] == pytest.approx(row["limit_s"] / p50)
+        assert row["host_s"]["samples"] == 2
+
+
+KERNELS = {
+    "attention": "_attention_fwd_kernel",
+    "attention_packed": "_attention_bwd_dq_kernel",
+    "layer_norm": "_norm_bwd_kernel",
+    "add_layer_norm": "_norm_bwd_kernel",
+    "rms_norm": "_norm_bwd_kernel",
+    "add_rms_norm": "_norm_bwd_kernel",
+    "cross_entropy": "_cross_entropy_fwd_kernel",
+    "linear_cross_entropy": "_cross_entropy_fwd_kernel",
+}
+
+
+@pytest.mark.parametrize("name", [case.op.name for case in cases("cpu", quick=True, sizes="tiny")])
+def test_ours_of_every_op_are_right_and_kernels_of_ours(name):
+    case = case_of(name)
+    judge = measure.Judge(case, "cpu")
+    with launches(*[KERNELS[name]] if name in KERNELS else []):
+        assert judge.complaints(case.op.implementations["ours"]("cpu"))[0] == []
+
+
+def test_dropout_that_drops_too_much_is_refused():
+    op = OPS["dropout"]
+    case = Case(op, "small", {"M": 100, "N": 200}, "fp32")
+    judge = measure.Judge(case, "cpu")
+    assert judge.complaints(op.implementations["ours"]("cpu"))[0] == []
+    wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.25))
+    assert len(wrong) == 2
+    wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.2) * 1.02)
+    assert len(wrong) == 1
+
+
+def test_what_is_written_over_is_restored_before_each_call():
+    case = case_of("cross_entropy")
+    inputs = case.inputs("cpu")
+    before = inputs["logits"].detach().clone()
+    for which in ("fwd", "bwd", "both"):
+        call = case.op.implementations["ours"]("cpu")
+        timed = measure.timed_pass(case, call, which, inputs)
+        results = [timed.call(timed.prepare())[0] for _ in range(2)]
+        assert torch.equal(*results)
+    assert torch.equal(inputs["logits"], before)
+
+
+def test_inputs_are_random_and_the_same_for_all():
+    a, b = (case_of("attention").inputs("cpu") for _ in range(2))
+    assert all(torch.equal(a[name], b[name]) and (a[name] != 0).all() for name in a)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_names_are_patterns():
+    names = [case.name for case in cases("cuda", only=("attention/*",))]
+    assert "attention/16k-d128/bf16" in names
+    assert all(name.startswith("attention/") for name in names)
+    with pytest.raises(UserError, match="--only nothing/"):
+        [*cases("cuda", only=("nothing/*",))]
+
+
+def test_every_gpt2_size_and_long_sequences_are_there():
+    names = {case.name for case in cases("cuda")}
+    for size in ("124m", "355m", "774m", "1558m"):
+        assert f"attention/gpt2-{size}/bf16" in names
+        assert f"layer_norm/gpt2-{size}/bf16" in names
+    assert {f"attention/{T}k-d{D}/bf16" for T in (4, 16) for D in (64, 128)} <= names
+
+
+def test_a_run_writes_a_record_that_the_report_reads(tmp_path, capsys):
+    out = tmp_path / "results" / "machine"
+    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(out)]
+    command.main([*asked, "--only", "attention/*/fp32", "--only", "layer_norm/*/fp32"])
+    assert "attention/tiny/fp32" in capsys.readouterr().out
+    rows = records.read(tmp_path / "results")
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"machine", "op", "missing"}
+    for row in rows:
+        assert {"device", "driver", "versions", "commit", "dirty", "settings", "run"} <= set(row)
+        assert row["settings"]["clock"] == "perf_counter"
+    timed = next(row for row in rows if row["kind"] == "op")
+    assert {"before", "after", "device_s", "host_s", "share"} <= set(timed)
+    text = report.write(tmp_path / "results", tmp_path / "docs").read_text()
+    assert "| tiny/fp32 fwd | ours |" in text
+    assert "flash-attn-3 | missing | needs CUDA" in text
+    for png in ("attention", "layer-norm", "roofline"):
+        (found,) = (tmp_path / "docs" / "benchmarks").glob(f"*{png}.png")
+        assert found.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_list_measures_nothing(capsys, tmp_path):
+    command.main(["--list", "--device", "cpu", "--out", str(tmp_path / "none")])
+    printed = capsys.readouterr().out
+    assert "linear_cross_entropy/gpt2-124m/fp32" in printed
+    assert "(flex)" in printed
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_the_budget_leaves_out_is_said(tmp_path, capsys):
+    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(tmp_path)]
+    command.main([*asked, "--budget", "0", "--only", "rms_norm/*"])
+    rows = [row for row in records.read(tmp_path) if row["kind"] == "missing"]
+    assert [row["reason"] for row in rows] == ["the 0 s were over"] * len(rows) != []
+
+
+def test_the_commit_may_come_from_the_environment(monkeypatch, tmp_path):
+    from fastgpt import run
+
+    monkeypatch.setenv("FASTGPT_COMMIT", "abc123")
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))  # outside of any checkout
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run.provenance()["commit"] == "abc123"
+    json.dumps(run.provenance())
+
+
+def test_an_op_without_a_gradient_is_checked_and_timed_forward():
+    op = replace(
+        OPS["attention"],
+        passes=("fwd",),
+        implementations={
+            "ours": RIGHT,
+            "eager": RIGHT,
+            "wrong": always(lambda *a: RIGHT("")(*a) * 2),
+        },
+    )
+    case = Case(op, "tiny", op.shapes["tiny"]["tiny"], "fp32")
+    assert not any(x.requires_grad for x in case.inputs("cpu").values())
+    found = {name: [kind for kind, _ in rows] for name, rows in rows_of(case).items()}
+    assert found == {"ours": ["op"], "eager": ["op"], "wrong": ["refused"]}

@@ -1,0 +1,194 @@
+"""The report: every figure from a record, goals kept and missed, one run at a time."""
+
+import json
+
+import pytest
+
+from bench import goals, records, report
+from bench.cases import cases
+from bench.goals import Goal, judge, seconds
+
+DEVICE = "NVIDIA H200"
+ROOF = {"matmul": 790e12, "copy": 4.3e12}
+COMMON = {
+    "device": DEVICE, "on": "cuda", "driver": "580.1", "versions": {"torch": "2.11.0"},
+    "commit": "abc", "dirty": False, "settings": {},
+}  # fmt: skip
+
+
+def op_row(implementation, p50, *, run="r1", which="fwd", case="attention/gpt2-124m/bf16", **own):
+    spread = {"p20": 0.9 * p50, "p50": p50, "p80": 1.1 * p50, "samples": 9}
+    flops, size = 25_769_803_776.0, 101_449_728.0
+    return {
+        "kind": "op", "run": run, **COMMON, "case": case, "op": case.split("/")[0],
+        "shape": {}, "dtype": "bf16", "pass": which, "implementation": implementation,
+        "device_s": spread, "host_s": {**spread, "p50": 3e-5}, "flops": flops, "bytes": size,
+        "tflops": flops / p50 / 1e12, "gb_per_s": size / p50 / 1e9, "bound": "matmul",
+        "limit_s": flops / 790e12, "share": flops / 790e12 / p50, "roof": ROOF,
+        "peak_bytes": 26_000_000, **own,
+    }  # fmt: skip
+
+
+def step_row(implementation, p50, tok_per_s, peak_bytes, **own):
+    spread = {"p20": 0.9 * p50, "p50": p50, "p80": 1.1 * p50, "samples": 9}
+    return {
+        "kind": "step", "run": "r1", **COMMON, "case": "step/gpt2-124m/B=64", "precision": "bf16",
+        "implementation": implementation, "seconds": spread, "tok_per_s": tok_per_s, "mfu": 0.5,
+        "mfu_convention": "6N", "peak_bytes": peak_bytes, "dropout": 0.0, **own,
+    }  # fmt: skip
+
+
+def written(tmp_path, *rows, name="2026-01-01-abc.jsonl"):
+    path = tmp_path / "results" / "nvidia-h200" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "results"
+
+
+def text_of(tmp_path, *rows):
+    return report.write(written(tmp_path, *rows), tmp_path / "docs").read_text()
+
+
+def line_of(text, *parts):
+    """The one line of the tables that contains all parts."""
+    (line,) = [x for x in text.splitlines() if x.startswith("|") and all(p in x for p in parts)]
+    return line
+
+
+def test_rows_have_ratios_goals_and_a_link_to_their_record(tmp_path):
+    rows = [op_row("ours", 0.12e-3), op_row("sdpa-flash", 0.15e-3), op_row("sdpa-cudnn", 0.108e-3)]
+    text = text_of(tmp_path, *rows)
+    ours = line_of(text, "gpt2-124m/bf16 fwd | ours")
+    assert "0.12 (0.108, 0.132)" in ours
+    assert "215 TFLOP/s" in ours
+    assert "27% matmul" in ours
+    assert "best peer 0.90" in ours
+    assert ">= 1.15 x sdpa-flash: +9%" in ours
+    assert ">= 0.95 x sdpa-cudnn: -5%" in ours
+    assert ">= 1.1 x flex: flex could not be run" in ours
+    assert "[record](../bench/results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
+    assert "| **sdpa-cudnn** |" in line_of(text, "fwd | **sdpa-cudnn**")
+    for path in ("attention", "roofline"):
+        assert (tmp_path / "docs" / "benchmarks" / f"nvidia-h200-{path}.png").exists()
+
+
+def test_goals_that_were_missed_or_not_measured_stay_in(tmp_path):
+    text = text_of(tmp_path, op_row("ours", 0.12e-3), op_row("sdpa-cudnn", 0.108e-3))
+    assert "-5% | **no** |" in line_of(text, "fwd | >= 0.95 x sdpa-cudnn")
+    assert "flex could not be run" in line_of(text, "attention/gpt2-124m/bf16 fwd | >= 1.1 x flex")
+    assert "not measured" in line_of(text, "| step/", "580000 tok/s")
+
+
+def test_steps_are_judged_by_the_faster_of_ours(tmp_path):
+    rows = [
+        step_row("fastgpt", 0.13, 504_000, 60e9),
+        step_row("fastgpt triton", 0.11, 595_000, 30e9),
+        step_row("nanogpt", 0.165, 397_000, 60e9),
+    ]
+    text = text_of(tmp_path, *rows)
+    assert "| 5.95e+05 | +3% | yes |" in line_of(text, "| step/", ">= 580000 tok/s")
+    assert "| 1.5 | +15% | yes |" in line_of(text, "| step/", ">= 1.3 x nanogpt")
+    assert "| 0.5 | +20% | yes |" in line_of(text, "| step/", "<= 0.6 of the memory nanogpt")
+    assert "could not be run" in line_of(text, "step/gpt2-124m/B=64 | >= 1.15 x llm.c")
+    assert "1.50" in line_of(text, "| **nanogpt** | bf16")
+
+
+def test_only_the_newest_run_of_a_case_is_compared(tmp_path):
+    old = [op_row("ours", 1.0, run="a"), op_row("flex", 1e-9, run="a")]
+    new = [op_row("ours", 0.12e-3, run="b"), op_row("sdpa-flash", 0.15e-3, run="b")]
+    text = text_of(tmp_path, *new, *old)
+    assert "| 0.15 (" in line_of(text, "fwd | **sdpa-flash**")
+    assert "| flex |" not in text
+
+
+def test_who_has_no_figures_is_listed_with_the_reason(tmp_path):
+    about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
+    missing = {"kind": "missing", **about, "implementation": "flash-attn-3", "reason": "not there"}
+    refused = {"kind": "refused", **about, "implementation": "liger", "reason": "wrong: output 0"}
+    text = text_of(tmp_path, op_row("ours", 1e-3), missing, refused)
+    assert "| attention | flash-attn-3 | missing | not there |" in text
+    assert "| attention | liger | refused | wrong: output 0 |" in text
+
+
+def test_the_same_records_give_the_same_files(tmp_path):
+    rows = [op_row("ours", 0.12e-3), op_row("eager", 0.5e-3), step_row("fastgpt", 0.1, 1e5, 1e9)]
+    results = written(tmp_path, *rows)
+    files = []
+    for name in ("a", "b"):
+        report.write(results, tmp_path / name)
+        found = sorted((tmp_path / name).glob("**/*.*"))
+        files.append({path.name: path.read_bytes() for path in found})
+    assert files[0] == files[1]
+    assert len(files[0]) == 4
+
+
+def test_records_of_stages_races_and_data_are_shown(tmp_path):
+    stage = {"kind": "stage", "run": "r1", **COMMON, "seconds": 12.0, "budget": 150}
+    rows = [
+        {**stage, "stage": "parity", "passed": False, "key": "3 passed, 1 failed"},
+        {**stage, "stage": "parity", "passed": True, "key": "4 passed | 0 failed", "run": "r2"},
+        {"kind": "race", "run": "r1", **COMMON, "run_name": "nanogpt", "seconds": [74.0, 70.0],
+         "val_loss": [1.9, 1.9], "nanogpt_over_it": [1.0, 1.0]},
+        {"kind": "data", "run": "r1", **COMMON, "case": "loader (64, 1024)", "p50": 120.0},
+    ]  # fmt: skip
+    text = text_of(tmp_path, *rows)
+    assert "| parity | yes | 4 passed / 0 failed | 12 |" in text
+    assert "| nanogpt | 70.0 74.0 | 1.9000 1.9000 | 1.00 1.00 |" in text
+    assert "| loader (64, 1024) | 120 million tokens/s |" in text
+
+
+def test_without_records_there_is_nothing_to_say(tmp_path):
+    (tmp_path / "results").mkdir()
+    assert "no records yet" in report.write(tmp_path / "results", tmp_path).read_text()
+
+
+def test_the_records_of_the_repository_are_read(tmp_path):
+    text = report.write(records.RESULTS, tmp_path).read_text()
+    assert {f"## {row['device']}" for row in records.read()} <= set(text.splitlines())
+
+
+# --- goals ----------------------------------------------------------------------------------------
+
+
+def test_every_goal_names_a_case_that_is_measured():
+    known = {case.name for on in ("cuda", "cpu") for case in cases(on, full=True)}
+    known |= {case.rsplit("/", 1)[0] + "/fp32" for case in known}
+    known |= {case.rsplit("/", 1)[0] + "/bf16" for case in known}
+    to_come = ("bias_act", "rotary", "decode_attention")
+    for goal in goals.read():
+        op = goal.case.split("/")[0]
+        assert op == "step" or op in to_come or goal.case in known, goal.case
+
+
+def test_goals_of_the_h200_are_those_that_were_set():
+    found = {(g.case, g.which, g.kind, g.peer): g.wanted for g in goals.read()}
+    assert found["attention/gpt2-124m/bf16", "fwd", "ratio", "sdpa-flash"] == 1.15
+    assert found["attention/4k-d128/bf16", "bwd", "ratio", "sdpa-cudnn"] == 0.66
+    assert found["layer_norm/n4096/bf16", "bwd", "share", ""] == 0.82
+    assert found["cross_entropy/gpt2/bf16", "both", "ms", ""] == 0.92
+    assert found["linear_cross_entropy/gpt2-124m/bf16", "both", "gb", ""] == 0.9
+    assert found["step/gpt2-124m/B=64", "", "tok_per_s", ""] == 580_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "value", "distance"),
+    [
+        ("ms", 0.10, 0.12, 0.10 / 0.12 - 1),
+        ("host_us", 25, 30, 25 / 30 - 1),
+        ("gb", 0.052, 0.026, 1.0),
+        ("share", 0.10, 101_449_728 / 0.12e-3 / 4.3e12, None),
+    ],
+)
+def test_each_kind_of_goal(kind, wanted, value, distance):
+    row = op_row("ours", 0.12e-3)
+    verdict = judge(Goal(row["case"], "fwd", "h200", kind, wanted, "", None), [row])
+    assert verdict.value == pytest.approx(value)
+    assert verdict.distance == pytest.approx(value / wanted - 1 if distance is None else distance)
+    assert seconds(row) == 0.12e-3
+
+
+def test_a_goal_of_two_kinds_is_refused(tmp_path):
+    path = tmp_path / "goals.toml"
+    path.write_text('[[goal]]\ncase = "a"\nms = 1\nshare = 0.5\n')
+    with pytest.raises(ValueError, match="expected one kind"):
+        goals.read(path)

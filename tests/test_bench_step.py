@@ -1,0 +1,241 @@
+"""The training step's bench: contenders in processes of their own, llm.c's output, parts."""
+
+import multiprocessing
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from bench import contenders, llmc, parts, records, step
+from bench.arena import Contender, FailedError
+from bench.contenders import plain_ops, triton_ops, write_text
+from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.errors import UserError
+
+# A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
+STAND_IN = """
+import os
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        os.mkdir(__file__ + ".built")
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def configure_optimizers(self, decay, lr, betas, device):
+        return torch.optim.AdamW(self.parameters(), lr=lr, betas=betas)
+
+    def forward(self, x, y):
+        logits = self.table(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+
+
+def asked(tmp_path, *contenders_, **options) -> step.StepBench:
+    common = {"device": "cpu", "tiny": True, "rounds": 1, "batch": (4,), "out": tmp_path / "out"}
+    return step.StepBench(**{**common, "contenders": contenders_, **options})
+
+
+def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_thread):
+    (tmp_path / "model.py").write_text(STAND_IN)
+    names = ("fastgpt", "eager", "nanogpt", "nanogpt fp32")
+    bench = asked(tmp_path, *names, nanogpt=tmp_path, parallel_start=True, explain=True)
+    path = step.run(bench)
+    rows = {row["implementation"]: row for row in records.read(path.parent)}
+    assert "--llmc PATH" in rows.pop("llm.c")["reason"]
+    assert sorted(rows) == sorted(names)
+    (failed,) = (row for row in rows.values() if row["kind"] == "missing")
+    assert failed["implementation"].startswith("nanogpt")
+    assert "FileExistsError" in failed["reason"]
+    for row in rows.values():
+        if row is not failed:
+            assert row["kind"] == "step"
+            assert row["shape"] == {"B": 4, "T": 8}
+            assert row["seconds"]["samples"] == contenders.TIMED_STEPS
+            assert row["tok_per_s"] == pytest.approx(32 / row["seconds"]["p50"])
+            assert row["peak_bytes"] > 1e7
+            assert row["first_step_s"] > 0
+            assert row["parts"]["optimizer"] > 0
+            assert row["mfu_convention"].startswith("6N")
+    assert rows["fastgpt"]["parts"]["GEMM"] > 0
+    assert rows["fastgpt"]["ops"]["attention"] == "blocked"
+    printed = capfd.readouterr().out
+    assert printed.count("ms over the") == 3
+    assert f"{failed['implementation']}: missing: FileExistsError" in printed
+
+
+def test_without_any_figure_the_command_fails(tmp_path, monkeypatch):
+    row = {"case": "step/baby/B=1", "implementation": "fastgpt", "reason": "out of memory"}
+    monkeypatch.setattr(step, "measure", lambda *_: iter([("missing", row)]))
+    with pytest.raises(UserError, match="no contender took a step"):
+        step.run(asked(tmp_path))
+    assert records.read(tmp_path / "out")[0]["reason"] == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "gpt3"}, "unknown recipe 'gpt3'"),
+        ({"contenders": ("eagre",)}, "unknown contender 'eagre'; did you mean 'eager'"),
+        ({"contenders": ("nanogpt",)}, "expected --nanogpt"),
+        ({"rounds": 0}, "--rounds is 0"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(tmp_path, options, message):
+    bench = asked(tmp_path, **options)
+    with pytest.raises(UserError, match=message):
+        step.run(bench)
+
+
+def test_a_process_that_dies_is_noticed():
+    contender = Contender.__new__(Contender)
+    contender.pipe, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(FailedError, match="ended early"):
+        contender.ask("turn")
+
+
+def vars_of(ops):
+    return [getattr(ops, field.name) for field in fields(ops)]
+
+
+def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
+    ops = triton_ops()
+    assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
+    assert ops.dropout == "auto"
+    assert set(vars_of(plain_ops())) == {"torch"}
+
+
+@pytest.mark.parametrize("vocab", [65, 50_257])
+def test_random_text_has_the_vocabulary_it_should(tmp_path, vocab):
+    write_text(tmp_path / "text.txt", vocab, vocab + 1000)
+    text = (tmp_path / "text.txt").read_text(encoding="utf-8")
+    tokenizer = CharTokenizer.train([text])
+    assert tokenizer.vocab_size == vocab
+    assert len(tokenizer.encode(text)) == vocab + 1000
+
+
+# --- llm.c ----------------------------------------------------------------------------------------
+
+# In the form of its printf; the numbers are invented.
+OUTPUT = """| max_sequence_length T | 1024 |
+allocated 237 MiB for model parameters
+allocating 1000 MiB for activations
+step    1/4 | loss 10.950000 (+nanz)| norm 15.0 (+nanz)| lr 3.00e-04 | 900.00 ms | -100.0% bf16 MFU | 18204 tok/s
+step    2/4 | loss 10.900000 (+nanz)| norm 12.0 (+nanz)| lr 3.00e-04 | 100.00 ms | 50.1% bf16 MFU | 163840 tok/s
+step    3/4 | loss 10.800000 (+nanz)| norm 9.0 (+nanz)| lr 3.00e-04 | 110.00 ms | 48.9% bf16 MFU | 163000 tok/s
+step    4/4 | loss 10.700000 (-0.52z)| norm 8.0 (+1.20z)| lr 3.00e-04 | 120.00 ms | 47.0% bf16 MFU | 160000 tok/s
+"""  # noqa: E501
+
+
+@pytest.fixture
+def binary(tmp_path):
+    def write(script: str):
+        path = tmp_path / "train_gpt2cu"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+def test_llmc_is_run_and_its_figures_are_read(binary, tmp_path):
+    path = binary(f"echo \"$@\" >{tmp_path}/asked\ncat <<'END'\n{OUTPUT}END")
+    found = llmc.measure(path, tmp_path, layers=12, batch=16, context=1024, steps=4)
+    assert found["seconds"]["p50"] == pytest.approx(0.110)  # the first step warms up
+    assert found["seconds"]["samples"] == 3
+    assert found["peak_bytes"] == 1237 * 2**20
+    flags = (tmp_path / "asked").read_text()
+    assert "-e d12 -b 16 -t 1024 -d 16384 -x 4" in flags
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [("echo no GPU >&2; exit 3", "exit status 3, it said: no GPU"), ("true", "exit status 0")],
+)
+def test_llmc_that_fails_is_an_error_in_one_line(binary, tmp_path, script, message):
+    with pytest.raises(UserError, match=message):
+        llmc.measure(binary(script), tmp_path, layers=12, batch=1, context=64, steps=2)
+
+
+def test_llmc_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="found nothing"):
+        llmc.measure(tmp_path / "absent", tmp_path, layers=12, batch=1, context=64, steps=2)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", "GEMM"),
+        ("aten::addmm", "GEMM"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
+        ("_attention_bwd_dkv_kernel", "attention"),
+        ("aten::bmm", "attention"),
+        ("aten::_softmax", "attention"),
+        ("_norm_fwd_kernel", "norm"),
+        ("triton_per_fused_add_native_layer_norm_3", "norm"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<>", "norm"),
+        ("aten::_log_softmax", "loss"),
+        ("_cross_entropy_fwd_bwd_kernel", "loss"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
+         "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("triton_poi_fused_gelu_4", "other"),
+        ("aten::embedding", "other"),
+    ],
+)  # fmt: skip
+def test_kernels_are_told_apart_by_name(name, part):
+    assert parts.part_of(name) == part
+
+
+def test_time_that_kernels_share_is_covered_once():
+    assert parts.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
+    assert parts.covered([]) == 0
+
+
+def test_what_costs_most_over_its_limit_comes_first():
+    spent = dict.fromkeys(parts.PARTS, 1.0) | {"GEMM": 10.0, "norm": 6.0, "host gap": 5.0}
+    least = dict.fromkeys(parts.PARTS, 0.5) | {"GEMM": 8.0, "host gap": 0.0}
+    lines = parts.explain(spent, least)
+    assert [line.split(":")[0] for line in lines] == ["norm", "host gap", "GEMM"]
+    assert lines[2] == (
+        "GEMM: 10.00 ms, 2.00 ms over the 8.00 ms it cannot go below (80% of its limit)"
+    )
+
+
+def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
+    def event(name, start, end, device="DeviceType.CUDA"):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=span)
+
+    events = [
+        event("nvjet_hsh_128x256", 0, 10),
+        event("_attention_fwd_kernel", 8, 12),
+        event("fastgpt::steps", 0, 100),
+        event("Optimizer.step#AdamW.step", 20, 90),
+        event("aten::mm", 0, 5, "DeviceType.CPU"),
+    ]
+    spent = parts._of_kernels(events)
+    assert (spent["GEMM"], spent["attention"], spent["busy"]) == (10, 4, 12)
+    assert sum(spent[part] for part in parts.PARTS) == 14

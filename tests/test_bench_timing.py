@@ -1,0 +1,122 @@
+"""The timer, against a clock of our own."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from bench import roofline, timing
+from bench.timing import Timed, Timer, quantiles
+
+
+def milliseconds_of(x):
+    return lambda _: (x @ x).relu_().sum()
+
+
+def test_agrees_with_an_independent_timing_of_the_same_call(one_thread):
+    x = torch.randn(300, 300)
+    call, timer = milliseconds_of(x), Timer("cpu")
+    call(None)
+    ratios = []
+    for _ in range(5):  # pairs, close in time: what else the machine does hurts both
+        mine, theirs = [], []
+        for _ in range(15):
+            theirs.append(timer.sample(Timed(call))[0])
+            start = time.perf_counter()
+            call(None)
+            mine.append(time.perf_counter() - start)
+        ratios.append(statistics.median(theirs) / statistics.median(mine))
+        if abs(ratios[-1] - 1) < 0.1:
+            return
+    pytest.fail(f"never within 10 % of each other: {ratios}")
+
+
+class Clock:
+    """Stands still but for what is done with it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(timing, "time", found)
+    return found
+
+
+def test_several_calls_are_divided_by_their_number(clock):
+    sample = Timer("cpu").sample(Timed(lambda _: clock.passes(0.003)), calls=4)
+    assert sample == (pytest.approx(0.003), pytest.approx(0.003))
+
+
+def test_preparing_is_not_timed(clock):
+    prepared, got = [], []
+
+    def prepare():
+        clock.passes(5.0)
+        prepared.append(len(prepared))
+        return prepared[-1]
+
+    def call(state):
+        clock.passes(1.0)
+        got.append(state)
+
+    assert Timer("cpu").sample(Timed(call, prepare), calls=3)[0] == 1.0
+    assert got == prepared == [0, 1, 2]
+
+
+def test_short_calls_are_timed_several_at_a_time(clock):
+    timer = Timer("cpu")
+    assert timer._plan(Timed(lambda _: clock.passes(1e-4))) == (10, 0.0)
+    assert timer._plan(Timed(lambda _: clock.passes(1.0))) == (1, 0.0)
+
+
+def test_rivals_take_turns_in_an_order_that_alternates():
+    order = []
+    rivals = {name: Timed(lambda _, name=name: order.append(name)) for name in "AB"}
+    timer = Timer("cpu")
+    timer._plan = lambda timed: (1, 0.0)
+    samples = timer.turns(rivals, seconds=0, rounds=4)
+    assert "".join(order) == "ABBAABBA"
+    assert {name: len(s.device) for name, s in samples.items()} == {"A": 4, "B": 4}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (7.5, 5), (1e9, 100)])
+def test_time_is_kept_to_but_for_three_rounds(clock, seconds, rounds):
+    rivals = {"slow": Timed(lambda _: clock.passes(1.5))}
+    samples = Timer("cpu").turns(rivals, seconds=seconds)["slow"]
+    assert len(samples.device) == len(samples.host) == rounds
+    assert samples.device == pytest.approx([1.5] * len(samples.device))
+
+
+def test_quantiles():
+    assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == {
+        "p20": 2.0, "p50": 3.5, "p80": 5.0, "samples": 6,
+    }  # fmt: skip
+
+
+def test_a_copy_counts_what_it_reads_and_what_it_writes(monkeypatch):
+    monkeypatch.setitem(roofline.COPY_BYTES, "cpu", 2**24)
+    timer = Timer("cpu")
+    source = torch.randint(-128, 127, (2**24,), dtype=torch.int8)
+    target = torch.empty_like(source)
+    for _ in range(5):
+        rates = roofline.measure(timer, ("fp32",), seconds=0.05)
+        took = []
+        for _ in range(15):
+            start = time.perf_counter()
+            target.copy_(source)
+            took.append(time.perf_counter() - start)
+        ratio = rates["copy"] / (2 * 2**24 / quantiles(took)["p20"])
+        if 0.7 < ratio < 1.4:  # counted once, it would be 0.5
+            break
+    else:
+        pytest.fail(f"copy: {ratio:.2f} of what was expected")
+    assert roofline.roof(rates, "fp32") == {"matmul": rates["matmul fp32"], "copy": rates["copy"]}

@@ -1,0 +1,116 @@
+"""FLOPs and bytes of every op, against counts by hand and torch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from bench import work
+from bench.cases import OPS, cases
+from bench.parts import limits
+from fastgpt.config import ModelConfig
+from fastgpt.recipes import RECIPES
+
+A = {"B": 16, "T": 1024, "H": 12, "D": 64}
+
+
+def counted(call, *inputs):
+    """(forward, backward) FLOPs as torch counts them."""
+    with FlopCounterMode(display=False) as forward:
+        out = call(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_attention_by_hand():
+    tensor = 16 * 1024 * 12 * 64 * 2
+    found = work.attention(A, 2)
+    assert found["fwd"] == (25_769_803_776, 4 * tensor + 4 * 16 * 1024 * 12)
+    assert found["bwd"] == (64_424_509_440, 8 * tensor + 4 * 16 * 1024 * 12)
+    assert found["both"] == tuple(a + b for a, b in zip(found["fwd"], found["bwd"]))
+
+
+def test_attention_is_what_torch_counts_halved():
+    shape = (16, 12, 1024, 64)
+    found = work.attention(A, 2)
+    assert 2 * found["fwd"][0] == sdpa_flop_count(shape, shape, shape)
+    assert 2 * found["bwd"][0] == sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert work.attention({**A, "causal": False}, 2)["fwd"][0] == 2 * found["fwd"][0]
+
+
+def test_attention_counts_grouped_keys_once():
+    bytes_of = {K: work.attention({**A, "K": K}, 2)["fwd"][1] for K in (12, 4)}
+    assert bytes_of[12] - bytes_of[4] == 2 * 16 * 1024 * 8 * 64 * 2
+
+
+def test_eager_attention_multiplies_what_is_counted():
+    q, k, v = (torch.randn(2, 32, 3, 16, requires_grad=True) for _ in range(3))
+    eager = OPS["attention"].implementations["eager"]("cpu")
+    found = work.attention({"B": 2, "T": 32, "H": 3, "D": 16}, 4)
+    forward, backward = counted(eager, q, k, v)
+    assert forward == 2 * found["fwd"][0]
+    assert backward == 2 * forward  # what is recomputed, credited by convention, eager has kept
+
+
+def test_linear_cross_entropy_is_what_torch_counts():
+    s = {"M": 24, "C": 16, "V": 100}
+    x, weight = torch.randn(24, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+    targets = torch.randint(100, (24,))
+    eager = OPS["linear_cross_entropy"].implementations["eager"]("cpu")
+    found = work.linear_cross_entropy(s, 4)
+    assert counted(eager, x, weight, targets) == (found["fwd"][0], found["bwd"][0])
+    assert found["fwd"][0] == 2 * 24 * 16 * 100
+    assert found["fwd"][1] == 4 * (24 * 16 + 100 * 16)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "fwd", "bwd", "both"),
+    [
+        ("layer_norm", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
+        ("rms_norm", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
+        ("add_layer_norm", {"M": 10, "N": 8}, 4 * 160, 4 * 160, 8 * 160),
+        ("add_rms_norm", {"M": 10, "N": 8}, 4 * 160, 4 * 160, 8 * 160),
+        ("cross_entropy", {"M": 10, "V": 8}, 160, 2 * 160, 2 * 160),
+        ("dropout", {"M": 10, "N": 8}, 2 * 160, 2 * 160, 4 * 160),
+    ],
+)
+def test_bytes_by_hand(op, shape, fwd, bwd, both):
+    found = OPS[op].work(shape, 2)
+    assert found == {"fwd": (0, fwd), "bwd": (0, bwd), "both": (0, both)}
+
+
+def test_gpt2s_cross_entropy_has_the_floor_of_the_goal():
+    n = work.cross_entropy({"M": 16384, "V": 50304}, 2)["both"][1]
+    assert n / 4.3e12 == pytest.approx(0.767e-3, rel=1e-3)
+
+
+def test_every_case_has_work_for_its_passes():
+    for on in ("cpu", "cuda"):
+        for case in cases(on, full=True):
+            found = case.work()
+            assert set(case.op.passes) <= set(found)
+            assert all(size > 0 for _, size in found.values()), case.name
+
+
+def test_the_limit_is_the_slower_of_the_two():
+    roof = {"matmul": 100.0, "copy": 10.0}
+    assert work.limit(1000, 10, roof) == (10.0, "matmul")
+    assert work.limit(1000, 200, roof) == (20.0, "copy")
+
+
+def test_limits_of_a_step_by_hand():
+    roof = {"matmul": 1e15, "copy": 1e13}
+    tokens = 16 * 1024
+    found = limits(RECIPES["gpt2-124m"][1].model, tokens, 2, roof)
+    assert found["GEMM"] == pytest.approx(1e3 * 6 * 123_568_128 * tokens / 1e15)
+    assert found["attention"] == pytest.approx(1e3 * 12 * 3.5 * 25_769_803_776 / 1e15)
+    rows = tokens * 768 * 2
+    assert found["norm"] == pytest.approx(1e3 * (24 * 8 + 5) * rows / 1e13)
+    assert found["loss"] == pytest.approx(1e3 * 2 * tokens * 50304 * 2 / 1e13)
+    assert found["host gap"] == found["data wait"] == found["other"] == 0
+    gated = limits(ModelConfig(activation="swiglu", vocab_size=50_257), tokens, 2, roof)
+    assert gated["GEMM"] == pytest.approx(found["GEMM"], rel=0.01)
