@@ -13,20 +13,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgpt import device, ops
+from fastgpt import device
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.storage import cache_dir, write_atomically
-from kernels import attention_ref, parity
+from fastgpt.trials import TRIALS, Sizes, Trial
+from kernels import parity
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 600.0
@@ -38,98 +38,6 @@ CHILD = ["-m", "fastgpt.choose"]
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
 """`chosen`; `complaints`: what was wrong with ours; `milliseconds` of each implementation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What the trial of a run depends on, beside the machine."""
-
-    model: ModelConfig
-    batch: int
-    """Sequences that go through the model at once."""
-    precision: str
-    compiled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """An op of ours beside PyTorch's."""
-
-    plain: str
-    ours: str
-    ops: Mapping[str, parity.Op]
-    ref: parity.Op
-    inputs: Callable[[int, int], dict[str, Tensor]]
-    """Of so many sequences, so long; activations in the run's precision, weights in fp32."""
-    worth: float = 1.0
-    """Ours is taken up to so many times PyTorch's time."""
-
-
-# --- the ops --------------------------------------------------------------------------------------
-
-
-def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    model = sizes.model
-    heads = (model.num_heads, model.kv_heads, model.kv_heads)
-
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        qkv = torch.randn(batch, T, sum(heads), model.head_dim, device=on, dtype=dtype)
-        return dict(zip("qkv", qkv.split(heads, dim=2), strict=True))  # views, as in the model
-
-    def with_options(op: parity.Op) -> parity.Op:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            B, T = q.shape[:2]
-            ids = None
-            if model.document_mask:  # three documents
-                ids = (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
-            return op(q, k, v, window=model.window, doc_ids=ids)  # pyright: ignore
-
-        return run
-
-    named = {name: with_options(ops.ATTENTION[name]) for name in ("sdpa", "triton")}
-    return Trial("sdpa", "triton", named, with_options(attention_ref), inputs)
-
-
-def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    model, layer = sizes.model, sizes.model.norm == "layernorm"
-    with_bias = layer and model.bias
-
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        shape = (batch, T, model.dim)
-        x = torch.randn(shape, device=on, dtype=dtype)
-        weights = {"weight": torch.rand(model.dim, device=on) + 0.5}
-        if with_bias:
-            weights["bias"] = torch.randn(model.dim, device=on)
-        return {"x": x, "residual": torch.randn(shape, device=on), **weights}
-
-    def named(norms: ops.Norms) -> parity.Op:
-        if not layer:
-            return partial(norms.add_rms_norm, eps=1e-6)
-        fixed: dict[str, Any] = {"eps": 1e-5} if with_bias else {"bias": None, "eps": 1e-5}
-        return partial(norms.add_layer_norm, **fixed)
-
-    both = {name: named(norms) for name, norms in ops.NORMS.items()}
-    return Trial("torch", "triton", both, both["torch"], inputs)
-
-
-def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    model = sizes.model
-
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        shape = (batch, T)
-        return {
-            "x": torch.randn(*shape, model.dim, device=on, dtype=dtype),
-            "weight": torch.randn(model.padded_vocab, model.dim, device=on) * model.dim**-0.5,
-            "targets": torch.randint(model.vocab_size or 0, shape, device=on),
-        }
-
-    fixed = {"valid_vocab": model.vocab_size, "softcap": model.softcap}
-    both: dict[str, parity.Op] = {name: partial(op, **fixed) for name, op in ops.LOSS.items()}
-    # it halves a step's memory, which is worth more than a twentieth of the loss's time
-    return Trial("torch", "chunked", both, both["torch"], inputs, worth=1.05)
-
-
-TRIALS = {"attention": _attention, "norm": _norm, "loss": _loss}
 
 
 # --- the child ------------------------------------------------------------------------------------
@@ -219,6 +127,8 @@ def choose(
         warn: is told what the kernels did wrong.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
+    if sizes.model.position != "rotary":
+        asked = [name for name in asked if name != "rotary"]
     if on == "cpu" or not asked or importlib.util.find_spec("triton") is None:
         return config, {}
     verdicts = _remembered_or_tried(asked, sizes, on, warn)

@@ -27,6 +27,7 @@ from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token
 from fastgpt.optim import Optimizers
 from fastgpt.schedule import lr_ratio
+from fastgpt.trials import Sizes
 
 
 class Engine:
@@ -86,7 +87,7 @@ class Engine:
     def _build_model(self) -> None:
         config = self.config
         most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
-        sizes = choose.Sizes(config.model, most, self.precision, self.compiled)
+        sizes = Sizes(config.model, most, self.precision, self.compiled)
         asked, self.trials = self.world.on_main(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )

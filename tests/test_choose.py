@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fastgpt import choose, ops
-from fastgpt.choose import Sizes, Trial, judge
+from fastgpt.choose import judge
 from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.trials import TRIALS, Sizes, Trial
 from tests.proof import backward_only, launches
 
 TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
@@ -19,6 +20,8 @@ KERNELS = {
     "attention": "_attention_bwd_dq_kernel",
     "norm": "_norm_bwd_kernel",
     "loss": "_cross_entropy_fwd_kernel",
+    "rotary": "_rotary_kernel",
+    "activation": "_bias_act_bwd_kernel",
 }
 
 
@@ -90,14 +93,14 @@ def test_what_is_wrong_is_never_chosen_nor_timed(cosine, wrong):
     "options",
     [
         {},
-        {"norm": "rmsnorm", "num_kv_heads": 1, "window": 5, "softcap": 3.0},
+        {"norm": "rmsnorm", "num_kv_heads": 1, "window": 5, "softcap": 3.0, "activation": "swiglu"},
         {"bias": False, "document_mask": True, "eot_id": 0},
     ],
 )
 def test_our_kernels_pass_their_trials(name, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
     with launches(KERNELS[name]):
-        trial = choose.TRIALS[name](sizes, "cpu", torch.float32)
+        trial = TRIALS[name](sizes, "cpu", torch.float32)
         verdict = judge(trial, sizes, "cpu", timer_of(2.0, 1.0))
     assert verdict == {
         "chosen": trial.ours, "complaints": [],
@@ -107,7 +110,7 @@ def test_our_kernels_pass_their_trials(name, options):
 
 def test_timed_as_the_run_calls_it():
     sizes = Sizes(TINY, 2, "bf16", True)
-    trial = choose.TRIALS["loss"](sizes, "cpu", torch.bfloat16)
+    trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
     with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
         choose._seconds(trial, "torch", sizes, "cpu", timer_of(1.0))
     assert compiled.called
@@ -146,7 +149,7 @@ def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     asked = OpsConfig(attention="sdpa")
     chosen, verdicts, said = on_cuda(CHILD, asked)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
-    assert verdicts.keys() == {"norm", "loss"}
+    assert verdicts.keys() == {"norm", "loss", "activation"}
     assert len(said) == 1
     assert "once" in said[0]
     again, same, said = on_cuda("raise SystemExit(1)", asked)
@@ -179,12 +182,12 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
     chosen, _, said = on_cuda(f"print({ANSWER!r}, flush=True); {ending}")
     names = ops.select(chosen, "cuda", compiled=True).names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
-    assert len(said) == 3
-    for line, op in zip(said[1:], ("attention", "loss"), strict=True):
+    assert len(said) == 4
+    for line, op in zip(said[1:], ("attention", "loss", "activation"), strict=True):
         assert line.startswith(f"ops.{op}: our kernels did not pass")
         assert reason in line
     *_, said = on_cuda(ending)
-    assert len(said) == 3  # what was not answered is tried once more
+    assert len(said) == 4  # what was not answered is tried once more
 
 
 def test_on_a_cpu_nothing_is_tried():

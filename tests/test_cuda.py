@@ -16,6 +16,7 @@ from fastgpt.engine import Engine
 from fastgpt.metrics import read_records
 from fastgpt.model import GPT
 from fastgpt.trainer import Trainer
+from fastgpt.trials import TRIALS, Sizes
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
@@ -119,11 +120,11 @@ def test_gpt2_runs_compiled_in_bf16_under_torchrun(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
-    model = ModelConfig(num_layers=1, vocab_size=50_257)
+    model = ModelConfig(num_layers=1, vocab_size=50_257, position="rotary")
     said = []
-    sizes = choose.Sizes(model, 4, precision, True)
+    sizes = Sizes(model, 4, precision, True)
     _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() == choose.TRIALS.keys()
+    assert verdicts.keys() == TRIALS.keys()
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
         assert len(verdict["milliseconds"]) == 2
