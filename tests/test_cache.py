@@ -10,6 +10,7 @@ from fastgpt import ops
 from fastgpt.cache import Cache
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.generate import generate
+from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from tests.proof import launches
@@ -53,7 +54,7 @@ def test_logits_equal_those_of_the_whole_at_every_place(options):
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_logits_of_every_recipe_equal_those_of_the_whole(name):
-    """Its options at a size of two layers."""
+    """Its options at a size of two layers; the lecture's steps are models of their own."""
     config = RECIPES[name][1].model
     heads = min(4, config.num_heads)
     config = replace(
@@ -61,23 +62,32 @@ def test_logits_of_every_recipe_equal_those_of_the_whole(name):
         num_kv_heads=None if config.num_kv_heads is None else min(2, heads),
         ffn_dim=None, context=16, vocab_size=50, window=config.window and 5,
     )  # fmt: skip
-    model = GPT(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
+    model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
     tokens = draw_tokens()
     got = step_by_step(model, tokens, [5, 1, 1, 4, 5])
     torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["modern"], MORE["documents-window"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS["modern"], MORE["documents-window"], {"score_scale": "width"}],
+    ids=["gpt2", "modern", "documents-window", "score-scale"],
+)
 @torch.no_grad()
 def test_on_our_kernels_logits_are_the_same(options):
-    chosen = ops.select(OpsConfig(decode="triton"), "cpu", compiled=False)
+    asked = OpsConfig(decode="triton", rotary="triton")
+    chosen = ops.select(asked, "cpu", compiled=False)
     model, tokens = build(chosen=chosen, **options).eval(), documents()
     with launches("_decode_attention_kernel"):
         got = step_by_step(model, tokens, [5, 1, 2, 8])
     torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"position": "rotary"}, DOCUMENTS], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"position": "rotary"}, DOCUMENTS],
+    ids=["learned", "rotary", "documents"],
+)
 @torch.no_grad()
 def test_rows_of_other_lengths_keep_their_own_places(options):
     model, tokens = build(**options).eval(), documents(3)

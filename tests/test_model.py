@@ -258,7 +258,7 @@ def test_with_positions_their_order_matters(position):
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    cos, sin = Rotary(configure(position="rotary", context=40))(40)
+    cos, sin = Rotary(configure(position="rotary", context=40))(slice(40))
     q, k = torch.randn(2, 1, 1, 3, 8).expand(2, 1, 40, 3, 8).unbind()
     turned_q, turned_k = rotary_ref(q, k, cos, sin)
     scores = torch.einsum("bihd,bjhd->hij", turned_q, turned_k)
