@@ -224,15 +224,15 @@ RECIPES: dict[str, tuple[str, Config]] = {
 EXPECTED = {
     "shakespeare-cpu": "val loss 1.82 to 1.85 (README)",
     "shakespeare-cpu-adamw": "val loss 1.90 (README)",
-    "lecture-bigram": "val loss 2.49 (docs/reproduction.md, as all of the lecture's)",
+    "lecture-bigram": "val loss 2.49 (others' runs of these settings; docs/reproduction.md)",
     "lecture-head": "val loss 2.41 at step 4500 (published)",
     "lecture-multihead": "val loss 2.29 at step 4500 (published)",
     "lecture-feedforward": "val loss 2.24 at step 4500 (published)",
     "lecture-residual": "val loss 2.12 at step 4500 (published)",
     "lecture-layernorm": "val loss 2.08 at step 4500 (published)",
     "lecture-gpt": "val loss 1.76 at step 1000, 1.59 at step 2000 (published)",
-    "lecture-gpt-full": "val loss about 1.48 (published)",
-    "lecture-gpt-small": "val loss about 1.82 (published)",
+    "lecture-gpt-full": "val loss about 1.48 (reported, not in the notes themselves)",
+    "lecture-gpt-small": "val loss about 1.82 (the lecture's own run)",
     "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
 }
 """Where a recipe ends, and who says so; nothing stands here without a source."""
