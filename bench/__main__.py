@@ -24,6 +24,8 @@ from bench.timing import Timer
 from fastgpt import device
 from fastgpt.errors import UserError, shown_in_one_line
 
+SECONDS = {"cuda": 0.5, "cpu": 0.3}
+"""Of each pass of a case, everybody together."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
     "shakespeare-char": {"rounds": 2, "batch": (16,)},  # 64, its own, would take minutes
@@ -48,7 +50,8 @@ class Bench:
     compiled: bool = False
     """On a CPU, torch.compile of the references as well: 10 to 20 s a case."""
     rounds: int | None = None
-    """So many rounds of each pass; by default as many as fit into half a second."""
+    """So many rounds of each pass; by default as many as fit into half a second (on a
+    CPU 0.3 s)."""
     budget: float = float("inf")
     """Seconds after which no further case is begun; what is left out is said."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,7 +102,7 @@ def run_cases(bench: Bench, todo: list[Case], timer: Timer, writer: records.Writ
     end = time.perf_counter() + bench.budget
     rates = roofline.measure(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
     writer.write("machine", {"rates": rates})
-    seconds = 0.125 if bench.quick or bench.sizes == "tiny" else 0.5
+    seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
     rows: list[dict[str, Any]] = []
     before = records.state(timer.on)
     for case in _with_progress(todo):

@@ -47,7 +47,6 @@ NORM: Shapes = {
     },
     "cpu": {
         "gpt2-124m": {"M": 2048, "N": 768},
-        "shakespeare-char": {"M": 4096, "N": 384},
         "awkward": {"M": 1003, "N": 777},
     },
     "tiny": {"tiny": {"M": 9, "N": 48}},
