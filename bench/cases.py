@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kernels
 from bench import peers, work
+from bench.cases_other import OTHERS
 from bench.op import Case, Inputs, Make, Op
 from bench.peers import Maker, always, compiled, liger, packed
 from bench.shapes import ATTENTION, HEADS, LOGITS, NORM, Shape
@@ -225,6 +226,7 @@ OPS: dict[str, Op] = {
             shapes={"cpu": {"shakespeare-char": {"M": 4096, "N": 1536}}, "tiny": {}, "cuda": {}},
             check=_dropout_complaints,
         ),
+        *OTHERS,
     )
 }  # fmt: skip
 

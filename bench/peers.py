@@ -129,6 +129,21 @@ def flash_attn(module: str, package: str) -> Maker:
     return make
 
 
+def flash_attn_decoding(module: str, package: str) -> Maker:
+    """Its attention over a cache, one new token a sequence."""
+
+    def make(on: str) -> Callable[..., Tensor]:
+        attend = needs(module, package)(on).flash_attn_with_kvcache
+
+        def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+            out = attend(q, k, v, cache_seqlens=lengths.int())
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    return make
+
+
 def packed(maker: Maker) -> Maker:
     """A peer for (B, T, 3 H, D): the slices as views, whose gradients PyTorch then joins."""
 

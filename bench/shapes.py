@@ -69,3 +69,32 @@ HEADS: Shapes = {
     "cpu": {"gpt2-124m": {"M": 512, "C": 768, "V": 50304}},
     "tiny": {"tiny": {"M": 20, "C": 16, "V": 100}},
 }
+ACTIVATIONS: Shapes = {
+    "cuda": {
+        **{name: {"M": 16384, "N": 4 * C} for name, C in WIDTHS.items()},
+        "awkward": {"M": 10007, "N": 777},
+    },
+    "cpu": {"gpt2-124m": {"M": 1024, "N": 3072}, "awkward": {"M": 1003, "N": 777}},
+    "tiny": {"tiny": {"M": 9, "N": 48}},
+}
+GATED: Shapes = {
+    "cuda": {"gpt2-124m": {"M": 16384, "N": 4096}, "awkward": {"M": 10007, "N": 1554}},
+    "cpu": {"gpt2-124m": {"M": 1024, "N": 4096}},
+    "tiny": {"tiny": {"M": 9, "N": 48}},
+}
+ROTARY: Shapes = {
+    "cuda": {name: ATTENTION["cuda"][name] for name in ("gpt2-124m", "4k-d128", "16k-d64")},
+    "cpu": {"gpt2-124m": _attention(1, 1024, 12, 64)},
+    "tiny": ATTENTION["tiny"],
+}
+DECODING: Shapes = {
+    "cuda": {
+        "b64-1k": _attention(64, 1024, 12, 64),
+        "b1-16k": _attention(1, 16384, 12, 64),
+        "b16-4k": _attention(16, 4096, 12, 64),
+        "b8-16k-d128": _attention(8, 16384, 16, 128),
+        "awkward": _attention(3, 1001, 7, 80),
+    },
+    "cpu": {"b4-1k": _attention(4, 1024, 12, 64)},
+    "tiny": {"tiny": _attention(2, 40, 2, 16)},
+}

@@ -67,3 +67,27 @@ def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str
     times = {"matmul": flops / roof["matmul"], "copy": size / roof["copy"]}
     bound = max(times, key=lambda name: times[name])
     return times[bound], bound
+
+
+def bias_act(s: dict[str, Any], size: int) -> Work:
+    """x -> y; backward: x, dy -> dx. The bias is left out."""
+    n = s["M"] * s["N"] * size
+    return passes((0, 2 * n), (0, 3 * n))
+
+
+def gated(s: dict[str, Any], size: int) -> Work:
+    """x -> y, half as wide; backward: x, dy -> dx."""
+    n = s["M"] * s["N"] * size
+    return passes((0, 1.5 * n), (0, 2.5 * n))
+
+
+def rotary(s: dict[str, Any], size: int) -> Work:
+    """q, k -> both turned; backward: the same of their gradients."""
+    n = 2 * s["B"] * s["T"] * s["H"] * s["D"] * size
+    return passes((0, 2 * n), (0, 2 * n))
+
+
+def decode_attention(s: dict[str, Any], size: int) -> Work:
+    """One query a head and sequence over its cache; there is no backward."""
+    B, T, H, D = s["B"], s["T"], s["H"], s["D"]
+    return {"fwd": (4 * B * H * T * D, 2 * B * H * D * (T + 1) * size)}

@@ -123,6 +123,10 @@ KERNELS = {
     "add_rms_norm": "_norm_bwd_kernel",
     "cross_entropy": "_cross_entropy_fwd_kernel",
     "linear_cross_entropy": "_cross_entropy_fwd_kernel",
+    "bias_act": "_bias_act_bwd_kernel",
+    "bias_act_swiglu": "_bias_act_bwd_kernel",
+    "rotary": "_rotary_kernel",
+    "decode_attention": "_decode_attention_kernel",
 }
 
 

@@ -76,11 +76,20 @@ def test_linear_cross_entropy_is_what_torch_counts():
         ("add_rms_norm", {"M": 10, "N": 8}, 4 * 160, 4 * 160, 8 * 160),
         ("cross_entropy", {"M": 10, "V": 8}, 160, 2 * 160, 2 * 160),
         ("dropout", {"M": 10, "N": 8}, 2 * 160, 2 * 160, 4 * 160),
+        ("bias_act", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
+        ("bias_act_swiglu", {"M": 10, "N": 8}, 160 + 80, 80 + 2 * 160, 640),
+        ("rotary", {"B": 1, "T": 10, "H": 2, "D": 4}, 4 * 160, 4 * 160, 8 * 160),
     ],
 )
 def test_bytes_by_hand(op, shape, fwd, bwd, both):
     found = OPS[op].work(shape, 2)
     assert found == {"fwd": (0, fwd), "bwd": (0, bwd), "both": (0, both)}
+
+
+def test_decoding_reads_the_cache_once():
+    found = work.decode_attention({"B": 64, "T": 1024, "H": 12, "D": 64}, 2)
+    cache, one = 2 * 64 * 1024 * 768 * 2, 2 * 64 * 768 * 2
+    assert found == {"fwd": (4 * 64 * 12 * 1024 * 64, cache + one)}
 
 
 def test_gpt2s_cross_entropy_has_the_floor_of_the_goal():
