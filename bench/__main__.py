@@ -24,7 +24,7 @@ from bench.timing import Timer
 from fastgpt import device
 from fastgpt.errors import UserError, shown_in_one_line
 
-SECONDS = {"cuda": 0.5, "cpu": 0.3}
+SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Of each pass of a case, everybody together."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
@@ -51,7 +51,7 @@ class Bench:
     """On a CPU, torch.compile of the references as well: 10 to 20 s a case."""
     rounds: int | None = None
     """So many rounds of each pass; by default as many as fit into half a second (on a
-    CPU 0.3 s)."""
+    CPU 0.2 s)."""
     budget: float = float("inf")
     """Seconds after which no further case is begun; what is left out is said."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
