@@ -164,9 +164,9 @@ def test_throughput_is_of_training_alone(tiny, monkeypatch):
     """A step is made to last 0.1 s, and a save 0.5 s that must not count."""
     forward, save = GPT.forward, checkpoint.save
 
-    def slow_step(self, *args):
+    def slow_step(self, *args, **options):
         time.sleep(0.1 if self.training else 0.3)
-        return forward(self, *args)
+        return forward(self, *args, **options)
 
     def slow_save(*args, **kwargs):
         time.sleep(0.5)
