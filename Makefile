@@ -4,14 +4,14 @@
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
 #   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
-#   ARGS="..."   handed on to train.py, pytest or bench
+#   ARGS="..."   handed on to train.py, pytest, bench or kernels.tune
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity bench bench-regress gpu reproduce lint fmt clean .python .fresh
+.PHONY: help setup train test test-full parity bench bench-regress gpu tune reproduce lint fmt clean .python .fresh
 .NOTPARALLEL:
 .SUFFIXES:
 
@@ -100,6 +100,9 @@ gpu: $(call env,dev) ## all that needs CUDA, under 10 minutes; STAGES="parity be
 
 reproduce: $(call env,core) ## train the lecture's systems as published; writes docs/reproduction.md
 	$(PY) -m bench.reproduce $(ARGS)
+
+tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none
+	$(PY) -m kernels.tune $(ARGS)
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .

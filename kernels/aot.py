@@ -1,6 +1,6 @@
 """Compiles every shipped configuration of every kernel, without a GPU, and judges the machine code.
 
-    python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--one] [--static] [--json FILE]
+    python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--changed] [--static] [--json FILE]
 
 A module with kernels is named in MODULES and has one function,
 
@@ -11,10 +11,16 @@ what they would launch on a device of that arch, so what is compiled here is wha
 the same table look-ups, constexprs, warps, stages and specialisations. A case also declares which
 tensor-core instruction its matrix products must become.
 
+A configuration is what a table or a rule chose for a kernel on an arch: block sizes, warps, stages,
+a bound on registers. A form is a configuration compiled for one dtype and set of options.
+
 Exits 1 on a spilled register, on more shared memory than the arch has, on a kernel without its
 declared instruction, and on more registers or shared memory than recorded in kernels/tuning/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
---static adds what each main loop asks of each unit and the ceiling that sets: see kernels.sass.
+The budget also keeps a fingerprint of each form's sources and settings: --changed compiles the
+forms whose fingerprint is another, and beside them one of each kernel and arch. --static adds what
+each main loop asks of each unit and the ceiling that sets (kernels.sass), and what attention should
+take at a stated shape beside what it was measured to take (kernels.predict).
 """
 
 import argparse
@@ -22,12 +28,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from kernels.aot_compile import Case, Config, Row, collect, compile_config
+from kernels.aot_compile import Case, Config, Row, collect, compile_all, fingerprint
 from kernels.runtime import INTERPRETING
 from kernels.sass import DEVICES, UNITS, ceiling
 
@@ -50,8 +56,12 @@ BUDGET = Path(__file__).with_name("tuning") / "budget.json"
 # --- judge ----------------------------------------------------------------------------------------
 
 
-def judge(row: Row, budget: Mapping[str, list[int]]) -> list[str]:
-    """What is wrong with a row; `budget` maps `Row.key` to [registers, shared bytes]."""
+Budget = dict[str, list[Any]]
+"""`Row.key` -> [registers, shared bytes, fingerprint]."""
+
+
+def judge(row: Row, budget: Budget) -> list[str]:
+    """What is wrong with a row."""
     if row.error:
         return [f"does not compile: {row.error}"]
     problems = []
@@ -61,7 +71,7 @@ def judge(row: Row, budget: Mapping[str, list[int]]) -> list[str]:
         problems.append(f"{row.shared} bytes of shared memory > {SHARED_LIMIT[row.arch]}")
     if row.declared and not any(name.startswith(row.declared) for name in row.mma):
         problems.append(f"has no {row.declared}")
-    registers, shared = budget.get(row.key, (row.registers, row.shared))
+    registers, shared = budget.get(row.key, (row.registers, row.shared))[:2]
     if row.registers > registers:
         problems.append(f"{row.registers} registers > {registers} recorded")
     if row.shared > shared:
@@ -75,21 +85,25 @@ def triton_minor() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-def read_budgets(path: Path) -> dict[str, dict[str, dict[str, list[int]]]]:
-    """{Triton's minor version: {arch: {`Row.key`: [registers, shared bytes]}}}."""
+def read_budgets(path: Path) -> dict[str, dict[str, Budget]]:
+    """{Triton's minor version: {arch: its budget}}."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def record(rows: Iterable[Row], path: Path) -> None:
-    """Writes what the rows use as the budget of this version of Triton; other rows stay."""
+    """Writes what the rows use as the budget of this version of Triton; other keys stay."""
     budgets = read_budgets(path)
     mine = budgets.setdefault(triton_minor(), {})
     for row in rows:
         if not row.error:
-            mine.setdefault(str(row.arch), {})[row.key] = [row.registers, row.shared]
+            mine.setdefault(str(row.arch), {})[row.key] = [
+                row.registers,
+                row.shared,
+                row.fingerprint,
+            ]
     path.parent.mkdir(exist_ok=True)
     text = json.dumps(budgets, indent=1, sort_keys=True)
-    text = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)  # a row a line
+    text = re.sub(r'\[\s+(\d+),\s+(\d+),\s+("\w*")\s+\]', r"[\1, \2, \3]", text)  # a row a line
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -131,6 +145,19 @@ def static_table(rows: Iterable[Row]) -> str:
     return f"{_aligned(lines)}\n{', '.join(stated)}"
 
 
+def predicted_table(pairs: Iterable[tuple[Config, Row]], folder: Path | None = None) -> str:
+    """Attention at its stated shapes: what is predicted, and where a record has it, measured."""
+    from kernels.predict import RECORDS, beside
+
+    lines = [("kernel", "arch", "configuration", "predicted ms", "measured ms", "error")]
+    for row, predicted, measured in beside(pairs, folder or RECORDS):
+        figures = (f"{predicted:.4f}", "-", "-")
+        if measured:
+            figures = (*figures[:1], f"{measured:.4f}", f"{predicted / measured - 1:+.0%}")
+        lines.append((row.kernel, f"sm_{row.arch}", row.config, *figures))
+    return _aligned(lines)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.aot",
@@ -141,7 +168,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one"
     )
-    parser.add_argument("--one", action="store_true", help="one configuration per kernel and arch")
+    parser.add_argument(
+        "--changed", action="store_true", help="one of each kernel and arch, and what changed"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--static", action="store_true", help="each main loop's units and ceiling")
     parser.add_argument("--record", action="store_true", help="make the rows the budget")
@@ -157,9 +186,17 @@ def select(args: argparse.Namespace) -> list[Config]:
         for c in collect(args.modules, args.arch)
         if any(text in f"{c.kernel} {c.label}" for text in args.only)
     ]
-    if args.one:
-        configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
+    if args.changed:
+        first = {id(c) for c in {(c.kernel, c.arch): c for c in reversed(configs)}.values()}
+        recorded = read_budgets(args.budget).get(triton_minor(), {})
+        configs = [c for c in configs if id(c) in first or changed(c, recorded)]
     return configs
+
+
+def changed(config: Config, recorded: dict[str, Budget]) -> bool:
+    """Whether the budget's row for it was recorded of something else, or there is none."""
+    row = recorded.get(str(config.arch), {}).get(config.key, [0, 0, ""])
+    return row[2] != fingerprint(config)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,8 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     if not configs:
         print(f"kernels.aot: no configuration matches --only {' '.join(args.only)}")
         return 2
-    with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(compile_config, configs))
+    rows = list(compile_all(configs, args.jobs))
+    for config, row in zip(configs, rows, strict=True):
+        row.fingerprint = fingerprint(config)
     if args.record:
         record(rows, args.budget)
     budget = read_budgets(args.budget).get(triton_minor(), {})
@@ -181,6 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows))
     if args.static:
         print(f"\n{static_table(rows)}\n")
+        print(f"{predicted_table(zip(configs, rows, strict=True))}\n")
     if args.json:
         document = {"triton": triton_minor(), "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -188,7 +227,11 @@ def main(argv: list[str] | None = None) -> int:
     for row in wrong:
         print(f"sm_{row.arch} {row.key}: {'; '.join(row.problems)}")
     unknown = sum(row.key not in budget.get(str(row.arch), {}) for row in rows)
-    print(f"{len(rows)} configurations, {len(wrong)} wrong, {unknown} without a recorded budget")
+    settings = len({config.settings for config in configs})
+    print(
+        f"{len(rows)} forms of {settings} configurations, {len(wrong)} wrong, "
+        f"{unknown} without a recorded budget"
+    )
     return 1 if wrong else 0
 
 

@@ -1,13 +1,25 @@
 """What is compiled ahead of time, and what the compiler makes of it; `kernels.aot` judges it."""
 
+import ast
+import functools
+import hashlib
 import importlib
+import inspect
+import multiprocessing
+import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.runtime import Launch, recording
-from kernels.sass import Loop, disassemble, loops, tensor_core_instructions
+from kernels.sass import Loop, disassemble, instructions, loops, tensor_core_instructions
+
+SETTINGS = (
+    "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
+)  # fmt: skip
+"""Arguments of a launch that are free to choose, because they change no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,16 @@ class Config:
     def kernel(self) -> str:
         return self.launch.kernel.__name__
 
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a table or a rule chose: configurations that differ in nothing here are one."""
+        chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
+        return self.arch, self.kernel, *sorted(chosen.items())
+
 
 @dataclass(slots=True)
 class Row:
@@ -57,6 +79,9 @@ class Row:
     declared: str = ""
     error: str = ""
     loops: list[Loop] = field(default_factory=list)
+    instructions: int = 0
+    """In all, without padding."""
+    fingerprint: str = ""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -110,7 +135,64 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, d
     return signature, constexprs, attributes, values
 
 
+def fingerprint(config: Config) -> str:
+    """Of all that decides the machine code but the compiler: sources and what they are compiled
+    for. Comments, docstrings and lines that moved do not count.
+    """
+    text = repr((config.declared, specialised(config.launch), sources(config.launch.kernel)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def sources(kernel: Any) -> dict[str, str]:
+    """Source of a kernel and of all that it calls, and the values of the globals they read."""
+    found: dict[str, str] = {}
+    open_ = [kernel]
+    while open_:
+        function = open_.pop()
+        found[function.__name__] = _without_comments(function.fn)
+        for name in function.fn.__code__.co_names:
+            value = function.fn.__globals__.get(name)
+            if isinstance(value, int | float):
+                found[name] = repr(value)
+            elif hasattr(value, "fn") and name not in found:
+                open_.append(value)
+            elif type(value).__name__ == "constexpr":
+                found[name] = repr(value)
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _without_comments(function: Callable[..., object]) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.dump(tree)
+
+
 # --- compile --------------------------------------------------------------------------------------
+
+_configs: list[Config] = []
+"""What `compile_all` compiles: its processes are forks, because a kernel cannot be sent to one."""
+
+
+def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:
+    """A row for each configuration, in their order, each as soon as it is there.
+
+    Args:
+        configs: what to compile.
+        jobs: how many at a time; None is as many as there are cores.
+    """
+    global _configs
+    _configs = list(configs)
+    jobs = min(jobs or os.cpu_count() or 1, len(_configs))
+    with multiprocessing.get_context("fork").Pool(max(1, jobs)) as pool:
+        yield from pool.imap(_compile_nth, range(len(_configs)))
+
+
+def _compile_nth(n: int) -> Row:
+    return compile_config(_configs[n])
 
 
 def compile_config(config: Config) -> Row:
@@ -142,4 +224,5 @@ def compile_config(config: Config) -> Row:
         mma=tensor_core_instructions(text),
         declared=config.declared,
         loops=loops(text),
+        instructions=len(instructions(text)),
     )

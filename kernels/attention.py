@@ -190,7 +190,7 @@ def attention(
         return _plain(q, k, v, causal, scale, window, dropout_p, seed, doc_ids)
     if scale is not None and scale <= 0:  # the kernels take the maximum before they scale
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    spans = _document_spans(doc_ids)
+    spans = document_spans(doc_ids)
     return attention_op(q, k, v, *spans, seed, scale, causal, window, dropout_p)[0]
 
 
@@ -240,7 +240,7 @@ def attention_packed(
             q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
             dropout_seed=seed, doc_ids=doc_ids,
         )  # fmt: skip
-    spans = _document_spans(doc_ids)
+    spans = document_spans(doc_ids)
     return attention_packed_op(qkv, heads, *spans, seed, scale, causal, window, dropout_p)[0]
 
 
@@ -297,7 +297,7 @@ def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Ten
     return torch.full((1,), dropout_seed, dtype=torch.int64, device=q.device)
 
 
-def _document_spans(doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def document_spans(doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """First and one past the last place of each place's document, (B, Tk) int32 each.
 
     Outside the op on purpose: torch.compile then finds them once for all layers.

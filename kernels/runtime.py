@@ -71,6 +71,7 @@ class Launch:
     kernel: Any
     args: tuple[Any, ...]
     meta: dict[str, Any]
+    grid: tuple[int, ...]
 
 
 class _Recorder:
@@ -99,7 +100,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     `meta` holds the constexprs and num_warps, num_stages.
     """
     if _recorder is not None:
-        _recorder.launches.append(Launch(kernel, args, meta))
+        _recorder.launches.append(Launch(kernel, args, meta, grid))
         return
     LAUNCHES[kernel.__name__] += 1
     device = args[0].device

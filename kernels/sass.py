@@ -51,7 +51,7 @@ class Device:
     """What one GPU does in a clock, in instructions of a warp for each multiprocessor.
 
     CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's peak
-    for fp16 over multiprocessors and clock.
+    for fp16, summed in fp32, over multiprocessors and clock.
     """
 
     multiprocessors: int
@@ -67,10 +67,15 @@ class Device:
 
 DEVICES = {
     80: Device(108, 1.41, 64, 167_936, 2.0, 2048),  # A100 SXM
+    86: Device(82, 1.70, 48, 102_400, 4.0, 512),  # RTX 3090
+    89: Device(128, 2.52, 48, 102_400, 4.0, 512),  # RTX 4090
     90: Device(132, 1.83, 64, 233_472, 4.0, 4096),  # H100, H200 SXM
     100: Device(148, 1.85, 64, 233_472, 4.0, 8192),  # B200
+    120: Device(170, 2.41, 48, 102_400, 4.0, 512),  # RTX 5090
 }
 ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
+DEPENDENT = 2.0
+"""Clocks between two instructions of one warp: a result takes 4, and about 2 do not need it."""
 
 UNITS = {
     "tensor": ("HGMMA", "QGMMA", "HMMA", "UTC"),
@@ -105,6 +110,9 @@ class Ceiling:
     """Resident on one multiprocessor."""
     clocks: float
     """For one pass of one block's warps."""
+    alone: float
+    """The same, of a block that is alone: products and what is done with them take turns, and a
+    warp issues at most every DEPENDENT clocks."""
     tflops: float
     gbytes: float
 
@@ -112,16 +120,21 @@ class Ceiling:
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]*)([^;]*);")
 
 
+def instructions(sass: str) -> list[tuple[int, str, str]]:
+    """(address, operation, operands) of each, but for the NOPs that fill up."""
+    return [
+        (int(address, 16), op, operands)
+        for address, op, operands in _INSTRUCTION.findall(sass)
+        if op != "NOP"
+    ]
+
+
 def loops(sass: str) -> list[Loop]:
     """The innermost loops by their address, or all of a kernel that has none.
 
     One of fewer than 16 instructions only waits.
     """
-    code = [
-        (int(address, 16), op, operands)
-        for address, op, operands in _INSTRUCTION.findall(sass)
-        if op != "NOP"
-    ]
+    code = instructions(sass)
     spans = []
     for address, op, operands in code:
         target = re.search(r"0x([0-9a-f]+)", operands) if op.startswith("BRA") else None
@@ -176,12 +189,14 @@ def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> C
         "memory": (counts["shared"] + counts["global"]) / MEMORY,
         "tensor": loop.flops / device.flops,
     }
-    bound = max(clocks, key=clocks.__getitem__)
-    per_second = device.multiprocessors * device.ghz / clocks[bound]
+    bound, most = max(clocks.items(), key=lambda item: item[1])
+    per_second = device.multiprocessors * device.ghz / most
     return Ceiling(
         bound=bound,
         blocks=blocks,
-        clocks=clocks[bound] * warps,
+        clocks=most * warps,
+        alone=clocks.pop("tensor") * warps
+        + max(max(clocks.values()) * warps, DEPENDENT * sum(counts.values())),
         tflops=loop.flops * per_second / 1e3,
         gbytes=loop.bytes * per_second,
     )

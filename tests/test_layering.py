@@ -19,7 +19,7 @@ FIRST_PARTY = {
     "bench": {"bench", "fastgpt", "kernels"},
     "tests": {"tests", "bench", "train", "fastgpt", "kernels"},
 }
-KERNELS_THIRD_PARTY = {"torch", "triton"}
+KERNELS_THIRD_PARTY = {"torch", "triton", "rich"}  # rich: what kernels.tune shows
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:

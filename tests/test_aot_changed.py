@@ -1,0 +1,94 @@
+"""`python -m kernels.aot --changed`: what CI compiles."""
+
+import json
+
+import pytest
+
+from tests.test_aot import python
+
+SOURCE = '''
+import torch, triton
+import triton.language as tl
+from kernels.aot_compile import Case
+from kernels.runtime import launch
+
+BIAS: tl.constexpr = 1
+
+@triton.jit
+def _add(x):
+    return x + BIAS
+
+@triton.jit
+def _a_kernel(x_ptr, N: tl.constexpr):
+    """Adds."""
+    offs = tl.arange(0, N)
+    tl.store(x_ptr + offs, _add(tl.load(x_ptr + offs)))
+
+@triton.jit
+def _b_kernel(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), 0.0)
+
+def aot_cases(arch):
+    x = torch.empty(512, device="meta")
+    for kernel in (_a_kernel, _b_kernel):
+        for n in (64, 128, 256):
+            run = lambda kernel=kernel, n=n: launch(kernel, (1,), x, N=n, num_warps=1)
+            yield Case(f"N={n}", run)
+'''
+CHANGES = {
+    "nothing": SOURCE,
+    "comments": SOURCE.replace("Adds.", "Sums up.").replace("return x +", "# !\n    return x  +"),
+    "a helper": SOURCE.replace("x + BIAS", "x - BIAS"),
+    "a global": SOURCE.replace("constexpr = 1", "constexpr = 2"),
+    "a setting": SOURCE.replace("num_warps=1", "num_warps=1 + n // 256"),
+    "a new form": SOURCE.replace("128, 256)", "128, 256, 512)"),
+}
+SELECT = """
+import json, sys
+from pathlib import Path
+from kernels import aot
+from kernels.aot_compile import Row, collect, fingerprint
+
+names, folder = sys.argv[2:], sys.argv[1]
+sys.path.insert(0, folder)
+budget = str(Path(folder, "budget.json"))
+
+def selected(name):
+    args = ["--changed", "--arch", "90", "--modules", name, "--budget", budget]
+    return [config.key for config in aot.select(aot.parse(args))]
+
+found = {"before": selected(names[0])}
+configs = collect(names[:1], [90])
+aot.record([Row(c.kernel, 90, c.label, fingerprint=fingerprint(c)) for c in configs], Path(budget))
+print(json.dumps(found | {name: selected(name) for name in names}))
+"""
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    """What is chosen of each changed source, after the unchanged one was recorded."""
+    folder = tmp_path_factory.mktemp("changed")
+    names = {change: f"made_{n}" for n, change in enumerate(CHANGES)}
+    for change, name in names.items():
+        assert (CHANGES[change] == SOURCE) == (change == "nothing")
+        (folder / f"{name}.py").write_text(CHANGES[change])
+    done = python("-c", SELECT, str(folder), *names.values())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {"before": found["before"]} | {change: found[name] for change, name in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ("before", ["_a_kernel N=128", "_a_kernel N=256", "_b_kernel N=128", "_b_kernel N=256"]),
+        ("nothing", []),
+        ("comments", []),
+        ("a helper", ["_a_kernel N=128", "_a_kernel N=256"]),
+        ("a global", ["_a_kernel N=128", "_a_kernel N=256"]),
+        ("a setting", ["_a_kernel N=256", "_b_kernel N=256"]),
+        ("a new form", ["_a_kernel N=512", "_b_kernel N=512"]),
+    ],
+)
+def test_one_of_each_kernel_and_what_changed_is_chosen(chosen, change, more):
+    assert sorted(chosen[change]) == sorted(["_a_kernel N=64", "_b_kernel N=64", *more])

@@ -1,0 +1,333 @@
+"""The offline choice of attention's configurations, without a GPU: prediction, choice, tables."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kernels import attention_config, tune_measure
+from kernels.aot import predicted_table
+from kernels.aot_compile import Config, Row
+from kernels.attention import attention_mask
+from kernels.attention_config import TUNING, serves, trying
+from kernels.attention_launch import STEPS
+from kernels.predict import FIRST_TILE, milliseconds, passes, records
+from kernels.runtime import Launch
+from kernels.sass import DEVICES, Loop
+from kernels.tune import choose, read, verdict, write
+from kernels.tune_search import Candidate, Slot, bounded, candidates, slots
+from tests.test_aot import python
+
+TABLES = sorted(path for path in TUNING.glob("*.json") if path.name != "budget.json")
+FWD = STEPS["fwd"][0]
+META = {
+    "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1,
+    "num_warps": 8, "num_stages": 3,
+}  # fmt: skip
+SETTINGS = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+
+
+def row(*, units=None, kernel=FWD, registers=120, **more):
+    """A forward of 8 warps whose second loop issues twice what its first does."""
+    units = units or {"fp32": 400}
+    loops = [Loop(n, {k: n * v for k, v in units.items()}, 0, 0) for n in (1, 2)]
+    instructions = 3 * sum(units.values())
+    return Row(
+        kernel.__name__, 90, "D=64 bfloat16 causal", 8, 3, registers, loops=loops,
+        instructions=instructions, **more,
+    )  # fmt: skip
+
+
+def compiled(meta=META):
+    q = torch.empty(16, 1024, 12, 64, dtype=torch.bfloat16, device="meta")
+    return Config(90, "D=64 bfloat16 causal", "", Launch(FWD, (q,), meta, (1,)))
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (64, 128), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, None), (False, None), (True, 256), (True, 100), (True, 1)]
+)
+@pytest.mark.parametrize("T", [1024, 1000])
+def test_tiles_are_counted_as_a_dense_mask_shows_them(T, causal, window, tile):
+    M, N = tile
+    mask = attention_mask(T, T, causal=causal, window=window)
+    keep = torch.ones(T, T, dtype=torch.bool) if mask is None else mask[0, 0]
+    parts = [part for rows in keep.split(M) for part in rows.split(N, dim=1)]
+    some = [part for part in parts if part.any()]
+    whole = [part for part in some if part.all() and part.shape[1] == N]
+    assert passes(T, M, N, causal, window) == (len(whole), len(some) - len(whole))
+
+
+def test_the_time_is_that_of_passes_and_programs():
+    """Worked out by hand: 8 x 400 instructions at 4 a clock; fp32 and the products hide below."""
+    H100 = DEVICES[90]
+    full, masked = passes(1024, 128, 64, True, None)
+    alone = 8 * 2 * 128 * 64 * 64 * 2 / 8 / H100.flops  # the products of a tile, in clocks
+    one, two = (max(8 * n * 100, (alone + 8 * n * 100) / 2) for n in (1, 2))
+    clocks = full * one + masked * two + 8 * FIRST_TILE / 2
+    expected = 16 * 12 * clocks / 132 / 1.83e6
+    assert milliseconds(row(), META, 16) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"registers": 200}, {"units": {"fp32": 401}}, {"units": {"mufu": 120}}],
+    ids=["fewer blocks", "more instructions", "a slower unit"],
+)
+def test_what_costs_more_is_predicted_to_take_longer(change):
+    base = {"units": {"mufu": 100}} if "mufu" in change.get("units", {}) else {}
+    assert milliseconds(row(**{**base, **change}), META, 16) > milliseconds(row(**base), META, 16)
+
+
+def test_nothing_is_predicted_of_an_unknown_arch_or_without_loops():
+    unknown = row()
+    unknown.arch = 121
+    none = row()
+    none.loops = []
+    assert milliseconds(unknown, META, 16) is milliseconds(none, META, 16) is None
+
+
+def line(**more):
+    return {
+        "arch": 90, "kernel": FWD.__name__, "case": "D=64 bfloat16 causal", **SETTINGS,
+        "maxnreg": None, "milliseconds": {"p50": 0.5}, **more,
+    }  # fmt: skip
+
+
+def test_a_measurement_stands_beside_its_prediction(tmp_path):
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    text = "".join(json.dumps(x) + "\n" for x in (line(milliseconds={"p50": 9.0}), line()))
+    (folder / "2000-01-01-tune.jsonl").write_text(text)  # the later line wins
+    (folder / "2000-01-02-other.jsonl").write_text("not a record of the tuner")
+    predicted = milliseconds(row(), META, 16)
+    shown = predicted_table([(compiled(), row())], tmp_path)
+    assert shown.splitlines()[1].split()[-3:] == [
+        f"{predicted:.4f}", "0.5000", f"{predicted / 0.5 - 1:+.0%}"
+    ]  # fmt: skip
+    other = {**META, "maxnreg": 128}
+    assert predicted_table([(compiled(other), row())], tmp_path).split()[-2:] == ["-", "-"]
+    assert records(tmp_path / "none") == {}
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+def candidate(time, problems=(), **settings):
+    return Candidate({**SETTINGS, **settings}, problems=list(problems), predicted=time)
+
+
+@pytest.mark.parametrize(
+    ("times", "margin", "chosen"),
+    [
+        ((1.0, 1.04), 0.05, 1),  # within the margin the shipped one stays
+        ((1.0, 1.06), 0.05, 0),
+        ((1.0, 1.04), 0.0, 0),
+        ((1.0, 1.0), 0.0, 1),
+    ],
+)
+def test_the_shipped_row_stays_within_the_margin(times, margin, chosen):
+    found = [candidate(times[0], num_warps=4), candidate(times[1])]
+    assert choose(found, SETTINGS, margin) is found[chosen]
+    assert verdict(found[chosen], SETTINGS, found).startswith(
+        "the shipped row stays" if chosen else "better than the shipped row: {'BLOCK_M': 128"
+    )
+
+
+def test_what_is_wrong_is_never_chosen():
+    wrong = candidate(0.1, ["spills 8 bytes"], num_warps=4)
+    slow = candidate(9.0, num_warps=2)
+    assert choose([wrong, slow, candidate(1.0, ["spills 8 bytes"])], SETTINGS, 0.05) is slow
+    assert choose([wrong], SETTINGS, 0.05) is None
+
+
+def test_what_was_not_timed_is_not_chosen_where_others_were():
+    slow, fast = candidate(1.0), candidate(2.0, num_warps=4)
+    slow.measured, fast.measured = math.inf, 3.0
+    assert choose([slow, fast], SETTINGS, 0.05) is fast
+
+
+def test_a_bound_on_registers_makes_room_for_one_more_block():
+    best = Candidate(SETTINGS, rows=[row(registers=130)])  # one block of 8 warps
+    assert bounded(90, [best]) == [{**SETTINGS, "maxnreg": 128}]
+    assert bounded(90, [Candidate(SETTINGS, rows=[row(registers=250)])]) == []  # half is too few
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_each_row_of_a_table_has_a_slot_of_its_own(path):
+    table = read(path)
+    named = slots(table)
+    assert len({slot.name() for slot in named}) == len(table)
+    for settings, slot in zip(table, named, strict=True):
+        assert slot.row() == {k: v for k, v in settings.items() if k in attention_config.KEYS}
+        for D in slot.D:
+            calls = [(slot.step, slot.bits, D, plain) for plain in (True, False)]
+            served = [call for call in calls if serves(settings, call)]
+            assert served == [c for c in calls if slot.plain in (None, c[3])]
+        for tried in candidates(slot):
+            assert tried["BLOCK_M"] % 16 == tried["BLOCK_N"] % 16 == 0
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_writing_changes_one_row(path, tmp_path):
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text())
+    before = read(path)
+    slot = slots(before)[3]
+    write(copy, slot, dict(list(before[3].items())[-4:]))
+    assert copy.read_text() == path.read_text()  # the same settings: the same text
+    write(copy, slot, {**SETTINGS, "maxnreg": 88})
+    after = read(copy)
+    assert after[3] == {**slot.row(), **SETTINGS, "maxnreg": 88}
+    assert after[:3] + after[4:] == before[:3] + before[4:]
+
+
+def test_a_tried_configuration_is_launched_and_then_no_longer():
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+    meta = {"D": 64, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "DOCS": False,
+            "DROPOUT": False, "GROUP": 1}  # fmt: skip
+    before = attention_config.config("fwd", q, meta, 90)
+    with trying("fwd", SETTINGS | {"num_warps": 1}):
+        assert attention_config.config("fwd", q, meta, 90)["num_warps"] == 1
+        assert attention_config.config("dq", q, meta, 90)["num_warps"] != 1
+    assert attention_config.config("fwd", q, meta, 90) == before
+
+
+# --- measuring, with a clock of our own -----------------------------------------------------------
+
+SLOT = Slot("fwd", 32, (16,), True)
+FORMS = ((16, "causal"), (16, "full"))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Kernels run in the interpreter: at shapes that it can do."""
+    monkeypatch.setattr(tune_measure, "here", lambda: 90)
+    monkeypatch.setattr(tune_measure, "CHECKED_T", 40)
+    monkeypatch.setattr(tune_measure, "SHAPES", {16: (1, 32, 2)})
+
+
+def found(*blocks):
+    meta = {**META, "BLOCK_D": 16}
+    return [
+        Candidate({"BLOCK_M": M, "BLOCK_N": N}, rows=[row()], predicted=1.0 + n,
+                  configs=[compiled(meta)])
+        for n, (M, N) in enumerate(blocks)
+    ]  # fmt: skip
+
+
+def measure(candidates, timer, folder, top=9):
+    now = candidates[-1].settings
+    return tune_measure.measure(
+        90, SLOT, candidates, now, top, 1.0, device="cpu", timer=timer, folder=folder
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_timed_is_the_step_alone(small, step, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(tune_measure, "_again", lambda launch: ran.append(launch))
+    wanted = [{"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 32, "BLOCK_N": 16}]
+    calls = tune_measure.launches(step, wanted, FORMS[0], 32, "cpu")
+    ran.clear()
+    for call in calls:
+        call()
+    assert [x.kernel for x in ran] == [STEPS[step][0]] * 2
+    assert [{k: x.meta[k] for k in ("BLOCK_M", "BLOCK_N")} for x in ran] == wanted
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
+    """Of four the second is made wrong and the third is beyond `top`; the last is the shipped."""
+    right = tune_measure.attention
+
+    def wrong(*args, **options):
+        out = right(*args, **options)
+        return out * 1.01 if attention_config._tried["fwd"]["BLOCK_M"] == 64 else out
+
+    monkeypatch.setattr(tune_measure, "attention", wrong)
+    tried = found((16, 16), (64, 16), (32, 16), (16, 32))
+    timed = []
+
+    def timer(calls, seconds):
+        timed.append((len(calls), seconds))
+        for call in calls:
+            call()
+        return [[3.0, 1.0, 2.0], [4.0, 5.0, 6.0]]
+
+    path = measure(tried, timer, tmp_path, top=2)
+    assert timed == [(2, 1.0)]
+    assert [x.measured for x in tried] == [2.0, math.inf, math.inf, 5.0]
+    assert [bool(x.problems) for x in tried] == [False, True, False, False]
+    assert "is wrong: relative error 1.0e-02" in tried[1].problems[0]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [x["milliseconds"]["p50"] for x in lines] == [2.0, 5.0]
+    assert path.name.endswith("-tune.jsonl")
+    assert path.parent.parent == tmp_path
+    for x in lines:
+        assert {"device", "driver", "versions", "commit", "shape"} <= set(x)
+        assert x["milliseconds"]["samples"] == len(x["all_milliseconds"]) == 3
+        assert x["shape"] == [1, 32, 2, 16]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_all_masks_at_once_are_checked(small):
+    small_tile = {"BLOCK_M": 16, "BLOCK_N": 32}
+    for step in STEPS:
+        form = (16, "docs window dropout")
+        assert tune_measure.error(step, small_tile, form, 32, "cpu") < 1e-5
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would tune")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "kernels.tune: torch sees no CUDA device to time on; --static ranks without one"),
+        (("--static", "--only", "no such"), "kernels.tune: no slot matches --only no such"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(args, said):
+    done = python("-m", "kernels.tune", *args)
+    assert (done.returncode, done.stdout, done.stderr) == (2, said + "\n", "")
+
+
+WRITING = """
+import json, sys
+from pathlib import Path
+from kernels import attention_config, tune
+attention_config.TUNING = Path(sys.argv[1])
+tune.records = lambda: {}
+sys.exit(tune.main(sys.argv[2:]))
+"""
+
+
+def test_the_static_choice_is_written(tmp_path):
+    """Two candidates and the shipped one, which is made to spill; compiled for sm_90."""
+    tables = tmp_path / "tuning"
+    tables.mkdir()
+    slot = {"step": "fwd", "bits": 16, "D": 64, "plain": True}
+    others = [x for x in read(TUNING / "sm_90.json") if not serves(x, ("fwd", 16, 64, True))]
+    settings = [
+        {**SETTINGS, "BLOCK_M": M, "num_warps": w} for M, w in ((64, 4), (128, 8), (128, 1))
+    ]
+    table = {"attention": [slot | settings[2], *others]}
+    (tables / "sm_90.json").write_text(json.dumps(table))
+    within = tmp_path / "within.json"
+    within.write_text(json.dumps({"fwd 16 bits D=64 plain": settings[:2]}))
+    args = ("--static", "--arch", "90", "--only", "fwd 16 bits D=64 plain", "--write")
+    files = ("--within", str(within), "--json", str(tmp_path / "o.json"))
+    done = python("-c", WRITING, str(tables), *args, *files)
+    assert done.returncode == 0, done.stderr
+    assert "2 right; dropped: 1 spills" in done.stdout
+    assert "predicted, not measured; sm_90: 1.83 GHz" in done.stdout
+    assert read(tables / "sm_90.json") == [slot | settings[1], *others]
+    kept = json.loads((tmp_path / "o.json").read_text())
+    assert kept == {"fwd 16 bits D=64 plain": [settings[1], settings[0]]}
