@@ -16,6 +16,8 @@ from tests.cuda_proof import (
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import launches
+from tests.test_cross_entropy import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.test_linear_cross_entropy import test_opcheck as test_opcheck_linear  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"

@@ -1,0 +1,69 @@
+"""NVIDIA's compute-sanitizer over every op at small shapes that do not fit the tiles."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+OPS = {
+    "attention": """
+from kernels import attention
+from tests.test_attention_triton import docs
+
+doc_ids = docs(2, 100, longest=30).cuda()
+for B, Tq, Tk, H, K, D, options in (
+    (1, 65, 65, 2, 1, 64, {}),
+    (1, 33, 100, 1, 1, 80, {"causal": False}),
+    (1, 130, 130, 1, 1, 128, {}),
+    (2, 100, 100, 2, 2, 16, {"window": 9, "dropout_p": 0.1, "doc_ids": doc_ids}),
+):
+    q, k, v = (torch.randn(B, T, n, D, device="cuda", dtype=torch.float16, requires_grad=True)
+               for T, n in ((Tq, H), (Tk, K), (Tk, K)))
+    attention(q, k, v, **options).square().sum().backward()
+""",
+    "norms": """
+from kernels import add_layer_norm, rms_norm
+
+for M, N in ((3, 65), (257, 100), (5, 8193)):
+    x, r = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(2))
+    w, b = (torch.randn(N, device="cuda", requires_grad=True) for _ in range(2))
+    y, total = add_layer_norm(x, r, w, b)
+    (y.square().sum() + total.sum() + rms_norm(x, w).square().sum()).backward()
+""",
+    "losses": """
+from kernels import cross_entropy, linear_cross_entropy
+
+for M, V in ((3, 65), (130, 2049), (2, 50_257)):
+    targets = torch.randint(V, (M,), device="cuda")
+    targets[0] = -100
+    for inplace in (False, True):
+        logits = torch.randn(M, V, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        cross_entropy(logits * 1, targets, inplace_grad=inplace).backward()
+    x, w = (torch.randn(n, 40, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (M, V))
+    linear_cross_entropy(x, w, targets, chunk_tokens=100).backward()
+""",
+}
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("op", OPS)
+def test_compute_sanitizer_finds_nothing(op, tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer of the CUDA toolkit on PATH")
+    script = f"import torch\n{OPS[op]}\ntorch.cuda.synchronize()"
+    done = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        # each buffer an allocation of its own: what is read beyond it is seen
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout or "RACECHECK SUMMARY: 0 hazards" in done.stdout
