@@ -15,7 +15,7 @@ from tests.cuda_proof import (
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, launches
-from tests.test_layer_norm import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.test_layer_norm_op import test_opcheck  # noqa: F401 - runs here on CUDA tensors
 
 pytestmark = pytest.mark.gpu
 FWD, BWD, SUM = "_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_kernel"
