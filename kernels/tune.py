@@ -33,7 +33,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
-from kernels.attention_config import KEYS, table_path
+from kernels.attention_config import KEYS, TUNING, table_path
 from kernels.predict import identity, records
 from kernels.runtime import INTERPRETING
 from kernels.sass import DEVICES
@@ -55,6 +55,14 @@ def write(path: Path, slot: Slot, settings: Settings) -> None:
     table = [slot.row() | settings if slots([row]) == [slot] else row for row in read(path)]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
     path.write_text(f'{{\n "attention": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def own_table(arch: int) -> Path:
+    """The arch's table; of one that has none, a copy of the safe one: it is for every other."""
+    path = TUNING / f"sm_{arch}.json"
+    if not path.exists():
+        path.write_text(table_path(arch).read_text(encoding="utf-8"), encoding="utf-8")
+    return path
 
 
 def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
@@ -148,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
         from kernels.tune_measure import here
 
         args.arch = [here()]
+        if args.arch[0] not in SHARED_LIMIT:
+            print(f"kernels.tune: nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
+            return 2
     todo = selected(args.arch or ARCHS, args.only)
     if not todo:
         print(f"kernels.tune: no slot matches --only {' '.join(args.only)}")
@@ -169,7 +180,7 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
             now = {k: v for k, v in row.items() if k not in KEYS}
             found = search(
                 arch, slot, now, jobs=args.jobs, stages=args.stages,
-                within=within and within[slot.name()], tick=partial(progress.advance, task),
+                within=within and within.get(slot.name(), []), tick=partial(progress.advance, task),
             )  # fmt: skip
             if not args.static:
                 from kernels.tune_measure import measure
@@ -184,7 +195,9 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
             survivors[slot.name()] = [x.settings for x in found if not x.problems]
             wrong += chosen is None
             if args.write and chosen is not None:
-                write(table_path(arch), slot, chosen.settings)
+                write(
+                    own_table(arch) if chosen.measured else table_path(arch), slot, chosen.settings
+                )
     if args.json:
         args.json.write_text(json.dumps(survivors, indent=1) + "\n", encoding="utf-8")
     stated = ", ".join(f"sm_{a}: {DEVICES[a].ghz} GHz" for a in sorted({a for a, _ in todo}))

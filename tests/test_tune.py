@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kernels import attention_config, tune_measure
+from kernels import attention_config, tune, tune_measure
 from kernels.aot import predicted_table
 from kernels.aot_compile import Config, Row
 from kernels.attention import attention_mask
@@ -184,6 +184,16 @@ def test_writing_changes_one_row(path, tmp_path):
     after = read(copy)
     assert after[3] == {**slot.row(), **SETTINGS, "maxnreg": 88}
     assert after[:3] + after[4:] == before[:3] + before[4:]
+
+
+def test_an_arch_without_a_table_gets_its_own_from_the_safe_one(tmp_path, monkeypatch):
+    (tmp_path / "default.json").write_text("the safe one")
+    for module in (attention_config, tune):
+        monkeypatch.setattr(module, "TUNING", tmp_path)
+    path = tune.own_table(86)
+    assert (path, path.read_text()) == (tmp_path / "sm_86.json", "the safe one")
+    path.write_text("tuned")
+    assert tune.own_table(86).read_text() == "tuned"
 
 
 def test_a_tried_configuration_is_launched_and_then_no_longer():
