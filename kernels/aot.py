@@ -195,8 +195,8 @@ def select(args: argparse.Namespace) -> list[Config]:
 
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
     """Whether the budget's row for it was recorded of something else, or there is none."""
-    row = recorded.get(str(config.arch), {}).get(config.key, [0, 0, ""])
-    return row[2] != fingerprint(config)
+    row = recorded.get(str(config.arch), {}).get(config.key, [])
+    return row[2:] != [fingerprint(config)]
 
 
 def main(argv: list[str] | None = None) -> int:

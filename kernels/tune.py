@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -159,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.arch[0] not in SHARED_LIMIT:
             print(f"kernels.tune: nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
             return 2
+    warnings.filterwarnings("ignore", "attention was never tuned")
     todo = selected(args.arch or ARCHS, args.only)
     if not todo:
         print(f"kernels.tune: no slot matches --only {' '.join(args.only)}")

@@ -71,7 +71,7 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
     tables = [path for path in BUDGET.parent.glob("*.json") if path != BUDGET]
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in tables)
     assert configurations <= 200
-    assert rows <= 100
+    assert rows <= 120
     for version, archs in read_budgets(BUDGET).items():
         recorded = sorted(f"{arch} {key}" for arch, rows in archs.items() for key in rows)
         assert recorded == keys, f"Triton {version}: record what is shipped, and nothing else"
