@@ -157,7 +157,7 @@ SHAPES = {
     128: (4, 4096, 16),
     256: (4, 4096, 8),
 }
-"""D -> (B, T, H) that configurations are compiled, ranked and timed for."""
+"""D -> (B, T, H) that configurations are ranked and timed for."""
 WINDOW, GROUP, DROPOUT = 256, 4, 0.1
 STEPS = {
     "fwd": (_attention_fwd_kernel, "BLOCK_M"),
@@ -181,8 +181,8 @@ def aot_cases(arch: int) -> Iterator[Case]:
 
 def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
     """All three kernels with the masks that `masks` names."""
-    B, T, H = SHAPES[padded(D)]
-    K = H // GROUP if "grouped" in masks else H
+    B, T, H = 16, 1024, 12  # GPT-2's: of these only the heads are compiled in
+    K = H // 3 if "grouped" in masks else H
     dropout_p = DROPOUT if "dropout" in masks else 0.0
 
     def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
