@@ -14,8 +14,9 @@ Without it, on CUDA, the best of that ranking and the shipped row are checked ag
 and timed in turn; --write then takes the measured best. Raw samples are added to
 bench/results/<device>/<date>-tune.jsonl.
 
-A table must do for every version of Triton and, the default one, for every arch without a table of
-its own: --json keeps a ranking, and --within starts from the survivors of another's.
+A table must do for every version of Triton: --json keeps the survivors of one, and --within starts
+from them with another. The safe table must do for every arch without one of its own: of several
+such archs, each starts from the survivors of those before it.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def own_table(arch: int) -> Path:
 
 def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
     """The shipped one if it is right and within the margin of the best, else the best."""
-    right = [x for x in found if not x.problems]
+    right = [x for x in found if not x.problems and x.time < math.inf]
     if not right:
         return None
     best = min(right, key=lambda x: x.time)
@@ -178,11 +179,13 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for n, (arch, slot) in enumerate(todo):
             task = progress.add_task(f"{n + 1}/{len(todo)} sm_{arch} {slot.name()}", total=None)
+            key = f"{table_path(arch).stem} {slot.name()}"
+            keep = survivors.get(key, within and within.get(key, []))  # of another arch or version
             row = next(row for row in read(table_path(arch)) if slots([row]) == [slot])
             now = {k: v for k, v in row.items() if k not in KEYS}
             found = search(
-                arch, slot, now, jobs=args.jobs, stages=args.stages,
-                within=within and within.get(slot.name(), []), tick=partial(progress.advance, task),
+                arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep,
+                tick=partial(progress.advance, task),
             )  # fmt: skip
             if not args.static:
                 from kernels.tune_measure import measure
@@ -194,12 +197,11 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
             chosen = choose(found, now, args.margin)
             console.print(shown(arch, slot, found, now, args.top))
             console.print(verdict(chosen, now, found) + "\n", highlight=False)
-            survivors[slot.name()] = [x.settings for x in found if not x.problems]
+            survivors[key] = [x.settings for x in found if not x.problems]
             wrong += chosen is None
             if args.write and chosen is not None:
-                write(
-                    own_table(arch) if chosen.measured else table_path(arch), slot, chosen.settings
-                )
+                path = own_table(arch) if chosen.measured else table_path(arch)
+                write(path, slot, chosen.settings)
     if args.json:
         args.json.write_text(json.dumps(survivors, indent=1) + "\n", encoding="utf-8")
     stated = ", ".join(f"sm_{a}: {DEVICES[a].ghz} GHz" for a in sorted({a for a, _ in todo}))

@@ -19,7 +19,6 @@ from kernels.sass import ceiling
 Settings = dict[str, int]
 WARPS = (4, 8)
 SIDES = {16: (32, 64, 128), 32: (16, 32, 64)}
-STAGES = (1, 2, 3)
 REGISTERS = 224
 """Of a thread, that accumulators may take: a tile that needs more certainly spills."""
 KEPT = 4
@@ -98,10 +97,10 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
         stages: to try; None is one that is known to do well, because what stages are for, latency,
             is not in the machine code.
     """
-    if stages is None:
-        stages = (3,) if slot.step == "fwd" and max(slot.D) <= 64 else (1 + (max(slot.D) < 256),)
-    found = []
     D = max(slot.D)
+    if stages is None:
+        stages = (3,) if slot.step == "fwd" and D <= 64 else (2,) if D < 256 else (1,)
+    found = []
     for M, N, warps, each in product(SIDES[slot.bits], SIDES[slot.bits], WARPS, stages):
         held = {"fwd": M * D + M * N, "dq": M * D + 2 * M * N, "dkv": 2 * N * D + 2 * M * N}
         if held[slot.step] <= REGISTERS * 32 * warps:

@@ -149,6 +149,8 @@ def test_what_was_not_timed_is_not_chosen_where_others_were():
     slow, fast = candidate(1.0), candidate(2.0, num_warps=4)
     slow.measured, fast.measured = math.inf, 3.0
     assert choose([slow, fast], SETTINGS, 0.05) is fast
+    fast.problems.append("is wrong")
+    assert choose([slow, fast], SETTINGS, 0.05) is None
 
 
 def test_a_bound_on_registers_makes_room_for_one_more_block():
@@ -331,7 +333,7 @@ def test_the_static_choice_is_written(tmp_path):
     table = {"attention": [slot | settings[2], *others]}
     (tables / "sm_90.json").write_text(json.dumps(table))
     within = tmp_path / "within.json"
-    within.write_text(json.dumps({"fwd 16 bits D=64 plain": settings[:2]}))
+    within.write_text(json.dumps({"sm_90 fwd 16 bits D=64 plain": settings[:2]}))
     args = ("--static", "--arch", "90", "--only", "fwd 16 bits D=64 plain", "--write")
     files = ("--within", str(within), "--json", str(tmp_path / "o.json"))
     done = python("-c", WRITING, str(tables), *args, *files)
@@ -340,4 +342,4 @@ def test_the_static_choice_is_written(tmp_path):
     assert "predicted, not measured; sm_90: 1.83 GHz" in done.stdout
     assert read(tables / "sm_90.json") == [slot | settings[1], *others]
     kept = json.loads((tmp_path / "o.json").read_text())
-    assert kept == {"fwd 16 bits D=64 plain": [settings[1], settings[0]]}
+    assert kept == {"sm_90 fwd 16 bits D=64 plain": [settings[1], settings[0]]}
