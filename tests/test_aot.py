@@ -70,7 +70,7 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
     forms, configurations, keys = json.loads(done.stdout)
     tables = [path for path in BUDGET.parent.glob("*.json") if path != BUDGET]
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in tables)
-    assert configurations <= 220
+    assert configurations <= 225
     assert rows <= 120
     for version, archs in read_budgets(BUDGET).items():
         recorded = sorted(f"{arch} {key}" for arch, rows in archs.items() for key in rows)
