@@ -175,7 +175,11 @@ OPS: dict[str, Op] = {
         _norm_op(
             "add_rms_norm",
             add_rms_norm_ref,
-            liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", None, 1e-6),
+            # its default writes over the gradient from above, which the next call gets again
+            liger(
+                "fused_add_rms_norm", "LigerFusedAddRMSNormFunction",
+                None, 1e-6, 0.0, "llama", False,
+            ),
         ),
         Op(
             name="cross_entropy",

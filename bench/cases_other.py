@@ -102,7 +102,8 @@ OTHERS = (
         implementations={
             "ours": always(_turning(rotary)),
             "eager": always(_turning(_eager_rotary)),
-            "compiled": compiled(_turning(_eager_rotary)),
+            # compiled inside of `turn`: traced through it, the angles would be computed each time
+            "compiled": lambda on: _turning(compiled(_eager_rotary)(on)),
         },
         work=work.rotary,
         shapes=ROTARY,
@@ -113,7 +114,8 @@ OTHERS = (
             "q": make(s["B"], 1, s["H"], s["D"]),
             "k_cache": make(s["B"], s["T"], s["H"], s["D"]),
             "v_cache": make(s["B"], s["T"], s["H"], s["D"]),
-            "lengths": make(s["B"], below=1) + s["T"],  # every cache is full
+            # every cache is full; int32, which all of them take without a conversion
+            "lengths": (make(s["B"], below=1) + s["T"]).int(),
         },
         ref=decode_attention_ref,
         implementations={"ours": always(decode_attention), **DECODERS},

@@ -97,12 +97,18 @@ class Judge:
         try:
             wrong, worst = self.complaints(call)
         except Exception as error:  # whatever a peer raises, the others still run
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            return in_one_line(error)
         if not wrong:
             return Right(call)
         if name != "ours" and worst <= LENIENT:
             return Right(call, f"{wrong[0]}; relative L2 error {worst:.1e}")
         return f"wrong: {wrong[0]}"
+
+
+def in_one_line(error: Exception) -> str:
+    """Its kind, and what it says first; many an assertion says nothing."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -124,7 +130,8 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
     def forward(_: Any = None) -> tuple[Tensor, ...]:
         outputs = _as_tuple(call(*arguments.values()))
         if not upstream:
-            upstream.extend(torch.randn_like(y) for y in outputs)
+            # of a loss it is 1, as in training: there some save themselves a pass over the gradient
+            upstream.extend(torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs)
         return outputs
 
     def backward(outputs: tuple[Tensor, ...]) -> Any:
@@ -209,10 +216,14 @@ def rows_of(
     judge, admitted = Judge(case, timer.on), {}
     for name, maker in case.op.implementations.items():
         try:
-            verdict = judge.admit(name, maker(timer.on))
+            call = maker(timer.on)
         except MissingError as reason:
             yield "missing", {**about, "implementation": name, "reason": str(reason)}
             continue
+        except Exception as error:  # a broken installation may raise anything
+            yield "refused", {**about, "implementation": name, "reason": in_one_line(error)}
+            continue
+        verdict = judge.admit(name, call)
         if isinstance(verdict, Right):
             admitted[name] = verdict
         else:

@@ -136,7 +136,7 @@ def flash_attn_decoding(module: str, package: str) -> Maker:
         attend = needs(module, package)(on).flash_attn_with_kvcache
 
         def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-            out = attend(q, k, v, cache_seqlens=lengths.int())
+            out = attend(q, k, v, cache_seqlens=lengths)
             return out[0] if isinstance(out, tuple) else out
 
         return call

@@ -54,9 +54,14 @@ def raises(q, k, v):
     raise RuntimeError("no kernel image\nis available")
 
 
+def says_nothing(q, k, v):
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
+        (says_nothing, "AssertionError"),
         (wrong_output, "wrong: output 0"),
         (wrong_gradient, "wrong: gradient of k"),
         (not_a_number, "wrong: output 0"),
@@ -89,6 +94,17 @@ def test_peers_that_cannot_run_are_listed_with_the_reason():
         assert kind == "missing"
         assert "needs CUDA" in row["reason"]
     assert "--compiled" in found["compiled"][0][1]["reason"]
+
+
+def test_an_installation_that_is_broken_costs_nobody_else_a_time():
+    def broken(on):
+        raise AttributeError("module 'peer' has no attribute 'attend'")
+
+    found = rows_of(case_of("attention", ours=RIGHT, broken=broken))
+    assert [kind for kind, _ in found["ours"]] == ["op"] * 3
+    assert [(kind, row["reason"]) for kind, row in found["broken"]] == [
+        ("refused", "AttributeError: module 'peer' has no attribute 'attend'")
+    ]
 
 
 @pytest.mark.parametrize("name", [n for n in peers.ATTENTION if n.startswith("flash-attn")])
@@ -159,6 +175,16 @@ def test_what_is_written_over_is_restored_before_each_call():
         results = [timed.call(timed.prepare())[0] for _ in range(2)]
         assert torch.equal(*results)
     assert torch.equal(inputs["logits"], before)
+
+
+@pytest.mark.parametrize("which", ["bwd", "both"])
+def test_the_gradient_from_above_a_loss_is_1_as_in_training(which):
+    case = case_of("cross_entropy")
+    call, inputs = case.op.implementations["eager"]("cpu"), case.inputs("cpu")
+    timed = measure.timed_pass(case, call, which, inputs)
+    (found,) = timed.call(timed.prepare())
+    expected = torch.autograd.grad(call(*inputs.values()), inputs["logits"])[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_inputs_are_random_and_the_same_for_all():
