@@ -1,7 +1,7 @@
 """Ops and training steps beside their peers: `python -m bench`.
 
 Writes a record into `bench/results/<device>/` and from all records `docs/benchmarks.md`. Training
-steps are `bench.step`'s, which has more to choose from.
+steps are `bench.step`'s, which has more to choose from. Exits 1 where one of ours was refused.
 """
 
 import sys
@@ -42,7 +42,7 @@ class Bench:
     list: bool = False
     """Print the cases and who implements them, and measure nothing."""
     quick: bool = False
-    """Of each op one shape, and a quarter of the time."""
+    """Of each op one shape, in less time."""
     full: bool = False
     """The cases that take long, too."""
     goals: bool = False
@@ -81,6 +81,14 @@ def chosen(bench: Bench, on: str) -> list[Case]:
     return [*cases(on, only=patterns, names=names, **which)]
 
 
+def chosen_steps(bench: Bench, on: str) -> list[str]:
+    """The recipes whose training step is measured, too."""
+    if on != "cpu" or bench.sizes:
+        return []
+    patterns = bench.only or ("*",)
+    return [name for name in CPU_STEPS if any(fnmatch(f"step/{name}", p) for p in patterns)]
+
+
 def print_list(todo: list[Case], on: str) -> None:
     table = Table("case", "shape", "implementations (missing ones in brackets)")
     for case in todo:
@@ -96,14 +104,16 @@ def print_list(todo: list[Case], on: str) -> None:
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
 
-def run_cases(bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer) -> list[dict]:
-    """Measures and records; the rows of kind `op`."""
+def run_cases(
+    bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer
+) -> list[measure.Row]:
+    """Measures and records; all rows of cases."""
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     end = time.perf_counter() + bench.budget
     rates = roofline.measure(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
     writer.write("machine", {"rates": rates})
     seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
-    rows: list[dict[str, Any]] = []
+    rows: list[measure.Row] = []
     before = records.state(timer.on)
     for case in _with_progress(todo):
         if time.perf_counter() > end:
@@ -114,13 +124,12 @@ def run_cases(bench: Bench, todo: list[Case], timer: Timer, writer: records.Writ
         try:
             found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
         except Exception as error:  # what is measured already is kept, and the rest measured
-            first = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             about = {"case": case.name, "op": case.op.name, "implementation": "all"}
-            found = [("refused", {**about, "reason": first})]
+            found = [("refused", {**about, "reason": measure.in_one_line(error)})]
         after = records.state(timer.on)
         for kind, row in found:
             writer.write(kind, {**row, "before": before, "after": after})
-        rows += [row for kind, row in found if kind == "op"]
+        rows += found
         before = after
     return rows
 
@@ -135,9 +144,10 @@ def _with_progress(todo: list[Case]) -> Iterator[Case]:
             progress.advance(task)
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def print_rows(rows: list[measure.Row]) -> None:
+    """Times as a table, and below it who was refused one."""
     table = Table("case", "pass", "implementation", "ms p20 p50 p80", "rate", "of limit")
-    for row in rows:
+    for row in (row for kind, row in rows if kind == "op"):
         times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
         rate = (
             f"{row['tflops']:.3g} TFLOP/s"
@@ -147,36 +157,44 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         cells = (row["case"], row["pass"], row["implementation"], times, rate)
         table.add_row(*cells, f"{row['share']:.0%}")
     Console(width=140 if not sys.stdout.isatty() else None).print(table)
+    for row in (row for kind, row in rows if kind == "refused"):
+        print(f"{row['case']} {row['implementation']}: refused: {row['reason']}")
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     bench = tyro.cli(Bench, prog="python -m bench", args=argv)
     on = device.pick_device(bench.device)
     peers.COMPILE_ON_CPU = bench.compiled
-    todo = chosen(bench, on)
+    todo, steps = chosen(bench, on), chosen_steps(bench, on)
+    if not todo and not steps:
+        raise UserError(
+            f"--only {' '.join(bench.only)}: no such step is measured here; expected one of"
+            f" {', '.join(f'step/{name}' for name in CPU_STEPS)} on a CPU, or python -m bench.step"
+        )
     if bench.memory_of:
         measure.print_memory(todo[0], bench.memory_of)
-        return
+        return 0
     if bench.list:
         print_list(todo, on)
-        return
+        return 0
     timer = Timer(on)
     if on == "cpu":
         device.keep_freed_memory()
     settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
     writer = records.Writer(on, bench.out, **settings)
-    if todo:
-        print_rows(run_cases(bench, todo, timer, writer))
-    if on == "cpu" and not bench.sizes:
-        for recipe, options in CPU_STEPS.items():
-            if not bench.only or any(fnmatch(f"step/{recipe}", p) for p in bench.only):
-                asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
-                step.run(replace(asked, **options))
+    rows = run_cases(bench, todo, timer, writer) if todo else []
+    if rows:
+        print_rows(rows)
+    for recipe in steps:
+        asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
+        step.run(replace(asked, **CPU_STEPS[recipe]))
     print(writer.path)
     if bench.report and bench.out is None:
         print(report.write())
+    ours = ("ours", "all")
+    return int(any(kind == "refused" and row["implementation"] in ours for kind, row in rows))
 
 
 if __name__ == "__main__":
     with shown_in_one_line():
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

@@ -240,6 +240,22 @@ def test_a_list_measures_nothing(capsys, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(("name", "status"), [("ours", 1), ("peer", 0)])
+def test_a_kernel_of_ours_that_is_refused_fails_the_command(
+    name, status, tmp_path, monkeypatch, capsys
+):
+    case = case_of("attention", **{"ours": RIGHT, name: always(not_a_number)})
+    monkeypatch.setattr(command, "chosen", lambda bench, on: [case])
+    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(tmp_path)]
+    assert command.main(asked) == status
+    assert "refused: wrong: output 0" in capsys.readouterr().out
+
+
+def test_a_step_that_is_not_measured_here_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"--only step/nothing: .* step/shakespeare-cpu"):
+        command.main(["--device", "cpu", "--only", "step/nothing", "--out", str(tmp_path)])
+
+
 def test_what_the_budget_leaves_out_is_said(tmp_path, capsys):
     asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(tmp_path)]
     command.main([*asked, "--budget", "0", "--only", "rms_norm/*"])
