@@ -78,6 +78,14 @@ class Contender:
             self.process.join()
 
 
+def _parts(contender: Contender) -> dict[str, Any]:
+    """Its parts; its times stand where the profiler, or the memory that it takes, fails."""
+    try:
+        return contender.ask("parts")
+    except FailedError as error:
+        return {"no_parts": str(error)}
+
+
 @dataclass(slots=True)
 class Arena:
     """The contenders of one batch size, and what they have shown so far."""
@@ -112,7 +120,7 @@ class Arena:
             for name, contender in running.items():
                 if name not in failed:
                     try:
-                        facts[name] |= contender.ask("peak") | contender.ask("parts")
+                        facts[name] |= contender.ask("peak") | _parts(contender)
                         yield name, {**facts[name], **turns[name], "alternating": not self.alone}
                     except FailedError as error:
                         failed[name] = str(error)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from bench import nanogpt, parts, reference
-from bench.measure import resident_peak
+from bench.measure import in_one_line, resident_peak
 from fastgpt import device
-from fastgpt.config import Config, OpsConfig
+from fastgpt.config import Config, ModelConfig, OpsConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 
@@ -30,6 +30,12 @@ TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8
 """The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
 PATIENCE = 5
 """First steps that are tried where memory is short."""
+OUT_OF_MEMORY = "out of memory"
+SIZES = (
+    "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
+    "init",
+)  # fmt: skip
+"""What the peers' GPT-2 may have otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +73,14 @@ def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
     shape = (2, plan.config.global_batch, plan.config.model.context)
     x, y = torch.randint(vocab, shape, device=plan.on)
     return lambda: (x, y)
+
+
+def expect_gpt2(model: ModelConfig) -> None:
+    """Raises `UserError` for a network that the peers do not have: theirs would be other work."""
+    plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
+    names = (field.name for field in fields(model))
+    if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:
+        raise UserError(f"the network is not GPT-2's in {', '.join(others)}: it has no such one")
 
 
 def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
@@ -109,6 +123,7 @@ def plain_ops() -> OpsConfig:
 
 
 def _reference(plan: Plan, *, compiled: bool) -> Built:
+    expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
     step = reference.training_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
     return step, {"compile": compiled, "optimizer": "adamw"}
@@ -116,6 +131,7 @@ def _reference(plan: Plan, *, compiled: bool) -> Built:
 
 def _nanogpt(plan: Plan, precision: str) -> Built:
     assert plan.nanogpt is not None
+    expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
     step = nanogpt.training_step(plan.config, plan.nanogpt, plan.on, precision, batches)
     return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": precision}
@@ -194,9 +210,9 @@ def serve(pipe: Connection, name: str, plan: Plan) -> None:
             else:
                 pipe.send({"parts": parts.profile(step, plan.on)})
     except torch.OutOfMemoryError:
-        pipe.send({"failed": "out of memory"})
+        pipe.send({"failed": OUT_OF_MEMORY})
     except UserError as error:
         pipe.send({"failed": str(error)})
     except Exception as error:
         traceback.print_exc()
-        pipe.send({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"})
+        pipe.send({"failed": in_one_line(error)})

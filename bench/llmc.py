@@ -12,6 +12,7 @@ STEP = re.compile(
     r"step\s+(?P<step>\d+)/\d+ .*?\|\s*(?P<ms>[\d.]+) ms .*?\|\s*(?P<tok_per_s>\d+) tok/s"
 )
 """As its train_gpt2.cu prints a step (commit f1e2ace)."""
+PATIENCE_S = 600
 MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
 
 
@@ -34,7 +35,7 @@ def measure(
         steps: to take.
 
     Raises:
-        UserError: it is not there, fails, or prints no steps.
+        UserError: it is not there, fails, takes too long, or prints no steps.
     """
     binary = binary / "train_gpt2cu" if binary.is_dir() else binary
     if not binary.exists():
@@ -45,9 +46,11 @@ def measure(
         "-x", str(steps), "-v", "1000000", "-m", "1", "-s", "0", "-r", "0",
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     except OSError as error:
         raise UserError(f"--llmc {binary} does not run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"--llmc {binary}: not done in {PATIENCE_S} s") from error
     seconds = steps_in(done.stdout)
     if done.returncode or len(seconds) < 2:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]

@@ -65,7 +65,8 @@ def training_step(
         with device.autocast(on, precision):
             _, loss = forward(x, y)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        if optim.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
 

@@ -13,6 +13,7 @@ import torch
 
 from bench import work
 from fastgpt.config import ModelConfig
+from fastgpt.errors import UserError
 
 PARTS: tuple[str, ...] = (
     "GEMM",
@@ -60,6 +61,9 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
 
     Kernels that overlap on a GPU count in full, each in its part; the host gap is then what is left
     of the step when no kernel runs.
+
+    Raises:
+        UserError: nothing was seen to run.
     """
     from torch.profiler import ProfilerActivity
 
@@ -82,6 +86,8 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
     wall = next(marks).time_range.elapsed_us()
     spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
     busy = spent.pop("busy")
+    if not busy:
+        raise UserError("the profiler saw no kernel: it may have no access to the GPU's counters")
     waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
     spent["data wait"] = waiting
     spent["host gap"] = max(wall - busy - waiting, 0.0)

@@ -47,6 +47,8 @@ def state(on: str) -> dict[str, Any]:
 def _nvidia_smi() -> dict[str, str]:
     query = f"--query-gpu={','.join(ABOUT_GPU)}"
     index = str(torch.cuda.current_device())
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # by which torch counts, and it does not
+        index = visible.split(",")[int(index)].strip()
     command = ["nvidia-smi", query, "--format=csv,noheader", "-i", index]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

@@ -97,7 +97,8 @@ def training_step(
         with device.autocast(on, precision):
             loss = loss_of(x, y)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        if optim.grad_clip:
+            nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
 

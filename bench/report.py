@@ -134,6 +134,8 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
         best = min((r for r in group if r not in fastgpts), key=seconds, default=None)
         for row in group:
             first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
+            if not row.get("first_step_alone", True):
+                first += ", all at once"
             if "first_step_warm_s" in row:
                 first += f", {row['first_step_warm_s']:.1f}"
             dropout = f" dropout {row['dropout']:g}" if row["dropout"] else ""

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench import llmc, nanogpt, parts, records, roofline
 from bench.arena import Arena, Contender, FailedError
-from bench.contenders import CONTENDERS, TINY, Plan, write_text
+from bench.contenders import CONTENDERS, OUT_OF_MEMORY, TINY, Plan, expect_gpt2, write_text
 from bench.timing import Timer
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
@@ -32,6 +32,7 @@ from fastgpt.recipes import RECIPES
 BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
 """Sequences of a step, most telling first; 0: the largest that fits. On a CPU the recipe's."""
 LLMC_STEPS = 20
+GPT2_VOCABULARY = 50_257
 VOCABULARY = 65
 """Of recipes that take theirs from the text: tiny shakespeare's."""
 
@@ -57,7 +58,7 @@ class StepBench:
     """torch.compile of fastgpt's model."""
     rounds: int = 5
     """Rounds that count, after one that does not; in each, every contender has a turn."""
-    starts: int = 1
+    starts: Literal[1, 2] = 1
     """2: start each a second time, with torch.compile's caches filled."""
     parallel_start: bool = False
     """Build and compile all contenders of a batch size at once; first steps are then not timed
@@ -116,14 +117,32 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def check(bench: StepBench, on: str) -> None:
+    """Raises `UserError` for what cannot be measured, before anything runs."""
+    if bench.rounds < 1:
+        raise UserError(f"--rounds is {bench.rounds}: expected 1 or more")
+    if wrong := [n for n in bench.batch if n < (0 if on == "cuda" else 1)]:
+        raise UserError(
+            f"--batch {wrong[0]}: expected 1 or more, or on CUDA 0, the largest that fits"
+        )
+    if bench.nanogpt is not None:
+        nanogpt.load_model_module(bench.nanogpt)
+
+
 def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
-    """The largest power of two with which fastgpt takes a step, from 128 sequences upwards."""
+    """The largest power of two with which fastgpt takes a step, from 128 sequences upwards.
+
+    Raises:
+        FailedError: it failed, and not for want of memory.
+    """
     fits = 64
     while fits < 4096:
         contender = Contender("fastgpt triton", _planned(plan, config, 2 * fits), caches)
         try:
             contender.ready()
-        except FailedError:
+        except FailedError as error:
+            if str(error) != OUT_OF_MEMORY:
+                raise
             return fits
         finally:
             contender.stop()
@@ -140,10 +159,7 @@ def _planned(plan: Plan, config: Config, batch: int) -> Plan:
 
 def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of kind `step` and `missing`, each as soon as it is known."""
-    if bench.rounds < 1:
-        raise UserError(f"--rounds is {bench.rounds}: expected 1 or more")
-    if bench.nanogpt is not None:
-        nanogpt.load_model_module(bench.nanogpt)  # a wrong path is an error before anything runs
+    check(bench, on)
     names = names_of(bench, on)
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
@@ -154,12 +170,14 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     recipe_batch = RECIPES[config.recipe][1].global_batch
     for asked in bench.batch or BATCHES[on] or (8 if bench.tiny else recipe_batch,):
         about = {"recipe": config.recipe, "precision": precision, "tiny": bench.tiny}
-        if time.perf_counter() > end:
-            reason = f"the {bench.budget:.0f} s were over"
+        try:
+            if time.perf_counter() > end:
+                raise FailedError(f"the {bench.budget:.0f} s were over")
+            batch = asked or largest_batch(config, plan, folder / "largest")
+        except FailedError as error:
             case = f"step/{config.recipe}/B={asked or 'largest'}"
-            yield "missing", {**about, "case": case, "implementation": "all", "reason": reason}
+            yield "missing", {**about, "case": case, "implementation": "all", "reason": str(error)}
             continue
-        batch = asked or largest_batch(config, plan, folder / "largest")
         now = _planned(plan, config, batch)
         about |= {
             "case": f"step/{config.recipe}/B={batch}",
@@ -207,6 +225,9 @@ def _llmc(
     corpus = open_corpus(config.data.source, tokenizer="chars", val_fraction=0.1)
     assert bench.llmc is not None
     try:
+        expect_gpt2(config.model)
+        if config.model.vocab_size != GPT2_VOCABULARY:
+            raise UserError(f"its vocabulary is GPT-2's, not {config.model.vocab_size} tokens")
         found = llmc.measure(
             bench.llmc, Path(corpus.path), layers=config.model.num_layers,
             batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
@@ -223,17 +244,21 @@ def _llmc(
     }
 
 
+def is_ours(row: dict[str, Any]) -> bool:
+    return row["implementation"].startswith("fastgpt")
+
+
 def print_rows(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "step", "contender", "tok/s", "ms p20 p50 p80", "MFU", "GB", "fastgpt is faster by"
     )
     for row in rows:
-        ours = next((r for r in rows if r["case"] == row["case"]), row)
+        ours = next((r for r in rows if r["case"] == row["case"] and is_ours(r)), None)
         ms = " ".join(f"{row['seconds'][p] * 1e3:.1f}" for p in ("p20", "p50", "p80"))
         memory = f"{row['peak_bytes'] / 1e9:.2f}" if row.get("peak_bytes") else "-"
-        ratio = row["seconds"]["p50"] / ours["seconds"]["p50"]
+        ratio = f"{row['seconds']['p50'] / ours['seconds']['p50']:.2f}x" if ours else "-"
         cells = (row["case"], row["implementation"], f"{row['tok_per_s']:,.0f}", ms)
-        table.add_row(*cells, f"{row['mfu']:.1%}", memory, f"{ratio:.2f}x")
+        table.add_row(*cells, f"{row['mfu']:.1%}", memory, ratio)
     Console(width=140 if not sys.stdout.isatty() else None).print(table)
 
 
@@ -255,11 +280,16 @@ def run(bench: StepBench) -> Path:
     print_rows(rows)
     if bench.explain:
         for row in rows:
-            if "parts" in row and row["implementation"].startswith("fastgpt"):
+            if is_ours(row):
+                found = "parts" in row
+                lines = parts.explain(row["parts"], row["limits"]) if found else [row["no_parts"]]
                 print(f"{row['case']} {row['implementation']}:")
-                print("\n".join(f"  {line}" for line in parts.explain(row["parts"], row["limits"])))
+                print("\n".join(f"  {line}" for line in lines))
     if not rows:
         raise UserError("no contender took a step: the reasons are above")
+    asked = names_of(bench, on)
+    if not any(map(is_ours, rows)) and any(name.startswith("fastgpt") for name in asked):
+        raise UserError("fastgpt took no step: the reasons are above")
     return writer.path
 
 

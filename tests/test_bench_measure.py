@@ -273,6 +273,23 @@ def test_the_commit_may_come_from_the_environment(monkeypatch, tmp_path):
     json.dumps(run.provenance())
 
 
+@pytest.mark.parametrize(("visible", "index"), [(None, "1"), ("3,5", "5")])
+def test_the_gpu_whose_clocks_are_read_is_the_one_that_runs(visible, index, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(records.subprocess, "run", run)
+    assert records.state("cuda") == {}
+    assert commands[0][-2:] == ["-i", index]
+
+
 def test_an_op_without_a_gradient_is_checked_and_timed_forward():
     op = replace(
         OPS["attention"],

@@ -2,15 +2,17 @@
 
 import multiprocessing
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bench import contenders, llmc, parts, records, step
+from bench import arena, contenders, llmc, parts, records, step
 from bench.arena import Contender, FailedError
 from bench.contenders import plain_ops, triton_ops, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
+from fastgpt.recipes import RECIPES
 
 # A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
 STAND_IN = """
@@ -93,12 +95,68 @@ def test_without_any_figure_the_command_fails(tmp_path, monkeypatch):
         ({"contenders": ("eagre",)}, "unknown contender 'eagre'; did you mean 'eager'"),
         ({"contenders": ("nanogpt",)}, "expected --nanogpt"),
         ({"rounds": 0}, "--rounds is 0"),
+        ({"batch": (4, 0)}, "--batch 0: expected 1 or more"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(tmp_path, options, message):
     bench = asked(tmp_path, **options)
     with pytest.raises(UserError, match=message):
         step.run(bench)
+
+
+def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
+    tmp_path, monkeypatch, capsys
+):
+    figures = {"seconds": {"p20": 1.0, "p50": 1.0, "p80": 1.0}, "tok_per_s": 1.0, "mfu": 0.1}
+    row = {"case": "step/baby/B=1", "implementation": "eager", **figures}
+    monkeypatch.setattr(step, "measure", lambda *_: iter([("step", row)]))
+    with pytest.raises(UserError, match="fastgpt took no step"):
+        step.run(asked(tmp_path, "fastgpt", "eager"))
+    assert "1.00x" not in capsys.readouterr().out
+    step.run(asked(tmp_path, "eager"))
+
+
+def test_peers_with_another_network_are_refused():
+    for name in ("gpt2-124m", "shakespeare-char", "shakespeare-cpu"):
+        contenders.expect_gpt2(RECIPES[name][1].model)
+    with pytest.raises(UserError, match="not GPT-2's in activation, position, qk_norm"):
+        contenders.expect_gpt2(RECIPES["gpt2-124m-modern"][1].model)
+
+
+@pytest.mark.parametrize(("reason", "largest"), [("out of memory", 128), ("a bug", None)])
+def test_only_memory_ends_the_search_for_the_largest_batch(monkeypatch, reason, largest):
+    class Some:
+        def __init__(self, name, plan, caches):
+            self.batch = plan.config.train.micro_batch
+
+        def ready(self):
+            if self.batch > 128:
+                raise FailedError(reason)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(step, "Contender", Some)
+    config = RECIPES["gpt2-124m"][1]
+    plan = contenders.Plan(config=config, on="cuda", precision="bf16")
+    if largest:
+        assert step.largest_batch(config, plan, Path()) == largest
+    else:
+        with pytest.raises(FailedError, match=reason):
+            step.largest_batch(config, plan, Path())
+
+
+def test_times_stand_without_their_parts():
+    def ask(word):
+        raise FailedError("out of memory")
+
+    assert arena._parts(SimpleNamespace(ask=ask)) == {"no_parts": "out of memory"}
+
+
+def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
+    monkeypatch.setattr(parts, "_of_ops", lambda events: {"busy": 0.0})
+    with pytest.raises(UserError, match="saw no kernel"):
+        parts.profile(lambda: None, "cpu")
 
 
 def test_a_process_that_dies_is_noticed():
@@ -170,6 +228,12 @@ def test_llmc_is_run_and_its_figures_are_read(binary, tmp_path):
 def test_llmc_that_fails_is_an_error_in_one_line(binary, tmp_path, script, message):
     with pytest.raises(UserError, match=message):
         llmc.measure(binary(script), tmp_path, layers=12, batch=1, context=64, steps=2)
+
+
+def test_llmc_that_does_not_end_is_given_up(binary, tmp_path, monkeypatch):
+    monkeypatch.setattr(llmc, "PATIENCE_S", 0.1)
+    with pytest.raises(UserError, match="not done in"):
+        llmc.measure(binary("exec sleep 5"), tmp_path, layers=12, batch=1, context=64, steps=2)
 
 
 def test_llmc_that_is_not_there_is_named(tmp_path):
