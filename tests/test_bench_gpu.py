@@ -1,8 +1,8 @@
 """`make gpu`: stages under budgets, each recorded whatever becomes of the next."""
 
+import ast
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -12,6 +12,7 @@ import pytest
 
 from bench import convergence, gpu, records
 from bench.gpu import STAGES, Context, Stage
+from kernels import aot
 
 ROOT = Path(__file__).parents[1]
 
@@ -111,6 +112,12 @@ def test_settings_come_from_the_environment(monkeypatch, tmp_path):
         gpu.parse([])
 
 
+def test_without_the_projects_dependencies_the_stages_still_have_a_place(monkeypatch):
+    monkeypatch.delattr("bench.records")
+    monkeypatch.setitem(sys.modules, "bench.records", None)  # importing it fails
+    assert gpu.default_out().parent == ROOT / "bench" / "results"
+
+
 def test_budgets_add_up_to_less_than_ten_minutes():
     assert sum(stage.budget for stage in STAGES) < 600
 
@@ -125,14 +132,22 @@ def test_full_asks_for_more_than_a_budget_allows(stage, monkeypatch, tmp_path):
     assert (short == full) == (stage.name == "env")
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_aot_stage_asks_for_what_there_is(full, monkeypatch, tmp_path):
+    monkeypatch.setattr(Context, "arch", 90)
+    asked = aot.parse(gpu._aot(Context(tmp_path, full, False), 25.0)[2:])
+    assert (asked.arch, asked.changed) == ([90], not full)
+
+
 def test_the_parity_stage_runs_every_test_of_cuda():
     files = gpu.parity_files()
     marked = {
         f"tests/{path.name}"
         for path in (ROOT / "tests").glob("test_*.py")
-        if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu$", path.read_text(), re.MULTILINE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(".mark.gpu")
     }
-    assert marked <= set(files)
+    assert marked == set(files)
     assert files[0] == "tests/test_attention_cuda.py"
     assert all((ROOT / name).exists() for name in files)
 
