@@ -120,5 +120,6 @@ def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             kind = row.get("kind") or path.stem.rpartition("-")[2]
-            rows.append({"on": "cpu", **row, "kind": kind, "file": name})
+            on = "cuda" if kind == "tune" else "cpu"  # of those that do not say
+            rows.append({"on": on, **row, "kind": kind, "file": name})
     return rows

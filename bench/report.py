@@ -288,12 +288,14 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         text += f"\n### {op}\n\n{plots.bars(mine, folder, slug, op)}\n{op_table(mine, wanted)}"
     if absent := missing_table(shown):
         text += f"\n### Without figures\n\n{absent}"
-    older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
-    old = sorted({row["file"] for row in older})
     text += other_tables(rows)
-    if old:
-        files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in old)
-        text += f"\nRecords of an older form, not shown: {files}.\n"
+    older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
+    tuned = [r for r in rows if r["kind"] == "tune"]
+    for found, what in ((older, "of an older form, not shown"), (tuned, "of `make tune`")):
+        if found:
+            names = sorted({row["file"] for row in found})
+            files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in names)
+            text += f"\nRecords {what}: {files}.\n"
     return text
 
 

@@ -83,14 +83,14 @@ def test_steps_are_judged_by_the_faster_of_ours(tmp_path):
     rows = [
         step_row("fastgpt", 0.13, 504_000, 60e9),
         step_row("fastgpt triton", 0.11, 595_000, 30e9),
-        step_row("nanogpt", 0.165, 397_000, 60e9),
+        step_row("nanogpt", 0.165, 397_000, 60e9, first_step_s=31.0, first_step_alone=False),
     ]
     text = text_of(tmp_path, *rows)
     assert "| 5.95e+05 | +3% | yes |" in line_of(text, "| step/", ">= 580000 tok/s")
     assert "| 1.5 | +15% | yes |" in line_of(text, "| step/", ">= 1.3 x nanogpt")
     assert "| 0.5 | +20% | yes |" in line_of(text, "| step/", "<= 0.6 of the memory nanogpt")
     assert "could not be run" in line_of(text, "step/gpt2-124m/B=64 | >= 1.15 x llm.c")
-    assert "1.50" in line_of(text, "| **nanogpt** | bf16")
+    assert "| 1.50 | 60 | 31.0, all at once |" in line_of(text, "| **nanogpt** | bf16")
 
 
 def test_only_the_newest_run_of_a_case_is_compared(tmp_path):
@@ -99,6 +99,15 @@ def test_only_the_newest_run_of_a_case_is_compared(tmp_path):
     text = text_of(tmp_path, *new, *old)
     assert "| 0.15 (" in line_of(text, "fwd | **sdpa-flash**")
     assert "| flex |" not in text
+
+
+def test_a_gpu_with_records_of_its_tuning_alone_has_no_goals_of_a_cpu(tmp_path):
+    about = {key: COMMON[key] for key in ("device", "driver", "versions", "commit")}
+    results = written(tmp_path, {**about, "case": "D=64 bfloat16"}, name="2026-01-01-tune.jsonl")
+    text = report.write(results, tmp_path / "docs").read_text()
+    assert "Records of `make tune`: [2026-01-01-tune.jsonl]" in text
+    assert "not measured" in line_of(text, "| step/", "580000 tok/s")
+    assert "/fp32" not in text
 
 
 def test_who_has_no_figures_is_listed_with_the_reason(tmp_path):
