@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -165,6 +166,8 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     precision = device.pick_precision(config.train.precision, on)
     plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
     rates = roofline.measure(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
+    if on == "cuda":
+        torch.cuda.empty_cache()  # 3 GB, which the contenders may need
     roof = roofline.roof(rates, precision)
     end = time.perf_counter() + bench.budget
     recipe_batch = RECIPES[config.recipe][1].global_batch
