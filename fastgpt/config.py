@@ -15,6 +15,9 @@ import tyro
 
 from fastgpt.errors import UserError
 
+MOST_TOKENS = 2**28
+"""In one batch of samples: their ids alone are 2 GiB."""
+
 
 def positive(section: str, config: object, *names: str) -> None:
     """Raises `UserError` unless each named field is greater than zero."""
@@ -125,7 +128,7 @@ class ModelConfig:
             raise UserError(f"model.dim is {self.dim}: expected an even number for sinusoidal")
         if self.head_bias and self.tied:
             raise UserError(
-                "model.head_bias: a head tied to the embedding has none: --no-model.tied"
+                "model.head_bias: a head tied to the embedding has none: --model.no-tied"
             )
 
     @property
@@ -268,8 +271,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive("train.", self, "batch_tokens", "micro_batch", "keep_checkpoints")
-        if self.sample_tokens < 0:
-            raise UserError(f"train.sample_tokens is {self.sample_tokens}: expected 0 or more")
+        if not 0 <= self.sample_tokens <= MOST_TOKENS:
+            raise UserError(
+                f"train.sample_tokens is {self.sample_tokens}: expected 0 to {MOST_TOKENS:,}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,7 +333,7 @@ class Config:
 
     def __post_init__(self) -> None:
         positive("", self, "steps", "log_every", "epochs", "eval_epochs")
-        for name in ("seed", "eval_every", "save_every"):
+        for name in ("steps", "seed", "eval_every", "save_every"):
             if not 0 <= getattr(self, name) < 2**63:
                 raise UserError(f"{name} is {getattr(self, name)}: expected 0 to 2^63 - 1")
         if self.run_dir is not None and self.run_dir == Path():

@@ -120,8 +120,11 @@ class Engine:
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
         if self.step > self.config.steps:
+            asked = "--steps"
+            if self.config.epochs is not None:
+                asked = f"--epochs {self.config.epochs} in steps"
             raise UserError(
-                f"--steps is {self.config.steps}: {found.path} has taken {self.step} already"
+                f"{asked} is {self.config.steps}: {found.path} has taken {self.step} already"
             )
         if found.state["corpus"] != self.data.identity:
             self.warn(
@@ -146,11 +149,13 @@ class Engine:
                 f"{share} sequences a rank divide into micro-batches of {self.micro_batch} at most "
                 f"(train.micro_batch is {config.train.micro_batch}): another batch would be faster"
             )
+        least = config.model.context + 1 if config.data.eval_batches else 2
         for corpus in self.data.corpora:
-            if len(corpus.val) < 2:
+            held = len(corpus.val)
+            if held < least:
                 raise UserError(
-                    f"{corpus.name}: {len(corpus.val)} token held out, expected at least 2: "
-                    "give more text or a larger --data.val-fraction"
+                    f"{corpus.name}: {held} token{'s' * (held > 1)} held out, expected at least"
+                    f" {least}: give more text or a larger --data.val-fraction"
                 )
         for corpus, covered in zip(self.data.corpora, self.coverage):
             if covered < 0.5:

@@ -333,6 +333,11 @@ def test_what_a_resume_cannot_change(error, fit, tiny, flags, message):
     assert message in error(tiny(flags))
 
 
+def test_a_resume_to_fewer_epochs_than_were_trained(error, fit):
+    run = fit("--steps 4")
+    assert "--epochs 0.25 in steps is 2: " in error(["--resume", str(run), "--epochs", "0.25"])
+
+
 def test_flags_of_a_resume_are_checked_against_the_run(fit, tmp_path):
     """96 tokens are 6 windows of the run's context, but no multiple of the recipe's."""
     run = fit("--steps 4")
@@ -373,6 +378,8 @@ def test_one_held_out_token_is_too_few_and_nothing_is_left_behind(error, tiny, t
         write_shard(tmp_path / f"{split}_000000.bin", np.arange(count))
     line = error(tiny("--data.source", str(tmp_path), "--data.tokenizer bytes"))
     assert "1 token held out" in line
+    line = error(tiny("--data.eval-batches 1 --data.val-fraction 0.02"))
+    assert "15 tokens held out, expected at least 17" in line
     assert not (tmp_path / "run").exists()
 
 
