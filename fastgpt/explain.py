@@ -1,7 +1,7 @@
 """A walk through attention in numbers: `python -m fastgpt.explain attention`.
 
 Each part prints small tensors, then lines that begin with `->` and say what is to be seen in them;
-every number in such a line is computed from the tensors above it.
+what is measured in such a line is computed on the spot.
 """
 
 import math
@@ -151,8 +151,8 @@ def saturation() -> None:
     show("softmax of 8 x scores", sharp)
     show("softmax of 64 x scores", extreme)
     say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}, {extreme.max():.4f}")
-    slopes = (_slope(weights) for weights in (even, sharp, extreme))
-    say("its gradient, w (1 - w), goes from {:.5f} to {:.5f}, {:.5f}".format(*slopes))
+    slopes = "{:.5f} to {:.5f}, {:.5f}".format(*map(_slope, (even, sharp, extreme)))
+    say(f"its gradient, w (1 - w) by the score that the softmax is given, goes from {slopes}")
 
 
 def _slope(weights: Tensor) -> float:
@@ -180,7 +180,7 @@ def layer_norm() -> None:
 def untrained_bigram() -> None:
     title("7. A bigram that has learnt nothing")
     V = 65
-    config = ModelConfig(architecture="bigram", vocab_size=V, init="torch")
+    config = ModelConfig(architecture="bigram", vocab_size=V, activation="relu", init="torch")
     model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
     tokens, targets = torch.randint(V, (2, 500, 8))
     with torch.no_grad():

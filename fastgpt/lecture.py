@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt.config import ModelConfig
+from fastgpt.errors import UserError
 from fastgpt.model import GPT, MLP, Attention
 from fastgpt.ops import Ops
 
@@ -89,8 +90,33 @@ class Unnormalised(GPT):
         return None
 
 
+_NORMS = ("norm", "norm_position")
+_FEED_FORWARD = ("bias", "activation", "ffn_dim", "projection_bias", "feed_forward_dropout")
+_ATTENTION = ("num_kv_heads", "qk_norm", "window", "document_mask", "attention_dropout")
+_REST = ("position", "softcap", "dropout", "embedding_dropout", "residual_dropout")
+LACKS = {
+    "bigram": (*_NORMS, *_FEED_FORWARD, *_ATTENTION, *_REST),
+    "heads": (*_NORMS, *_FEED_FORWARD),
+    "feedforward": (*_NORMS, *_FEED_FORWARD),
+    "residual": _NORMS,
+}
+"""Options that change nothing in a step."""
+_PLAIN = ModelConfig(activation="relu")
+
+
 def build_model(config: ModelConfig, ops: Ops) -> GPT:
-    """The network that `config.architecture` names; `config.vocab_size` must be set."""
+    """The network that `config.architecture` names; `config.vocab_size` must be set.
+
+    Raises:
+        UserError: an option is set of which this network has no part.
+    """
     if config.architecture == "gpt":
         return GPT(config, ops)
+    for name in LACKS[config.architecture]:
+        given, plain = getattr(config, name), getattr(_PLAIN, name)
+        if given != plain:
+            raise UserError(
+                f"model.{name} is {given}: it changes nothing in model.architecture"
+                f" {config.architecture}, expected {plain}"
+            )
     return (Bigram if config.architecture == "bigram" else Unnormalised)(config, ops)

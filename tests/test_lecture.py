@@ -125,15 +125,36 @@ def test_steps_differ_in_what_the_notes_add():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("lecture-gpt --model.tied", "model.head_bias: a head tied to the embedding has none"),
+        ("lecture-gpt --model.tied", "embedding has none: --model.no-tied$"),
         ("lecture-gpt --data.align document", "data.eval_batches is 200: random windows do not"),
         ("lecture-head --model.num-layers 0", "model.num_layers is 0"),
         ("baby --epochs 0", "epochs is 0"),
+        ("baby --steps 9223372036854775808", "steps is 9223372036854775808: expected 0"),
+        ("baby --train.sample-tokens 268435457", "train.sample_tokens is 268435457: expected 0 to"),
     ],
 )
 def test_what_cannot_be_is_named(flags, said):
     with pytest.raises(UserError, match=said):
         parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("bigram", "dropout", 0.5),
+        ("bigram", "position", "rotary"),
+        ("bigram", "num_kv_heads", 1),
+        ("head", "norm", "rmsnorm"),
+        ("multihead", "ffn_dim", 64),
+        ("feedforward", "activation", "swiglu"),
+        ("feedforward", "bias", False),
+        ("residual", "norm_position", "post"),
+    ],
+)
+def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
+    said = f"^model.{option} is {value}: it changes nothing in model.architecture "
+    with pytest.raises(UserError, match=said):
+        build(recipe(f"lecture-{name}", **{option: value}))
 
 
 # --- before training ------------------------------------------------------------------------------
