@@ -163,7 +163,7 @@ def print_rows(rows: list[measure.Row]) -> None:
 
 def main(argv: list[str]) -> int:
     bench = tyro.cli(Bench, prog="python -m bench", args=argv)
-    on = device.pick_device(bench.device)
+    on = device.pick_device(bench.device, "--device")
     peers.COMPILE_ON_CPU = bench.compiled
     todo, steps = chosen(bench, on), chosen_steps(bench, on)
     if not todo and not steps:

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -39,8 +39,8 @@ class Reproduce:
     """Of G, whose published losses are of 1000 and 2000 steps of its 5000."""
     again: bool = False
     """Train also what is on record."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where it is visible."""
     runs: Path = Path("runs/reproduce")
     """Where the runs are kept."""
     page: Path = ROOT / "docs" / "reproduction.md"
@@ -63,7 +63,7 @@ def chosen(only: tuple[str, ...]) -> list[System]:
 def commands(system: System, options: Reproduce) -> list[list[str]]:
     """What follows `python train.py` in each run, but for where it is kept."""
     shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
-    on = ["--train.device", device.pick_device(options.device)]
+    on = ["--train.device", device.pick_device(options.device, "--device")]
     return [[system.recipe, *shorter, *on, "--seed", str(seed)] for seed in system.seeds]
 
 
@@ -131,7 +131,7 @@ def _value(log: list[dict[str, Any]], key: str, step: int) -> float | None:
 
 def main(argv: list[str]) -> None:
     options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
-    console, on = Console(highlight=False), device.pick_device(options.device)
+    console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     folder = records.folder_of(on)
     for system in chosen(options.only):
         for argv in commands(system, options):

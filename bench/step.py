@@ -267,7 +267,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def run(bench: StepBench) -> Path:
     """Measures, records and prints; where the record is."""
-    on = device.pick_device(bench.device)
+    on = device.pick_device(bench.device, "--device")
     settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
     writer = records.Writer(on, bench.out, **settings)
     rows: list[dict[str, Any]] = []

@@ -18,14 +18,14 @@ from fastgpt.storage import write_atomically
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def pick_device(asked: str) -> str:
-    """`cpu` or `cuda`; asking for CUDA where none is visible is a `UserError`."""
+def pick_device(asked: str, flag: str = "--train.device") -> str:
+    """`cpu` or `cuda`; asking (by `flag`) for CUDA where none is visible is a `UserError`."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"train.device is cuda, but torch {torch.__version__} sees no CUDA device here: "
-            "expected a GPU with its driver and a CUDA build of torch, or --train.device cpu"
+            f"{flag} is cuda, but torch {torch.__version__} sees no CUDA device here: "
+            f"expected a GPU with its driver and a CUDA build of torch, or {flag} cpu"
         )
     return asked
 

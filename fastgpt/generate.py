@@ -104,5 +104,7 @@ def _nucleus(logits: Tensor, p: float | None) -> Tensor:
         return logits
     ordered, order = logits.sort(descending=True)
     probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # the likeliest token always stays
-    return logits.masked_fill((before >= p).gather(-1, order.argsort(-1)), float("-inf"))
+    before = probability.cumsum(-1) - probability
+    rest = before >= p
+    rest[:, 0] = False  # the likeliest token always stays: in fp32 p may be 0
+    return logits.masked_fill(rest.gather(-1, order.argsort(-1)), float("-inf"))

@@ -11,7 +11,7 @@ import tyro
 from torch import Tensor
 
 from fastgpt import checkpoint, device, ops
-from fastgpt.config import OpsConfig
+from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.data.tokenizer import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
@@ -50,10 +50,17 @@ class SampleConfig:
         for name in ("n", "tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
+        if self.n * self.tokens > MOST_TOKENS:
+            raise UserError(
+                f"--n is {self.n}, --tokens is {self.tokens}: expected {MOST_TOKENS:,} tokens at"
+                " most in all"
+            )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed is {self.seed}: expected 0 to 2^63 - 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"--temperature is {self.temperature}: expected 0 or more")
+        if self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"):
+            raise UserError(
+                f"--temperature is {self.temperature}: expected 0, or a number from 1e-6 on"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k is {self.top_k}: expected 1 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -84,7 +91,7 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]
 
 def main(argv: list[str]) -> None:
     config = tyro.cli(SampleConfig, prog="python -m fastgpt.sample", args=argv)
-    on = device.pick_device(config.device)
+    on = device.pick_device(config.device, "--device")
     found, complaints = checkpoint.find(str(config.run))
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)

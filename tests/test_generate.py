@@ -104,6 +104,7 @@ def test_temperature_divides_the_logits():
         ({"top_k": 2}, [1, 3]),
         ({"top_k": 4}, [0, 1, 2, 3]),
         ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 1e-320}, [1]),  # 0 in fp32
         ({"top_p": 0.1}, [1]),  # the likeliest is kept even where it is more than enough
         ({"top_p": 0.39}, [1]),
         ({"top_p": 0.41}, [1, 3]),

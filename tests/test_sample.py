@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastgpt.data.tokenizer import ByteTokenizer
-from fastgpt.errors import shown_in_one_line
+from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main
 from tests.test_cache import counted, greedy
@@ -55,9 +55,13 @@ def test_samples_of_each_prompt_stand_together(sample):
         (("--prompt", "the", "--prompt", "the€"), "--prompt is 'the€': character '€' (U+20AC)"),
         (("--prompt", "the", "--prompt", ""), "--prompt is '': the prompt is empty"),
         (("--prompt", "the", "--decode", "triton"), None),
+        (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
+        (("--tokens", "1" + 11 * "0"), "--n is 1, --tokens is 100000000000: expected 268,435,456"),
+        (("--tokens", "1", "--n", str(2**28 + 1)), "--n is 268435457, --tokens is 1: expected"),
+        (("--temperature", "1e-45"), "--temperature is 1e-45: expected 0, or a number from 1e-6"),
     ],
 )
-def test_bad_prompts_are_one_line(sample, capsys, flags, message, monkeypatch):
+def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
     if message is None:
         monkeypatch.setattr("kernels.runtime.INTERPRETING", False)
         message = "ops.decode is triton: it runs on CUDA, not on cpu"
@@ -91,6 +95,17 @@ def test_texts_end_before_the_end_of_text_token():
             expected.append([*prompt.tolist(), *after[: after.index(stop)]][: len(row)])
         texts = sample_text(model, WithEnd(stop), prompts, **options)
         assert texts == [bytes(row).decode() for row in expected]  # a prompt keeps its own
+
+
+def test_a_device_that_is_not_there_is_named_by_its_own_flag(sample, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=r"^--device is cuda, .* or --device cpu$"):
+        sample("--device", "cuda")
+
+
+def test_the_coldest_draws_are_the_likeliest_tokens(sample):
+    cold = sample("--prompt", "t", "--temperature", "1e-6")
+    assert cold == sample("--prompt", "t", "--temperature", "0")
 
 
 def test_an_empty_prompt_begins_a_document_where_there_are_any():
