@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from bench import records
 from bench.reproduction import SYSTEMS, System, put_into, render
 from fastgpt import cli, device
-from fastgpt.config import Config, to_json
+from fastgpt.config import Config, from_json, to_json
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name, writing
 from fastgpt.metrics import read_records
 from fastgpt.storage import write_atomically
@@ -73,9 +73,21 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def on_record(folder: Path, config: Config) -> dict[str, Any] | None:
-    """The newest record of a run with these settings."""
+    """The newest record of a run with these settings; `folder` is a machine's, or that of all."""
     rows = [row for row in records.read(folder) if row["kind"] == NAME]
-    return next((row for row in reversed(rows) if row["config"] == settings(config)), None)
+    same = (row for row in rows if _same(row["config"], config))
+    return max(same, key=lambda row: row["run"], default=None)  # it begins with the time
+
+
+def _same(found: dict[str, Any], config: Config) -> bool:
+    """Whether these are the settings of `config`, on whatever device; one that is newer than the
+    record had its default then."""
+    try:
+        both = from_json(json.dumps(found)), config
+    except (KeyError, TypeError, UserError):
+        return False
+    before, now = (settings(replace(c, train=replace(c.train, device="auto"))) for c in both)
+    return before == now
 
 
 def train(argv: list[str], run_dir: Path) -> float:
@@ -138,20 +150,26 @@ def main(argv: list[str]) -> None:
             if options.again or on_record(folder, cli.parse(argv)) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
                 records.write(NAME, on, [reproduce(system, argv, options)])
-                write_page(options, folder)
-    write_page(options, folder)
+                write_page(options)
+    write_page(options)
     console.print(f"wrote {options.page}")
 
 
-def write_page(options: Reproduce, folder: Path) -> None:
+def write_page(options: Reproduce) -> None:
     """The page, from the newest record of each run."""
-    runs = {}
-    for system in SYSTEMS:
-        rows = [on_record(folder, cli.parse(argv)) for argv in commands(system, options)]
-        runs[system.letter] = [row for row in rows if row is not None]
-    page = put_into(options.page.read_text(encoding="utf-8"), render(runs))
+    page = put_into(options.page.read_text(encoding="utf-8"), render(recorded(options)))
     with writing(options.page):
         write_atomically(options.page, page.encode())
+
+
+def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
+    """The newest record of each run, by system; a GPU's beside those of CPUs."""
+    runs = {}
+    for system in SYSTEMS:
+        configs = [cli.parse(argv) for argv in commands(system, options)]
+        rows = [on_record(records.RESULTS, config) for config in configs]
+        runs[system.letter] = [row for row in rows if row is not None]
+    return runs
 
 
 if __name__ == "__main__":

@@ -146,6 +146,23 @@ def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, m
         command("--only", "G", "--again")
 
 
+def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(tmp_path):
+    config = parse(["lecture-head"])
+    older = reproduce.settings(config)
+    older["train"]["device"] = "cuda"
+    del older["data"]["eval_batches"], older["epochs"]  # one that the recipe sets, one it does not
+    lines = []
+    for changes in ({}, {"eval_batches": 200}, {"eval_batches": 200, "no_more": 1}):
+        row = {"kind": reproduce.NAME, "run": str(changes)}
+        row["config"] = {**older, "data": {**older["data"], **changes}}
+        lines.append(json.dumps(row))
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    row = reproduce.on_record(tmp_path, config)
+    assert row is not None
+    assert row["run"] == "{'eval_batches': 200}"
+    assert reproduce.on_record(tmp_path, replace(config, seed=1)) is None
+
+
 def test_an_unknown_system_and_a_page_without_marks_are_named(command):
     with pytest.raises(UserError, match="unknown system 'Z'"):
         command("--only", "Z")
@@ -160,4 +177,8 @@ def test_the_page_says_what_the_records_say():
         assert len(lines) == len(system.targets), system.letter
         for line, target in zip(lines, system.targets):
             assert f"| {target.step:,} | {target.published:.4f}".rstrip("0") in line
+    rows = [row for row in records.read() if row["kind"] == reproduce.NAME]
+    lengths = {1000, *(row["config"]["steps"] for row in rows if row["system"] == "G")}
+    found = [reproduce.recorded(reproduce.Reproduce(gpt_steps=steps)) for steps in lengths]
+    assert page in [put_into(page, render(runs)) for runs in found]
     assert put_into(page, render({})).count("not run yet") == sum(len(s.targets) for s in SYSTEMS)
