@@ -145,13 +145,14 @@ def main(argv: list[str]) -> None:
     options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
     console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     folder = records.folder_of(on)
-    for system in chosen(options.only):
+    systems = chosen(options.only)
+    write_page(options)  # whatever is wrong with it is known before hours of training
+    for system in systems:
         for argv in commands(system, options):
             if options.again or on_record(folder, cli.parse(argv)) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
                 records.write(NAME, on, [reproduce(system, argv, options)])
                 write_page(options)
-    write_page(options)
     console.print(f"wrote {options.page}")
 
 

@@ -163,11 +163,13 @@ def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(t
     assert reproduce.on_record(tmp_path, replace(config, seed=1)) is None
 
 
-def test_an_unknown_system_and_a_page_without_marks_are_named(command):
+def test_an_unknown_system_and_a_page_without_marks_are_named(command, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="unknown system 'Z'"):
         command("--only", "Z")
+    (tmp_path / "page.md").write_text(f"only {END} and {BEGIN}")
+    monkeypatch.setattr(reproduce, "train", None)  # it is seen before
     with pytest.raises(UserError, match="the page has no"):
-        put_into(f"only {END} and {BEGIN}", "")
+        command()
 
 
 def test_the_page_says_what_the_records_say():
