@@ -13,6 +13,15 @@ Step = Callable[[], Sequence[Tensor]]
 """Outputs and gradients of an op, of the same tensors in every call."""
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """A copy whose address and strides are multiples of 16, whatever the number of rows.
+
+    `Tensor.contiguous` gives back a single row of `awkward` as it is, aligned or not, and what is
+    not aligned is another form of a kernel.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def assert_same_bits(step: Step, times: int = 1000) -> None:
     """The same input gives the same bits however often."""
     first = step()

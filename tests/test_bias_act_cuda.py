@@ -12,9 +12,11 @@ from tests.cuda_proof import (
     assert_on_the_current_stream,
     assert_replays,
     assert_same_bits,
+    contiguous,
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, forward_backward, launches
+from tests.test_bias_act import test_opcheck  # noqa: F401 - runs here on CUDA tensors
 
 pytestmark = pytest.mark.gpu
 FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_norm_sum_kernel"
@@ -38,8 +40,8 @@ def of(kind, f=bias_act):
 
 def repeated(kind, M, N):
     """(contiguous leaves, a step of them)."""
-    leaves = [x.contiguous().requires_grad_() for x in make(kind, M, N).values()]
-    dy = awkward(M, N, dtype=torch.bfloat16, device="cuda")
+    leaves = [contiguous(x).requires_grad_() for x in make(kind, M, N).values()]
+    dy = contiguous(awkward(M, N, dtype=torch.bfloat16, device="cuda"))
 
     def step():
         y = bias_act(*leaves, kind)

@@ -1,10 +1,5 @@
 """What only a GPU shows of attention over a cache: `make parity` runs it."""
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -179,28 +174,3 @@ def test_compiled_gives_the_bits_of_eager(dynamic):
         inputs = caches(B, 1, Tmax, 8, 4, 64, lengths=[Tmax, *range(1, B)])
         with launches(SPLIT):
             assert torch.equal(compiled(*inputs), decode_attention(*inputs))
-
-
-SANITIZED = """
-import torch
-from kernels import decode_attention
-from tests.test_decode_attention import make
-
-for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):
-    inputs, options = make(*case, dtype=torch.float16, page=page, starts=True, device="cuda")
-    decode_attention(*inputs.values(), **options)
-torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool):
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("needs compute-sanitizer of the CUDA toolkit on PATH")
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]

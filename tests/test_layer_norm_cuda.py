@@ -12,6 +12,7 @@ from tests.cuda_proof import (
     assert_on_the_current_stream,
     assert_replays,
     assert_same_bits,
+    contiguous,
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, launches
@@ -69,8 +70,7 @@ def make(name, M, N, dtype):
 
 
 def leaves(name, M, N, dtype=torch.bfloat16):
-    inputs = make(name, M, N, dtype).values()
-    return [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in inputs]
+    return [contiguous(x).requires_grad_() for x in make(name, M, N, dtype).values()]
 
 
 def step(tensors, upstream):

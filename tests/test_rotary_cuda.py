@@ -10,9 +10,11 @@ from tests.cuda_proof import (
     assert_on_the_current_stream,
     assert_replays,
     assert_same_bits,
+    contiguous,
 )
 from tests.parity import awkward
 from tests.proof import assert_kernel_parity, forward_backward, launches
+from tests.test_rotary import test_opcheck  # noqa: F401 - runs here on CUDA tensors
 
 pytestmark = pytest.mark.gpu
 KERNEL = "_rotary_kernel"
@@ -30,10 +32,10 @@ def angles(T, D):
 
 def repeated(B, T, H, K, D, **options):
     """(a packed projection, a step through it)."""
-    qkv = awkward(B, T, H + 2 * K, D, device="cuda").to(torch.bfloat16).contiguous()
+    qkv = contiguous(awkward(B, T, H + 2 * K, D, device="cuda").to(torch.bfloat16))
     qkv.requires_grad_()
     where = angles(T, D)
-    upstream = [awkward(B, T, n, D, dtype=torch.bfloat16, device="cuda") for n in (H, K)]
+    upstream = [contiguous(awkward(B, T, n, D, device="cuda").to(qkv)) for n in (H, K)]
 
     def step():
         source = qkv * 1

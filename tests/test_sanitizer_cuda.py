@@ -49,6 +49,35 @@ for M, V in ((3, 65), (130, 2049), (2, 50_257)):
             for n in (M, V))
     linear_cross_entropy(x, w, targets, chunk_tokens=100).backward()
 """,
+    "activations": """
+from kernels import bias_act
+from kernels.bias_act import ACTIVATIONS
+
+for kind in ACTIVATIONS:
+    for M, N in ((3, 66), (257, 100), (5, 2050)):
+        x, b = (torch.randn(*shape, device="cuda", dtype=torch.float16, requires_grad=True)
+                for shape in ((M, N), (N,)))
+        bias_act(x, b, kind).square().sum().backward()
+""",
+    "rotary": """
+from kernels import rotary
+
+for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
+    cos, sin = torch.randn(2, T, D // 2, device="cuda").unbind()
+    for options in ({}, {"interleaved": True}, {"inplace": True}):
+        qkv = torch.randn(B, T, H + 2 * K, D, device="cuda", requires_grad=True)
+        source = qkv * 1
+        q, k = rotary(source[:, :, :H], source[:, :, H : H + K], cos, sin, **options)
+        (q.square().sum() + k.square().sum()).backward()
+""",
+    "decode": """
+from kernels import decode_attention
+from tests.test_decode_attention import make
+
+for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):
+    inputs, options = make(*case, dtype=torch.float16, page=page, starts=True, device="cuda")
+    decode_attention(*inputs.values(), **options)
+""",
 }
 
 
