@@ -8,11 +8,12 @@ is said, and PyTorch's op runs.
 """
 
 import hashlib
-import importlib.metadata
+import importlib
 import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -153,12 +154,12 @@ def _remembered_or_tried(
     verdicts = known.setdefault(key, {})
     if missing := [name for name in asked if name not in verdicts]:
         warn("our kernels are checked and timed on this device, once: a minute or two")
-        found, reason = _tried(missing, sizes, on)
+        found, reasons = _tried(missing, sizes, on)
         verdicts.update(found)
         with suppress(OSError):  # a cache that cannot be written costs the trial next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
-        for name in set(missing) - set(found):  # not remembered: next time it may have an answer
+        for name, reason in reasons.items():  # not remembered: next time it may have an answer
             plain = TRIALS[name](sizes, "cpu", torch.float32).plain
             verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
     return {name: verdicts[name] for name in asked}
@@ -166,22 +167,42 @@ def _remembered_or_tried(
 
 def _key(sizes: Sizes, on: str) -> str:
     """Of everything that a verdict depends on."""
+    paths = [x for x in (ROOT / "kernels").rglob("*") if x.suffix in (".py", ".json")]
+    paths += [Path(__file__).with_name(f"{name}.py") for name in ("choose", "ops", "trials")]
     sources = hashlib.sha256()
-    for source in sorted((ROOT / "kernels").rglob("*")):
-        if source.suffix in (".py", ".json"):
-            sources.update(source.read_bytes())
-    versions = [importlib.metadata.version(name) for name in ("torch", "triton")]
+    for path in sorted(paths):
+        sources.update(path.read_bytes())
+    # not by its package, which has other names in some builds of torch
+    versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
     facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], str]:
-    """The verdicts that a child process reached, and how it ended."""
+def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], dict[str, str]]:
+    """The verdicts that child processes reached, and of the other ops how their trial ended.
+
+    A child that ends early was at the first op without a verdict: another goes on after it.
+    """
+    verdicts: dict[str, Verdict] = {}
+    reasons: dict[str, str] = {}
+    end = time.monotonic() + TIMEOUT
+    while left := [name for name in asked if name not in (verdicts | reasons)]:
+        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
+        verdicts |= found
+        if found.keys() != set(left):
+            reasons[next(name for name in left if name not in found)] = reason
+    return verdicts, reasons
+
+
+def _child(
+    asked: list[str], sizes: Sizes, on: str, seconds: float
+) -> tuple[dict[str, Verdict], str]:
+    """The verdicts that one child reached, and how it ended."""
     order = json.dumps({"ops": asked, "device": on, "sizes": asdict(sizes)})
     command = [sys.executable, *CHILD]
     try:
         done = subprocess.run(
-            command, input=order, capture_output=True, text=True, timeout=TIMEOUT, cwd=ROOT
+            command, input=order, capture_output=True, text=True, timeout=seconds, cwd=ROOT
         )
         said, errors = done.stdout, done.stderr.strip().splitlines()
         reason = f"the trial ended with code {done.returncode}" + "".join(
@@ -189,12 +210,12 @@ def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict],
         )
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"").decode()
-        reason = f"the trial had no end after {TIMEOUT:.0f} s"
+        reason = f"the trials had no end after {TIMEOUT:.0f} s"
     verdicts: dict[str, Verdict] = {}
     for line in said.splitlines():
-        with suppress(ValueError):  # what a library prints
+        with suppress(ValueError, TypeError):  # what a library prints
             verdicts.update(json.loads(line))
-    return verdicts, reason
+    return {name: verdicts[name] for name in asked if name in verdicts}, reason
 
 
 if __name__ == "__main__":

@@ -190,6 +190,19 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
     assert len(said) == 4  # what was not answered is tried once more
 
 
+def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
+    code = (
+        "import json, sys\n"
+        "for name in json.load(sys.stdin)['ops']:\n"
+        "    assert name != 'norm', 'no such kernel'\n"
+        "    print(json.dumps({name: {'chosen': 'ours', 'complaints': []}}), 5, sep='\\n')\n"
+    )
+    chosen, _, said = on_cuda(code)
+    assert (chosen.attention, chosen.norm, chosen.loss) == ("ours", "torch", "ours")
+    assert [line for line in said if line.startswith("ops.")] == said[1:2]
+    assert "no such kernel" in said[1]
+
+
 def test_on_a_cpu_nothing_is_tried():
     config = OpsConfig()
     assert choose.choose(config, SIZES, "cpu", partial(pytest.fail)) == (config, {})
