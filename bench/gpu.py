@@ -103,6 +103,8 @@ def _parity(context: Context, _: float) -> list[str]:
         paths = (ROOT / "tests").glob(f"test_{REHEARSED}*.py")
         files = sorted(str(path) for path in paths if "cuda" not in path.name)
         return [*command, "-k", "one_percent", *files]
+    if importlib.util.find_spec("xdist"):  # most of them wait for the compiler, not for the GPU
+        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadgroup"]
     marked = "gpu" if context.full else "gpu and not slow"
     return [*command, "-m", marked, *parity_files()]
 
@@ -144,8 +146,12 @@ def _last_line(output: str) -> str:
 
 def _tests(output: str) -> str:
     """Of pytest -v: how many passed, failed and were skipped, of a run cut short, too."""
-    words = ("PASSED", "FAILED", "SKIPPED")
-    return ", ".join(f"{len(re.findall(rf'::.* {w}', output))} {w.lower()}" for w in words)
+
+    def count(word: str) -> int:
+        # the outcome stands behind the name, or before it where a worker of xdist had the test
+        return len(re.findall(rf"^(?:\S+::.* |\[gw\d+\] \[ *\d+%\] ){word}", output, re.MULTILINE))
+
+    return f"{count('PASSED')} passed, {count('FAILED')} failed, {count('SKIPPED')} skipped"
 
 
 def _measured(output: str) -> str:

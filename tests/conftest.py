@@ -22,7 +22,7 @@ IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 def pytest_configure(config: pytest.Config) -> None:
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         torch.set_num_threads(1)
         return
     # Set here and not in a fixture: modules are imported, and workers started, before any fixture.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,16 @@ from tests.proof import launches
 
 Step = Callable[[], Sequence[Tensor]]
 """Outputs and gradients of an op, of the same tensors in every call."""
+
+one_at_a_time = pytest.mark.xdist_group("memory")
+"""Of tests that `need` much memory: one worker has them all."""
+
+
+def need(gib: int) -> None:
+    """Skips the test where the device has less free memory."""
+    torch.cuda.empty_cache()  # what earlier tests of this process left is free
+    if torch.cuda.mem_get_info()[0] < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free device memory")
 
 
 def contiguous(x: Tensor) -> Tensor:

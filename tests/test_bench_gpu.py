@@ -157,6 +157,11 @@ def test_figures_are_found_in_what_the_stages_print():
         "a.py::test_x PASSED [1%]\na.py::test_y[1-2] FAILED [2%]\na.py::test_z SKIPPED (no) [3%]"
     )
     assert gpu._tests(tests) == "1 passed, 1 failed, 1 skipped"
+    parallel = (
+        "a.py::test_x[1]\n[gw0] [  1%] PASSED a.py::test_y\n[gw12] [100%] FAILED a.py::test_x[1]\n"
+        "FAILED a.py::test_x[1] - assert 1"
+    )
+    assert gpu._tests(parallel) == "1 passed, 1 failed, 0 skipped"
     steps = (
         "step/gpt2-124m/B=64 fastgpt: 1,000 tok/s\nstep/gpt2-124m/B=64 fastgpt triton: 2,000 tok/s"
     )

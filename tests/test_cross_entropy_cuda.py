@@ -13,6 +13,8 @@ from tests.cuda_proof import (
     assert_on_the_current_stream,
     assert_replays,
     assert_same_bits,
+    need,
+    one_at_a_time,
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import launches
@@ -153,10 +155,10 @@ def test_kernels_run_on_the_current_stream():
     assert_on_the_current_stream(lambda: linear_step(x, weight, targets), x)
 
 
+@one_at_a_time
 def test_more_than_two_billion_elements():
     M = 2**31 // V + 600
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free device memory")
+    need(20)
     logits = torch.empty(M, V, dtype=torch.bfloat16, device="cuda").normal_()
     targets = torch.randint(VALID, (M,), device="cuda")
     tail = slice(M - 500, M)  # every element of it lies beyond 2**31

@@ -7,6 +7,7 @@ from torch.library import opcheck
 
 from kernels import decode_attention, decode_attention_launch
 from kernels.decode_attention import decode_attention_ref
+from tests.cuda_proof import need, one_at_a_time
 from tests.parity import assert_parity
 from tests.proof import launches
 from tests.test_decode_attention import CASES, COMBINE, SPLIT, check, make, plain
@@ -98,10 +99,10 @@ def test_a_thousand_runs_give_the_same_bits():
     assert same
 
 
+@one_at_a_time
 def test_more_than_2_to_the_31_elements():
     B, Tmax, D = 2, 1 << 24, 128  # 2**32 elements in each cache
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    need(24)
     k, v = (torch.zeros(B, Tmax, 1, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     q = torch.randn(B, 1, 2, D, device="cuda", dtype=torch.bfloat16)
     tail = slice(Tmax - 300, Tmax)

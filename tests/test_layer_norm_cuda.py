@@ -13,6 +13,8 @@ from tests.cuda_proof import (
     assert_replays,
     assert_same_bits,
     contiguous,
+    need,
+    one_at_a_time,
 )
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, launches
@@ -129,11 +131,11 @@ def test_kernels_run_on_the_current_stream():
     assert_on_the_current_stream(again, tensors[0])
 
 
+@one_at_a_time
 def test_more_than_two_billion_elements():
     N = 768
     M = 2**31 // N + 1000
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("needs 40 GiB of free device memory")
+    need(40)
     x = torch.empty(M, N, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     weight, bias = (awkward(N, device="cuda").requires_grad_() for _ in range(2))
     tail = slice(M - 1000, M)  # every element of it lies beyond 2**31

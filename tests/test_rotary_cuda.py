@@ -11,6 +11,8 @@ from tests.cuda_proof import (
     assert_replays,
     assert_same_bits,
     contiguous,
+    need,
+    one_at_a_time,
 )
 from tests.parity import awkward
 from tests.proof import assert_kernel_parity, forward_backward, launches
@@ -101,10 +103,10 @@ def test_kernels_run_on_the_current_stream():
     assert_on_the_current_stream(step, qkv)
 
 
+@one_at_a_time
 def test_more_than_two_billion_elements():
     B, T, H, D = 36, 65_536, 15, 64
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free device memory")
+    need(30)
     qk = torch.empty(B, T, H + 1, D, dtype=torch.bfloat16, device="cuda").normal_()
     where = angles(T, D)
     last = qk[-1:].clone()  # every element of it lies beyond 2**31
