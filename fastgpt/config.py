@@ -281,9 +281,9 @@ class TrainConfig:
 class OpsConfig:
     """Which implementation runs each op."""
 
-    attention: Literal["auto", "torch", "sdpa", "blocked", "triton"] = "auto"
+    attention: Literal["auto", "torch", "sdpa", "blocked", "triton", "flash_attn"] = "auto"
     """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs; `triton`: our
-    kernels, on CUDA."""
+    kernels, on CUDA; `flash_attn`: the package's, on CUDA in bf16 or fp16."""
     norm: Literal["auto", "torch", "triton"] = "auto"
     """LayerNorm and RMSNorm, with the residual sum before them. `triton`: our kernels, on CUDA."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
@@ -342,6 +342,11 @@ class Config:
             raise UserError(
                 f"train.batch_tokens is {self.train.batch_tokens}: expected a multiple of "
                 f"model.context, {self.model.context}"
+            )
+        if self.ops.attention == "flash_attn" and self.model.document_mask:
+            raise UserError(
+                "ops.attention is flash_attn, which keeps no documents apart: expected sdpa or "
+                "triton, or no model.document_mask"
             )
 
     @property

@@ -1,12 +1,13 @@
 """Which implementation of each op the model runs: the one place that chooses.
 
-`torch` is the plain form, `sdpa` PyTorch's fused attention, `triton` our kernels, on CUDA (and on
-CPUs where Triton interprets them, for tests); `blocked` and `lanes` are for CPUs; `chunked` is for
-both, with our kernels on CUDA. A name that cannot run on the device is an error, never a silent
-fallback; `auto` is resolved once, when the model is built, and the choice is written to the run's
-manifest.
+`torch` is the plain form, `sdpa` PyTorch's fused attention, `flash_attn` the package's, `triton`
+our kernels, on CUDA (and on CPUs where Triton interprets them, for tests); `blocked` and `lanes`
+are for CPUs; `chunked` is for both, with our kernels on CUDA. A name that cannot run on the device
+is an error, never a silent fallback; `auto` is resolved once, when the model is built, and the
+choice is written to the run's manifest.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +50,25 @@ def sdpa(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    doc_ids: None = None,
+) -> Tensor:
+    """Causal self-attention by the package flash-attn, bf16 or fp16; contract: `attention_ref`."""
+    from flash_attn import flash_attn_func  # pyright: ignore
+
+    seen = (-1, -1) if window is None else (window - 1, 0)  # keys before and after a query's own
+    return flash_attn_func(
+        q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=True, window_size=seen
+    )
 
 
 def decode_sdpa(
@@ -158,6 +178,7 @@ ATTENTION = {
     "sdpa": sdpa,
     "blocked": attention_blocked,
     "triton": kernels.attention,
+    "flash_attn": flash_attn,
 }
 LOSS = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
 PACKED_ATTENTION = {"triton": kernels.attention_packed}
@@ -228,6 +249,11 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         if name == "triton" and not runs_kernels(torch.device(device)):
             raise UserError(
                 f"ops.{op} is triton: it runs on CUDA, not on {torch.device(device).type}"
+            )
+        if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
+            raise UserError(
+                "ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
+                + ("not on cpu" if on_cpu else "which is not installed")
             )
     return Ops(
         ATTENTION[names["attention"]],

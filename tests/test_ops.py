@@ -1,15 +1,19 @@
 """The model on our kernels gives what it gives on PyTorch's ops; here they are interpreted."""
 
+import importlib.util
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import Config, ModelConfig, OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
-from kernels import runtime
+from kernels import attention_ref, runtime
 from tests.proof import launches
 
 TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)
@@ -126,3 +130,47 @@ def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):
         ops.select(OpsConfig(**{op: "triton"}), "cpu", compiled=False)
+
+
+# --- the package flash-attn -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A stand-in for the package: its arguments, our reference."""
+
+    def flash_attn_func(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+    ):
+        before, after = window_size
+        assert (dropout_p, causal) == (0.0, True)
+        assert after == (-1 if before < 0 else 0)
+        window = None if before < 0 else before + 1
+        return attention_ref(q, k, v, scale=softmax_scale, window=window)
+
+    module = ModuleType("flash_attn")
+    module.__dict__.update(flash_attn_func=flash_attn_func, __spec__=ModuleSpec("flash_attn", None))
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_model_on_flash_attn_is_the_model_on_torchs_attention(flash_attn, window):
+    chosen = ops.select(OpsConfig(attention="flash_attn"), "cuda", compiled=False)
+    config = replace(TINY, window=window, num_kv_heads=2)
+    model = GPT(config, ops.select(PLAIN, "cpu", compiled=False))
+    want = loss_and_gradients(model, False)
+    for block in model.h:
+        block.attn.op = chosen.attention
+    got = loss_and_gradients(model, False)
+    assert all(map(torch.equal, got, want))
+
+
+def test_flash_attn_is_refused_where_it_cannot_run(monkeypatch):
+    asked = OpsConfig(attention="flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for device, reason in (("cpu", "not on cpu"), ("cuda", "which is not installed")):
+        with pytest.raises(UserError, match=rf"^ops\.attention is flash_attn: .*{reason}$"):
+            ops.select(asked, device, compiled=True)
+    with pytest.raises(UserError, match="keeps no documents apart"):
+        Config(model=replace(TINY, document_mask=True), ops=asked)
