@@ -36,6 +36,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs CUDA, and torch sees no such device")
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if IN_XDIST_WORKER and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # workers share the device's memory, too
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         terminalreporter.write_line("no test was selected: nothing was checked, which is a failure")
