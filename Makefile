@@ -87,7 +87,7 @@ test-full: $(call env,dev) ## run all tests that this machine can run
 	$(PY) -m pytest -q -n auto --maxprocesses 4 $(ARGS)
 
 parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and says so, without it
-	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+	$(PY) -m pytest -q -rs -m gpu -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
 
 bench: $(call env,core) ## ops and training steps beside peers: a record, docs/benchmarks.md (~3 min)
 	$(PY) -m bench $(ARGS)
