@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgpt import ops
 from fastgpt.config import ModelConfig
-from fastgpt.model import Rotary
+from fastgpt.positions import Rotary
 from kernels import attention_ref, bias_act, parity
 from kernels.bias_act import ACTIVATIONS
 

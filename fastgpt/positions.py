@@ -1,0 +1,74 @@
+"""How the model knows where a token stands: added to its embedding, or turned into q and k.
+
+Shapes
+    B batch, T tokens, C width, D head dim
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fastgpt.config import ModelConfig
+
+
+class LearnedPositions(nn.Module):
+    """x (B, T, C) plus a trained vector for each place."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
+
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.weight[places]
+
+
+class NoPositions(nn.Module):
+    """x as it is: the order of tokens is told by attention, or by nothing but its mask."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x
+
+
+class SinusoidalPositions(nn.Module):
+    """x (B, T, C) plus fixed waves: section 3.5 of Vaswani et al. 2017, sines before cosines."""
+
+    waves: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
+        self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
+
+    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+        return x + self.waves[places]
+
+
+class Rotary(nn.Module):
+    """Cosines and sines (T, D/2) of the angles by which `kernels.rotary` turns queries and keys."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        angles = _angles(config.context, config.head_dim, config.rotary_base)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, places: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[places], self.sin[places]
+
+
+def _angles(T: int, width: int, base: float) -> Tensor:
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
+
+
+POSITIONS = {
+    "learned": LearnedPositions,
+    "sinusoidal": SinusoidalPositions,
+    "rotary": NoPositions,
+    "none": NoPositions,
+}
