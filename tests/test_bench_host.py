@@ -1,0 +1,43 @@
+"""The host's part of a call: both ways are taken, and no kernel is."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import host
+from fastgpt.errors import UserError
+from kernels import layer_norm
+from kernels.runtime import recording
+from tests.proof import launches
+
+
+def test_each_way_is_timed_and_nothing_runs():
+    with launches():
+        rows = host.measure(host.Host(calls=1, rounds=2))
+    assert len(rows) == 2 * 2 * 3
+    assert {row["implementation"] for row in rows} == {"straight", "dispatcher", "pytorch"}
+    assert all(row["seconds"]["p50"] > 0 for row in rows)
+
+
+def test_the_dispatcher_is_taken_only_where_it_is_asked_for():
+    names = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen(), recording(90):
+        x = torch.ones(2, 16)
+        for listens in (True, False):
+            with mock.patch("kernels.runtime._nobody_listens", return_value=listens):
+                layer_norm(x, x[0])
+            assert any("fastgpt" in name for name in names) is not listens
+
+
+@pytest.mark.parametrize("wrong", [{"calls": 0}, {"rounds": 1}], ids=str)
+def test_numbers_that_cannot_be(wrong):
+    with pytest.raises(UserError, match="expected"):
+        host.Host(**wrong)
