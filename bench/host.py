@@ -45,8 +45,8 @@ class Host:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    qkv = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*qkv, is_causal=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def pytorch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
