@@ -19,11 +19,8 @@ from torch import Tensor
 
 from kernels.attention_dropout import attention_dropout_mask
 from kernels.attention_op import attention_op, attention_packed_op
+from kernels.checks import DTYPES, INTEGERS, MAX_D, check_like
 from kernels.runtime import autocast_dtype, runs_kernels
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_D = 256
-INTEGERS = (torch.int32, torch.int64)
 
 
 def attention_mask(
@@ -265,25 +262,13 @@ def _check(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: expected 0 <= p < 1, got {dropout_p}")
     if isinstance(dropout_seed, Tensor):
-        _check_tensor("dropout_seed", dropout_seed, (1,), (torch.int64,), q)
+        check_like("dropout_seed", dropout_seed, (1,), (torch.int64,), q)
     elif dropout_seed is not None and not -(2**63) <= dropout_seed < 2**63:
         raise ValueError(f"dropout_seed: expected 64 bits with a sign, got {dropout_seed}")
     if doc_ids is not None:
-        _check_tensor("doc_ids", doc_ids, (q.shape[0], Tk), INTEGERS, q)
+        check_like("doc_ids", doc_ids, (q.shape[0], Tk), INTEGERS, q)
         if q.shape[1] > Tk:
             raise ValueError(f"doc_ids: expected at most {Tk} queries, got {q.shape[1]}")
-
-
-def _check_tensor(
-    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor
-) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
-    if x.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name}: expected {expected}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected {q.device} as q, got {x.device}")
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:

@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+from kernels.checks import DTYPES
 from kernels.runtime import autocast_dtype, define_op, runs_kernels
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # --- reference ------------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from kernels.checks import DTYPES
 from kernels.cross_entropy_plain import Options, losses_and_gradient_, losses_ref
 from kernels.runtime import define_op, runs_kernels, undisturbed
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = ("mean", "sum", "none")
 
 

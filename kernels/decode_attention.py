@@ -18,11 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.checks import DTYPES, INTEGERS, MAX_D, check_like
 from kernels.runtime import autocast_dtype, define_op, runs_kernels
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int32, torch.int64)
-MAX_D = 256
 
 
 def decode_attention_ref(
@@ -186,26 +183,14 @@ def _check(
             )
     if k.shape[2] == 0 or H % k.shape[2]:
         raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
-    _check_integers("lengths", lengths, (B,), INTEGERS, q)
+    check_like("lengths", lengths, (B,), INTEGERS, q)
     if starts is not None:
-        _check_integers("starts", starts, (B, Tq), INTEGERS, q)
+        check_like("starts", starts, (B, Tq), INTEGERS, q)
     if block_table is not None:
         if block_table.dim() != 2:
             raise ValueError(
                 f"block_table: expected ({B}, max_pages), got {tuple(block_table.shape)}"
             )
-        _check_integers("block_table", block_table, (B, block_table.shape[1]), INTEGERS[:1], q)
+        check_like("block_table", block_table, (B, block_table.shape[1]), INTEGERS[:1], q)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-
-
-def _check_integers(
-    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor
-) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
-    if x.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name}: expected {expected}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected {q.device} as q, got {x.device}")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.checks import DTYPES
 from kernels.runtime import autocast_dtype, define_op, runs_kernels
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_N = 16_384
 
 # --- references -----------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+from kernels.checks import DTYPES
 from kernels.cross_entropy import (
-    DTYPES,
     OPTIONS,
     check_options,
     check_targets,
@@ -34,7 +34,7 @@ from kernels.cross_entropy import (
     reduced,
 )
 from kernels.cross_entropy_plain import Options
-from kernels.linear_cross_entropy_chunks import run
+from kernels.linear_cross_entropy_chunks import Wanted, run
 from kernels.runtime import autocast_dtype, define_op, undisturbed
 
 # --- reference ------------------------------------------------------------------------------------
@@ -59,18 +59,7 @@ def linear_cross_entropy_ref(
 
 
 def _fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-    dtype: torch.dtype,
-    chunk_tokens: int,
-    reduction: str,
-    once: bool,
-    *options: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, scale, gradients of x, weight and bias still to be multiplied by scale).
 
@@ -79,41 +68,30 @@ def _fwd(
     a power of two, by which a gradient is multiplied without being rounded once more. With `once`
     the backward may do so in place: the caller looks at nothing but the loss.
     """
-    options = Options(*options)
+    wanted, reduction, options = Wanted(*rest[:5]), rest[5], Options(*rest[7:])
     targets = targets.reshape(-1).contiguous()
     factor = scale = None
     if reduction == "mean":
         mantissa, exponent = torch.frexp(count(targets, options.ignore_index))
         factor, scale = 1 / mantissa, torch.ldexp(torch.ones_like(mantissa), -exponent)
-    wanted = (of_x, of_weight, of_bias)
-    losses, grads = run(x, weight, bias, targets, factor, wanted, dtype, chunk_tokens, options)
+    losses, grads = run(x, weight, bias, targets, factor, wanted, options)
     if scale is None:
         scale = torch.ones((), device=x.device)
     loss = reduced(losses, targets, options.ignore_index, reduction)
-    return loss, scale, grads.x.view(x.shape) if of_x else grads.x, grads.weight, grads.bias
+    dx = grads.x.view(x.shape) if wanted.of_x else grads.x
+    return loss, scale, dx, grads.weight, grads.bias
 
 
 def _fwd_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-    dtype: torch.dtype,
-    chunk_tokens: int,
-    reduction: str,
-    once: bool,
-    *options: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    fp32 = torch.float32
+    fp32, wanted, reduction = torch.float32, Wanted(*rest[:5]), rest[5]
     return (
         x.new_empty((targets.numel(),) if reduction == "none" else (), dtype=fp32),
         x.new_empty((), dtype=fp32),
-        x.new_empty(x.shape if of_x else (0,), dtype=dtype),
-        x.new_empty(weight.shape if of_weight else (0,), dtype=fp32),
-        x.new_empty(weight.shape[:1] if of_bias else (0,), dtype=fp32),
+        x.new_empty(x.shape if wanted.of_x else (0,), dtype=wanted.dtype),
+        x.new_empty(weight.shape if wanted.of_weight else (0,), dtype=fp32),
+        x.new_empty(weight.shape[:1] if wanted.of_bias else (0,), dtype=fp32),
     )
 
 
@@ -163,57 +141,36 @@ def _scaled_(
     return tuple(grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
 
 
-def _scaled_bwd(
-    dloss: Tensor, scale: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, *dtypes: torch.dtype
-) -> tuple[Tensor, ...]:
-    copies = (grad.to(torch.float32, copy=True) for grad in (dx, dweight, dbias))
-    return _scaled_(dloss, scale, *copies, *dtypes)
+def _scaled_bwd(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    copies = (grad.to(torch.float32, copy=True) for grad in rest[:3])
+    return _scaled_(dloss, scale, *copies, *rest[3:])
 
 
-def _scaled_bwd_fake(
-    dloss: Tensor, scale: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, *dtypes: torch.dtype
-) -> tuple[Tensor, ...]:
-    grads = (dx, dweight, dbias)
-    return tuple(torch.empty_like(g, dtype=dtype) for g, dtype in zip(grads, dtypes, strict=True))
+def _scaled_bwd_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    of = zip(rest[:3], rest[3:], strict=True)
+    return tuple(torch.empty_like(grad, dtype=dtype) for grad, dtype in of)
 
 
 def _again_bwd(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-    dtype: torch.dtype,
-    chunk_tokens: int,
-    *options: Any,
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    targets, wanted = targets.reshape(-1).contiguous(), (of_x, of_weight, of_bias)
-    _, grads = run(
-        x, weight, bias, targets, dlosses, wanted, dtype, chunk_tokens, Options(*options)
-    )
+    wanted, options = Wanted(*rest[:5]), Options(*rest[5:])
+    targets = targets.reshape(-1).contiguous()
+    _, grads = run(x, weight, bias, targets, dlosses, wanted, options)
     dx = grads.x.to(x.dtype)
     dbias = grads.bias if bias is None else grads.bias.to(bias.dtype)
-    return dx.view(x.shape) if of_x else dx, grads.weight.to(weight.dtype), dbias
+    return dx.view(x.shape) if wanted.of_x else dx, grads.weight.to(weight.dtype), dbias
 
 
 def _again_bwd_fake(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-    *_: Any,
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = Wanted(*rest[:5])
+    dbias_shape = weight.shape[:1] if wanted.of_bias else (0,)
     return (
-        x.new_empty(x.shape if of_x else (0,)),
-        weight.new_empty(weight.shape if of_weight else (0,)),
-        (weight if bias is None else bias).new_empty(weight.shape[:1] if of_bias else (0,)),
+        x.new_empty(x.shape if wanted.of_x else (0,)),
+        weight.new_empty(weight.shape if wanted.of_weight else (0,)),
+        (weight if bias is None else bias).new_empty(dbias_shape),
     )
 
 

@@ -15,6 +15,16 @@ On a CPU every logit counts as fp32: 256 tokens, more than which are no faster i
 """
 
 
+class Wanted(NamedTuple):
+    """Which gradients, the dtype of the products, tokens at a time (0: what CHUNK_BYTES holds)."""
+
+    of_x: bool
+    of_weight: bool
+    of_bias: bool
+    dtype: torch.dtype
+    chunk_tokens: int
+
+
 class Gradients(NamedTuple):
     """Of x in the dtype of the products, of weight and bias in fp32; empty where not asked for."""
 
@@ -40,19 +50,17 @@ def run(
     bias: Tensor | None,
     targets: Tensor,
     scale: Tensor | None,
-    wanted: tuple[bool, bool, bool],
-    dtype: torch.dtype,
-    chunk_tokens: int,
+    wanted: Wanted,
     options: Options,
 ) -> tuple[Tensor, Gradients]:
     """Losses (M,), and the gradients of their sum weighted by `scale`, () or (M,) fp32.
 
-    The products are of numbers in `dtype`; weight's and bias's gradients add up in fp32.
+    The products are of numbers in `wanted.dtype`; weight's and bias's gradients add up in fp32.
     """
     V, C = weight.shape
+    of_x, of_weight, of_bias, dtype, chunk_tokens = wanted
     rows = x.reshape(-1, C).to(dtype)
     M, device = rows.shape[0], x.device
-    of_x, of_weight, of_bias = wanted
 
     def empty(is_wanted: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape if is_wanted else (0,), dtype=dtype, device=device)

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from kernels.checks import DTYPES, MAX_D
 from kernels.runtime import define_op, runs_kernels, undisturbed
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_D = 256
 
 # --- reference ------------------------------------------------------------------------------------
 

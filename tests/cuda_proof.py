@@ -54,10 +54,8 @@ def assert_nothing_waits(step: Callable[[], object], *kernels: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_replays(
-    step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
-) -> None:
-    """A captured graph computes with what is in `inputs`, and what `change` changes, later."""
+def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """A graph of one call, and the tensors that each replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -65,14 +63,24 @@ def assert_replays(
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        for x in inputs:
-            x.copy_(awkward(*x.shape).to(x))
-        change()
-    graph.replay()
-    for a, b in zip(captured, step(), strict=True):
-        assert torch.equal(a, b)
+        results = step()
+    return graph, results
+
+
+def assert_replays(
+    step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
+) -> None:
+    """A captured graph computes with what is in `inputs`, and what `change` changes, later."""
+    graph, results = captured(step)
+    inputs = list(inputs)
+    for _ in range(2):
+        with torch.no_grad():
+            for x in inputs:
+                x.copy_(awkward(*x.shape).to(x))
+            change()
+        graph.replay()
+        for a, b in zip(results, step(), strict=True):
+            assert torch.equal(a, b)
 
 
 def assert_on_the_current_stream(step: Step, late: Tensor) -> None:

@@ -1,9 +1,13 @@
 """What the test of every kernel uses beside the rule of errors in `tests/parity.py`."""
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -172,3 +176,19 @@ def assert_mutations_are_caught(
             assert_parity(mutated, ref, inputs)
         others = [line for line in str(caught.value).splitlines() if not line.startswith(name)]
         assert others == [], name
+
+
+# --- without the interpreter ----------------------------------------------------------------------
+
+
+def printed_by(script: str, **environment: str) -> str:
+    """What `script` prints in a process of its own, where Triton compiles, not interprets."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout

@@ -7,7 +7,15 @@ from torch.library import opcheck
 
 from kernels import attention, attention_dropout_mask, attention_packed
 from kernels.attention import attention_ref
-from tests.cuda_proof import need, one_at_a_time
+from tests.cuda_proof import (
+    assert_nothing_waits,
+    assert_on_the_current_stream,
+    assert_replays,
+    assert_same_bits,
+    captured,
+    need,
+    one_at_a_time,
+)
 from tests.parity import assert_parity, awkward
 from tests.proof import launches
 from tests.test_attention_triton import DOCUMENTS, DROPOUT, KERNELS, SHAPES, check, docs, plain
@@ -130,13 +138,7 @@ def test_agrees_with_pytorchs_fused_attention():
 def test_a_thousand_runs_give_the_same_bits(shape, options):
     inputs = make(*shape)
     options = {**options, "dropout_seed": 5}
-    first = outputs_and_gradients(attention, inputs, **options)
-    same = torch.ones((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        again = outputs_and_gradients(attention, inputs, **options)
-        for a, b in zip(first, again, strict=True):
-            same &= (a == b).all()
-    assert same
+    assert_same_bits(lambda: outputs_and_gradients(attention, inputs, **options))
 
 
 def test_packed_and_strided_give_the_bits_of_contiguous_tensors():
@@ -176,66 +178,41 @@ def test_more_than_2_to_the_31_elements():
 # --- the device -----------------------------------------------------------------------------------
 
 
-def test_waits_for_nothing():
+@pytest.mark.parametrize("seed", [None, 3])
+def test_waits_for_nothing(seed):
     inputs = make(2, 256, 4, 64)
-    doc_ids = docs(2, 256, longest=100).cuda()
-    outputs_and_gradients(attention, inputs, dropout_p=0.1, doc_ids=doc_ids)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for seed in (None, 3):
-            outputs_and_gradients(
-                attention, inputs, dropout_p=0.1, dropout_seed=seed, doc_ids=doc_ids
-            )
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    options = {
+        "dropout_p": 0.1,
+        "dropout_seed": seed,
+        "doc_ids": docs(2, 256, longest=100).cuda(),
+    }
+    assert_nothing_waits(lambda: outputs_and_gradients(attention, inputs, **options), *KERNELS)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_is_captured_in_a_cuda_graph(p):
+def test_is_captured_in_a_cuda_graph():
     inputs = make(2, 256, 4, 64)
     upstream = torch.randn_like(inputs[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
 
     def step():
-        out = attention(*inputs, dropout_p=p)
+        out = attention(*inputs)
         return [out, *torch.autograd.grad(out, inputs, upstream)]
 
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    replays = []
+    assert_replays(step, inputs)
+
+
+def test_each_replay_draws_its_own_mask():
+    inputs = make(2, 256, 4, 64)
+    graph, (out,) = captured(lambda: [attention(*inputs, dropout_p=0.3).detach()])
+    masked = []
     for _ in range(2):
-        with torch.no_grad():
-            for x in inputs:
-                x.copy_(torch.randn_like(x))
         graph.replay()
-        replays.append([x.clone() for x in captured])
-        if p == 0:
-            for a, b in zip(replays[-1], step(), strict=True):
-                assert torch.equal(a, b)
-    if p:  # each replay draws its own mask
-        with torch.no_grad():
-            before = captured[0].clone()
-            graph.replay()
-        assert not torch.equal(before, captured[0])
+        masked.append(out.clone())
+    assert not torch.equal(*masked)
 
 
 def test_runs_on_the_current_stream():
     inputs = make(2, 512, 4, 64)
-    expected = outputs_and_gradients(attention, inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        copies = [x.detach().clone().requires_grad_() for x in inputs]
-        got = outputs_and_gradients(attention, copies)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert_on_the_current_stream(lambda: outputs_and_gradients(attention, inputs), inputs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

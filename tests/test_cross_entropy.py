@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +21,9 @@ from tests.proof import (
     assert_mutations_are_caught,
     guarded,
     launches,
+    printed_by,
 )
 
-ROOT = Path(__file__).parents[1]
 FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
 SCALE = "_cross_entropy_scale_kernel"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -572,18 +568,8 @@ json.dump([accesses, {name: len(seen) for name, seen in forms.items()}], sys.std
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """(instructions that access memory, forms of each kernel over many numbers of rows)."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        cwd=ROOT,
-        env={
-            **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    cache = str(tmp_path_factory.mktemp("triton"))
+    return json.loads(printed_by(COMPILED, TRITON_CACHE_DIR=cache))
 
 
 def test_padded_rows_are_read_and_written_16_bytes_at_a_time(compiled):

@@ -7,7 +7,13 @@ from torch.library import opcheck
 
 from kernels import decode_attention, decode_attention_launch
 from kernels.decode_attention import decode_attention_ref
-from tests.cuda_proof import need, one_at_a_time
+from tests.cuda_proof import (
+    assert_nothing_waits,
+    assert_on_the_current_stream,
+    captured,
+    need,
+    one_at_a_time,
+)
 from tests.parity import assert_parity
 from tests.proof import launches
 from tests.test_decode_attention import CASES, COMBINE, SPLIT, check, make, plain
@@ -124,41 +130,22 @@ def test_more_than_2_to_the_31_elements():
 
 def test_waits_for_nothing():
     inputs = caches(2, 1, 4096, 8, 2, 64)
-    decode_attention(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        decode_attention(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_nothing_waits(lambda: decode_attention(*inputs), SPLIT)
 
 
 def test_a_captured_graph_serves_other_lengths():
     q, k, v, lengths = caches(3, 1, 2048, 8, 2, 64)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        decode_attention(q, k, v, lengths)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = decode_attention(q, k, v, lengths)
+    graph, (out,) = captured(lambda: [decode_attention(q, k, v, lengths)])
     for new in ([2048, 1, 0], [5, 700, 2047]):
         lengths.copy_(torch.tensor(new))
         q.copy_(torch.randn_like(q))
         graph.replay()
-        assert torch.equal(captured, decode_attention(q, k, v, lengths))
+        assert torch.equal(out, decode_attention(q, k, v, lengths))
 
 
 def test_runs_on_the_current_stream():
     inputs = caches(2, 1, 4096, 8, 2, 64)
-    expected = decode_attention(*inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        got = decode_attention(*(x.clone() for x in inputs))
-    torch.cuda.current_stream().wait_stream(stream)
-    assert torch.equal(got, expected)
+    assert_on_the_current_stream(lambda: [decode_attention(*inputs)], inputs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
