@@ -4,7 +4,7 @@
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
 #   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
-#   ARGS="..."   handed on to train.py, pytest, bench or kernels.tune
+#   ARGS="..."   handed on to train.py, pytest, bench or bench.tune
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -102,7 +102,7 @@ reproduce: $(call env,core) ## train the lecture's systems as published; writes 
 	$(PY) -m bench.reproduce $(ARGS)
 
 tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none
-	$(PY) -m kernels.tune $(ARGS)
+	$(PY) -m bench.tune $(ARGS)
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .
