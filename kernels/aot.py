@@ -2,14 +2,10 @@
 
     python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--changed] [--static] [--json FILE]
 
-A module with kernels is named in MODULES and has one function,
-
-    def aot_cases(arch: int) -> Iterator[Case]
-
-whose cases call the module's launchers with tensors on the meta device. `runtime.launch` records
-what they would launch on a device of that arch, so what is compiled here is what is launched there:
-the same table look-ups, constexprs, warps, stages and specialisations. A case also declares which
-tensor-core instruction its matrix products must become.
+The `forms` of each op's `Spec` call its launchers with tensors on the meta device. `runtime.launch`
+records what they would launch on a device of that arch, so what is compiled here is what is
+launched there: the same table look-ups, constexprs, warps, stages and specialisations. A case also
+declares which tensor-core instruction its matrix products must become.
 
 A configuration is what a table or a rule chose for a kernel on an arch: block sizes, warps, stages,
 a bound on registers. A form is a configuration compiled for one dtype and set of options.
@@ -23,6 +19,7 @@ each main loop asks of each unit and the ceiling that sets (kernels.proof.sass).
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -32,20 +29,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .proof.compile import Case, Config, Row, collect, compile_all, fingerprint
+from .proof.compile import Config, Row, collect, compile_all, fingerprint
 from .proof.sass import DEVICES, UNITS, ceiling
 from .runtime import INTERPRETING
+from .specs import FORMS
 
-__all__ = ["Case"]
-
-MODULES = (
-    "fastgpt.kernels.attention.launch",
-    "fastgpt.kernels.norm.device",
-    "fastgpt.kernels.cross_entropy.device",
-    "fastgpt.kernels.bias_act.device",
-    "fastgpt.kernels.rotary.device",
-    "fastgpt.kernels.decode_attention.device",
-)
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
@@ -161,15 +149,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--static", action="store_true", help="each main loop's units and ceiling")
     parser.add_argument("--record", action="store_true", help="make the rows the budget")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="other than the shipped one")
-    parser.add_argument("--modules", nargs="+", default=MODULES, help="whose aot_cases to compile")
+    parser.add_argument(
+        "--modules", nargs="+", metavar="NAME", help="compile these modules' `forms`, not ours"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
     return parser.parse_args(argv)
 
 
 def select(args: argparse.Namespace) -> list[Config]:
+    forms = [importlib.import_module(name).forms for name in args.modules or ()] or FORMS
     configs = [
         c
-        for c in collect(args.modules, args.arch)
+        for c in collect(forms, args.arch)
         if any(text in f"{c.kernel} {c.label}" for text in args.only)
     ]
     if args.changed:

@@ -1,12 +1,22 @@
-"""Holds an op against the one tolerance rule, `kernels.parity`, on inputs that hide nothing."""
+"""Helpers of the kernels' tests: the one tolerance rule, awkward inputs, guarded buffers."""
 
 import math
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from fastgpt.kernels.parity import Op, complaints, outputs_and_gradients
+from fastgpt.kernels.runtime import LAUNCHES
 
 
 def awkward(
@@ -66,3 +76,181 @@ def assert_parity(
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name}: {a.shape} {a.dtype}"
     wrong = complaints(got, torchs, truth, dtype)
     assert not wrong, "\n".join(wrong)
+
+
+# --- launches and memory --------------------------------------------------------------------------
+
+
+@contextmanager
+def launches(*kernels: str) -> Iterator[None]:
+    """Fails unless each of `kernels` was launched inside; with none named, unless nothing was."""
+    before = Counter(LAUNCHES)
+    yield
+    seen = LAUNCHES - before
+    if kernels:
+        missing = [name for name in kernels if not seen[name]]
+        assert not missing, f"not launched: {', '.join(missing)}; launched: {dict(seen)}"
+    else:
+        assert not seen, f"launched: {dict(seen)}"
+
+
+@contextmanager
+def guarded() -> Iterator[list[Tensor]]:
+    """Poisons what kernels allocate; on leaving, fails if a poisoned row around a buffer changed.
+
+    Inside, `torch.empty`, by which launchers allocate, gives buffers full of NaN between rows of
+    NaN (of the least number where the dtype has no NaN): what a kernel forgets to write is NaN in
+    its output, what it writes elsewhere is missed here. Yields the buffers.
+    """
+    empty = torch.empty
+    buffers: list[Tensor] = []
+    guards: list[tuple[Tensor, int, int]] = []
+
+    def poisoned(*size, dtype=None, device=None, **options) -> Tensor:
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        numel = math.prod(shape)
+        margin = 64 * -(-max(64, *shape[-1:]) // 64)  # keeps the alignment of a buffer of its own
+        dtype = dtype or torch.get_default_dtype()
+        buffer = empty(numel + 2 * margin, dtype=dtype, device=device, **options)
+        buffer.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).min)
+        guards.append((buffer, margin, numel))
+        buffers.append(buffer[margin : margin + numel].view(shape))
+        return buffers[-1]
+
+    with mock.patch.object(torch, "empty", poisoned):
+        yield buffers
+    for buffer, margin, numel in guards:
+        rows = torch.cat((buffer[:margin], buffer[margin + numel :]))
+        kept = rows.isnan() if rows.is_floating_point() else rows == torch.iinfo(rows.dtype).min
+        assert kept.all(), f"written outside of a buffer of {numel} elements"
+
+
+def assert_kernel_parity(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, kernels: tuple[str, ...], **options: object
+) -> None:
+    """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
+    with launches(*kernels), guarded():
+        assert_parity(op, ref, inputs, **options)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+"""Of tensors with three dimensions or more: values as they were, in another place or order."""
+
+
+def forward_backward(
+    op: Op, inputs: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
+) -> list[Tensor]:
+    """Outputs and gradients; `inputs` keep their strides."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    ys = op(*leaves)
+    ys = (ys,) if isinstance(ys, Tensor) else ys
+    if upstream is None:
+        generator = torch.Generator().manual_seed(1)
+        upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
+
+
+def assert_compiles_once(
+    op: Op,
+    calls: Iterable[Iterable[Any]],
+    *,
+    kernels: tuple[str, ...],
+    dynamic: bool | None,
+    eager: Op | None = None,
+    run: Callable[[Op, Iterable[Any]], Iterable[Tensor]] = forward_backward,
+) -> None:
+    """`torch.compile(fullgraph=True)` gives the same bits by one node, and no new graph in the end.
+
+    Args:
+        op: what is compiled.
+        calls: arguments of each call; at least four, whose sizes all change by the third.
+        kernels: launched in every call.
+        dynamic: torch.compile's.
+        eager: what it is compared with; `op` by default.
+        run: (op, arguments) -> outputs and gradients.
+    """
+    nodes = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    torch.compiler.reset()
+    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
+    graphs = []
+    for arguments in calls:
+        arguments = list(arguments)
+        with launches(*kernels):
+            got = run(compiled, arguments)
+        assert all(map(torch.equal, got, run(eager or op, arguments)))
+        graphs.append(len(nodes))
+    assert all(len(found) == 1 for found in nodes)
+    # where it is not told, Dynamo learns that a size changes from the first change
+    assert graphs[0 if dynamic else 2] == graphs[-1]
+
+
+# --- a test of the tests --------------------------------------------------------------------------
+
+
+def backward_only(x: Tensor, factor: float) -> Tensor:
+    """`x`, whose gradient alone is multiplied by `factor`."""
+    return x + (factor - 1) * (x - x.detach())
+
+
+def mutations(op: Op, inputs: Mapping[str, Tensor], outputs: int) -> dict[str, Op]:
+    """`op` with an error of 1 % in one output, or in one gradient, by the name parity gives it."""
+
+    def of_output(i: int) -> Callable[..., tuple[Tensor, ...]]:
+        def mutated(*args, **options):
+            ys = op(*args, **options)
+            ys = list((ys,) if isinstance(ys, Tensor) else ys)
+            ys[i] = ys[i] + 0.01 * ys[i].detach()
+            return tuple(ys)
+
+        return mutated
+
+    def of_gradient(i: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        def mutated(*args, **options):
+            return op(*args[:i], backward_only(args[i], 1.01), *args[i + 1 :], **options)
+
+        return mutated
+
+    return {
+        **{f"output {i}": of_output(i) for i in range(outputs)},
+        **{f"gradient of {name}": of_gradient(i) for i, name in enumerate(inputs)},
+    }
+
+
+def assert_mutations_are_caught(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, outputs: int = 1
+) -> None:
+    """An error of 1 % in any output or gradient is reported, there and nowhere else."""
+    for name, mutated in mutations(op, inputs, outputs).items():
+        with pytest.raises(AssertionError, match=name) as caught:
+            assert_parity(mutated, ref, inputs)
+        others = [line for line in str(caught.value).splitlines() if not line.startswith(name)]
+        assert others == [], name
+
+
+# --- without the interpreter ----------------------------------------------------------------------
+
+
+def printed_by(script: str, **environment: str) -> str:
+    """What `script` prints in a process of its own, where Triton compiles, not interprets."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout

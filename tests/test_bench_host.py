@@ -10,7 +10,7 @@ from bench import host
 from fastgpt.errors import UserError
 from fastgpt.kernels import layer_norm
 from fastgpt.kernels.runtime import recording
-from tests.proof import launches
+from tests.parity import launches
 
 
 def test_each_way_is_timed_and_nothing_runs():

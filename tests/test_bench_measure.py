@@ -13,7 +13,7 @@ from bench.op import Case
 from bench.peers import MissingError, always
 from bench.timing import Timer
 from fastgpt.errors import UserError
-from tests.proof import backward_only, launches
+from tests.parity import backward_only, launches
 
 ROOF = {"matmul": 1e12, "copy": 1e10}
 RIGHT = always(peers.attention_eager)

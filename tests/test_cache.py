@@ -13,7 +13,7 @@ from fastgpt.generate import generate
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
-from tests.proof import launches
+from tests.parity import launches
 from tests.test_model import OPTIONS, build, draw_tokens
 
 CHUNKS = ([16], [1] * 16, [5, 1, 1, 4, 5], [15, 1])

@@ -12,7 +12,7 @@ from fastgpt import choose, ops
 from fastgpt.choose import judge
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.trials import TRIALS, Sizes, Trial
-from tests.proof import backward_only, launches
+from tests.parity import backward_only, launches
 
 TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
 SIZES = Sizes(TINY, 2, "fp32", False)

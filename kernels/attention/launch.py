@@ -167,7 +167,7 @@ STEPS = {
 """Name -> kernel, and the side of its tile that is the rows of its products."""
 
 
-def aot_cases(arch: int) -> Iterator[Case]:
+def forms(arch: int) -> Iterator[Case]:
     """Every row of the arch's table; those with `plain` false under all masks at once."""
     for D in (32, 64, 128, 256):
         for masks in MASKS if D in (64, 128) else MASKS[::2]:

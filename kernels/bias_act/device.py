@@ -10,14 +10,11 @@ A pointer that is None is a constant to the compiler. M is never specialised and
 on it: no recompile when it changes.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..proof.compile import Case
 from ..rows import _norm_sum_kernel, as_rows, row_blocks
 from ..runtime import launch, multiprocessors
 
@@ -225,30 +222,3 @@ def bias_act_bwd(
             parts, parts, None, dbias, programs, N, BLOCK_P=64, BLOCK_N=32, num_warps=8,
         )  # fmt: skip
     return dx, dbias
-
-
-# --- what python -m kernels.aot compiles ----------------------------------------------------------
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def aot_cases(arch: int) -> Iterator[Case]:
-    """What GPTs launch; relu is relu_squared without the square. The costliest kind in fp32."""
-    for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
-        yield _case(kind, 3072, BF16, FP32)
-    yield _case("swiglu", 2048, BF16, FP32)
-    yield _case("swiglu", 2048, BF16, None)
-    for F in (16, 128, 1024):
-        yield _case("swiglu", F, FP32, FP32)
-
-
-def _case(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
-    def run() -> None:
-        N = 2 * F if kind == "swiglu" else F
-        x = torch.empty(4096, N, dtype=dtype, device="meta")
-        b = torch.empty(N, dtype=bias, device="meta") if bias else None
-        y = bias_act_fwd(x, b, kind, dtype)
-        bias_act_bwd(y, x, b, kind, bias)
-
-    names = {BF16: "bf16", FP32: "fp32", None: "none"}
-    return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)

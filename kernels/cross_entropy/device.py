@@ -12,14 +12,11 @@ work. The largest logit is subtracted before anything is rounded, so that logits
 but what their own dtype has lost. Rows of ignored targets are not read.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..proof.compile import Case
 from ..runtime import launch, multiprocessors
 from .plain import Options
 
@@ -288,39 +285,3 @@ def cross_entropy_scale_(dlogits: Tensor, scale: Tensor) -> None:
 
 def _step(scale: Tensor | None) -> int:
     return scale.stride(0) if scale is not None and scale.dim() else 0
-
-
-# --- ahead of time --------------------------------------------------------------------------------
-
-
-def aot_cases(arch: int) -> Iterator[Case]:
-    """Each tile of the rule, and what changes the code: options, padding, unaligned rows."""
-    every = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
-    for dtype in (torch.bfloat16, torch.float32):
-        for V in (256, 2048, 50_304, 128_256):
-            yield from _cases(V, dtype, **every)
-    yield from _cases(50_304, torch.bfloat16)
-    yield from _cases(50_304, torch.float16, valid=50_257)
-    yield from _cases(50_304, torch.bfloat16, valid=50_257)
-    yield from _cases(50_257, torch.bfloat16)  # rows that are not aligned
-
-
-def _cases(V: int, dtype: torch.dtype, valid: int | None = None, **values: float) -> Iterator[Case]:
-    options = Options(valid or V, **values)
-    logits = torch.empty(4096, V, dtype=dtype, device="meta")
-    targets = torch.empty(4096, dtype=torch.int64, device="meta")
-    scale = torch.empty((), device="meta")
-
-    def apart() -> None:
-        _, stats = cross_entropy_fwd(logits, targets, options)
-        cross_entropy_bwd(logits, targets, stats, scale, logits, options)
-
-    def in_place() -> None:
-        cross_entropy_fwd_bwd_(logits, targets, scale, options)
-        if valid is None:
-            cross_entropy_scale_(logits, scale)
-
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    label = " ".join([f"V={V} {kind}", *[f"valid={valid}"] * bool(valid), *values])
-    yield Case(label, apart)
-    yield Case(f"{label} in place", in_place)

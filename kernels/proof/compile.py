@@ -3,7 +3,6 @@
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -36,6 +35,10 @@ class Case:
     label: str
     run: Callable[[], object]
     mma: Mapping[str, str] = field(default_factory=dict)
+
+
+Forms = Callable[[int], Iterator[Case]]
+"""Arch (90 for sm_90) -> what ships for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,12 @@ class Row:
 # --- collect --------------------------------------------------------------------------------------
 
 
-def collect(modules: Iterable[str], archs: Iterable[int]) -> Iterator[Config]:
+def collect(forms: Iterable[Forms], archs: Iterable[int]) -> Iterator[Config]:
     """The launches of every case, those that the compiler would not tell apart only once."""
     seen = set()
     for arch in archs:
-        for module in modules:
-            for case in importlib.import_module(module).aot_cases(arch):
+        for of_arch in forms:
+            for case in of_arch(arch):
                 with recording(arch) as launches:
                     case.run()
                 for launch in launches:

@@ -10,14 +10,11 @@ angles negated (CONJUGATE). INPLACE writes where it read: a block has as many pa
 hold, none twice, so nothing is read after it was written.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..proof.compile import Case
 from ..runtime import launch
 
 # --- device ---------------------------------------------------------------------------------------
@@ -138,30 +135,3 @@ def _like(x: Tensor) -> Tensor:
 def _pairs(x: Tensor) -> Tensor:
     """x, its last dimension contiguous: itself but for layouts hardly ever met."""
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-# --- what python -m kernels.aot compiles ----------------------------------------------------------
-
-
-def aot_cases(arch: int) -> Iterator[Case]:
-    """GPTs' head dimensions, both conventions, and in place."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for backward in (False, True):
-        for D in (64, 128):
-            yield _case(12, 12, D, bf16, conjugate=backward)
-        yield _case(12, 12, 64, bf16, interleaved=True, conjugate=backward)
-    yield _case(12, 4, 64, bf16, inplace=True)
-    yield _case(12, 4, 80, torch.float16)
-    yield _case(8, 1, 256, fp32, interleaved=True)
-
-
-def _case(H: int, K: int, D: int, dtype: torch.dtype, **options: bool) -> Case:
-    def run() -> None:
-        qkv = torch.empty(4, 1024, H + 2 * K, D, dtype=dtype, device="meta")
-        q, k, _ = qkv.split((H, K, K), dim=2)
-        cos = torch.empty(1024, D // 2, device="meta")
-        rotary_turn(q, k, cos, cos, **{"interleaved": False, **options})
-
-    label = [f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"]
-    label += [name for name, on in options.items() if on]
-    return Case(" ".join(label), run)

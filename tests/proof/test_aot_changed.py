@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.test_aot import python
+from tests.proof.test_aot import python
 
 SOURCE = '''
 import torch, triton
@@ -28,7 +28,7 @@ def _a_kernel(x_ptr, N: tl.constexpr):
 def _b_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, N), 0.0)
 
-def aot_cases(arch):
+def forms(arch):
     x = torch.empty(512, device="meta")
     for kernel in (_a_kernel, _b_kernel):
         for n in (64, 128, 256):
@@ -44,7 +44,7 @@ CHANGES = {
     "a new form": SOURCE.replace("128, 256)", "128, 256, 512)"),
 }
 SELECT = """
-import json, sys
+import importlib, json, sys
 from pathlib import Path
 from fastgpt.kernels import aot
 from fastgpt.kernels.proof.compile import Row, collect, fingerprint
@@ -58,7 +58,7 @@ def selected(name):
     return [config.key for config in aot.select(aot.parse(args))]
 
 found = {"before": selected(names[0])}
-configs = collect(names[:1], [90])
+configs = collect([importlib.import_module(names[0]).forms], [90])
 aot.record([Row(c.kernel, 90, c.label, fingerprint=fingerprint(c)) for c in configs], Path(budget))
 print(json.dumps(found | {name: selected(name) for name in names}))
 """

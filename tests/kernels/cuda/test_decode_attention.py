@@ -8,16 +8,15 @@ from torch.library import opcheck
 from fastgpt.kernels import decode_attention
 from fastgpt.kernels.decode_attention import device as decode_attention_launch
 from fastgpt.kernels.decode_attention.op import decode_attention_ref
-from tests.cuda_proof import (
+from tests.kernels.cuda.proof import (
     assert_nothing_waits,
     assert_on_the_current_stream,
     captured,
     need,
     one_at_a_time,
 )
-from tests.parity import assert_parity
-from tests.proof import launches
-from tests.test_decode_attention import CASES, COMBINE, SPLIT, check, make, plain
+from tests.kernels.test_decode_attention import CASES, COMBINE, SPLIT, check, make, plain
+from tests.parity import assert_parity, launches
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

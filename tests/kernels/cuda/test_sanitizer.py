@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 OPS = {
     "attention": """
 from fastgpt.kernels import attention
-from tests.test_attention_triton import docs
+from tests.kernels.test_attention_triton import docs
 
 doc_ids = docs(2, 100, longest=30).cuda()
 for B, Tq, Tk, H, K, D, options in (
@@ -72,7 +72,7 @@ for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
 """,
     "decode": """
 from fastgpt.kernels import decode_attention
-from tests.test_decode_attention import make
+from tests.kernels.test_decode_attention import make
 
 for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):
     inputs, options = make(*case, dtype=torch.float16, page=page, starts=True, device="cuda")

@@ -15,10 +15,10 @@ from fastgpt.kernels.norm.op import (
     layer_norm_ref,
     rms_norm_ref,
 )
-from tests.parity import awkward
-from tests.proof import (
+from tests.parity import (
     assert_kernel_parity,
     assert_mutations_are_caught,
+    awkward,
     forward_backward,
     guarded,
     launches,

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from fastgpt.kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
+from fastgpt.kernels.attention.config import TUNING
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import Loop, ceiling
 
-ROOT = Path(__file__).parents[1]
-FAULTS = ("--modules", "tests.aot_faults")
+ROOT = Path(__file__).parents[2]
+FAULTS = ("--modules", "tests.proof.aot_faults")
 ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 
@@ -68,8 +69,7 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
     """Each table row of each arch, and each set of sizes that a rule gives where forms need it."""
     done = python("-c", COUNT)
     forms, configurations, keys = json.loads(done.stdout)
-    tables = [path for path in BUDGET.parent.glob("*.json") if path != BUDGET]
-    rows = sum(len(json.loads(path.read_text())["attention"]) for path in tables)
+    rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
     assert configurations <= 225
     assert rows <= 120
     for version, archs in read_budgets(BUDGET).items():
@@ -80,9 +80,10 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
 
 COUNT = """
 import json
-from fastgpt.kernels.aot import ARCHS, MODULES
+from fastgpt.kernels.aot import ARCHS
 from fastgpt.kernels.proof.compile import collect
-found = list(collect(MODULES, ARCHS))
+from fastgpt.kernels.specs import FORMS
+found = list(collect(FORMS, ARCHS))
 keys = sorted(f"{config.arch} {config.key}" for config in found)
 print(json.dumps([len(found), len({config.settings for config in found}), keys]))
 """

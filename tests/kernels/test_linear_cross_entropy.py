@@ -17,10 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
 from fastgpt.kernels.cross_entropy.chunks import tokens_at_a_time
 from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
-from tests.parity import assert_parity, awkward
-from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
+from tests.parity import (
+    assert_kernel_parity,
+    assert_mutations_are_caught,
+    assert_parity,
+    awkward,
+    guarded,
+    launches,
+)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FWD = "_cross_entropy_fwd_kernel"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastgpt.kernels import rotary, rotary_ref
-from tests.cuda_proof import (
+from tests.kernels.cuda.proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
     assert_on_the_current_stream,
@@ -14,9 +14,8 @@ from tests.cuda_proof import (
     need,
     one_at_a_time,
 )
-from tests.parity import awkward
-from tests.proof import assert_kernel_parity, forward_backward, launches
-from tests.test_rotary import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.kernels.test_rotary import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.parity import assert_kernel_parity, awkward, forward_backward, launches
 
 pytestmark = pytest.mark.gpu
 KERNEL = "_rotary_kernel"

@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
 from fastgpt.kernels.attention.op import attention_ref
-from tests.cuda_proof import (
+from tests.kernels.cuda.proof import (
     assert_nothing_waits,
     assert_on_the_current_stream,
     assert_replays,
@@ -16,9 +16,16 @@ from tests.cuda_proof import (
     need,
     one_at_a_time,
 )
-from tests.parity import assert_parity, awkward
-from tests.proof import launches
-from tests.test_attention_triton import DOCUMENTS, DROPOUT, KERNELS, SHAPES, check, docs, plain
+from tests.kernels.test_attention_triton import (
+    DOCUMENTS,
+    DROPOUT,
+    KERNELS,
+    SHAPES,
+    check,
+    docs,
+    plain,
+)
+from tests.parity import assert_parity, awkward, launches
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

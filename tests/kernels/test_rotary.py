@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import rotary, rotary_ref, runtime
-from tests.parity import awkward
-from tests.proof import (
+from tests.parity import (
     LAYOUTS,
     assert_compiles_once,
     assert_kernel_parity,
     assert_mutations_are_caught,
+    awkward,
     forward_backward,
     guarded,
     launches,

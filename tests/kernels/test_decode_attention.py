@@ -16,8 +16,15 @@ from fastgpt.kernels import decode_attention
 from fastgpt.kernels.decode_attention import device as decode_attention_launch
 from fastgpt.kernels.decode_attention.device import MAX_SPLITS, splits
 from fastgpt.kernels.decode_attention.op import decode_attention_ref
-from tests.parity import assert_parity, awkward
-from tests.proof import assert_kernel_parity, guarded, launches, mutations, printed_by
+from tests.parity import (
+    assert_kernel_parity,
+    assert_parity,
+    awkward,
+    guarded,
+    launches,
+    mutations,
+    printed_by,
+)
 
 SPLIT, COMBINE = "_decode_attention_kernel", "_decode_combine_kernel"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}

@@ -11,8 +11,13 @@ from torch import Tensor
 from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
 from fastgpt.kernels.attention import launch as attention_launch
 from fastgpt.kernels.attention.op import attention_mask, attention_ref
-from tests.parity import awkward
-from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
+from tests.parity import (
+    assert_kernel_parity,
+    assert_mutations_are_caught,
+    awkward,
+    guarded,
+    launches,
+)
 
 FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
 KERNELS = (FWD, DQ, DKV)

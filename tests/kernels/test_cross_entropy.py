@@ -13,12 +13,13 @@ from torch.library import opcheck
 
 from fastgpt.kernels import cross_entropy, runtime
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
-from tests.parity import assert_parity, awkward
-from tests.proof import (
+from tests.parity import (
     LAYOUTS,
     assert_compiles_once,
     assert_kernel_parity,
     assert_mutations_are_caught,
+    assert_parity,
+    awkward,
     guarded,
     launches,
     printed_by,
@@ -536,11 +537,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fastgpt.kernels.proof.compile import collect, specialised
 from fastgpt.kernels.cross_entropy.device import *
+from fastgpt.kernels.cross_entropy.plain import Options
+from fastgpt.kernels.cross_entropy.spec import forms as forms_
 from fastgpt.kernels.runtime import recording
 from fastgpt.kernels.proof.sass import disassemble
 
 accesses = {}
-for config in collect(["fastgpt.kernels.cross_entropy.device"], [90]):
+for config in collect([forms_], [90]):
     if config.label == "V=50304 bf16 valid=50257 in place":
         signature, constants, attributes, options = specialised(config.launch)
         source = ASTSource(config.launch.kernel, signature, constants, attributes)

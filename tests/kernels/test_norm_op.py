@@ -12,16 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, runtime
 from fastgpt.kernels.norm.op import add_layer_norm_ref
-from tests.parity import assert_parity, awkward
-from tests.proof import (
+from tests.kernels.test_norm import BWD, FWD, OPS, SUM, WIDE, all_ops, make
+from tests.parity import (
     LAYOUTS,
     assert_compiles_once,
     assert_kernel_parity,
+    assert_parity,
+    awkward,
     forward_backward,
     guarded,
     launches,
 )
-from tests.test_layer_norm import BWD, FWD, OPS, SUM, WIDE, all_ops, make
 
 # --- memory ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from fastgpt.kernels import cross_entropy, linear_cross_entropy
 from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
-from tests.cuda_proof import (
+from tests.kernels.cuda.proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
     assert_on_the_current_stream,
@@ -16,10 +16,9 @@ from tests.cuda_proof import (
     need,
     one_at_a_time,
 )
-from tests.parity import assert_parity, awkward
-from tests.proof import launches
-from tests.test_cross_entropy import test_opcheck  # noqa: F401 - runs here on CUDA tensors
-from tests.test_linear_cross_entropy import test_opcheck as test_opcheck_linear  # noqa: F401
+from tests.kernels.test_cross_entropy import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.kernels.test_linear_cross_entropy import test_opcheck as test_opcheck_linear  # noqa: F401
+from tests.parity import assert_parity, awkward, launches
 
 pytestmark = pytest.mark.gpu
 FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
 from fastgpt.kernels.attention.config import TUNING, rows, shipped
 from fastgpt.kernels.attention.op import attention_ref
-from tests.parity import awkward
-from tests.proof import launches, printed_by
+from tests.parity import awkward, launches, printed_by
 
 KERNELS = ("_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel")
 DOCS = torch.tensor([[0] * 9 + [4] * 11, [1] * 20])

@@ -1,14 +1,13 @@
 """What the CUDA tests of the kernels have in common: a step is called, its tensors are compared."""
 
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import awkward
-from tests.proof import launches
+from tests.parity import awkward, launches
 
 Step = Callable[[], Sequence[Tensor]]
 """Outputs and gradients of an op, of the same tensors in every call."""
@@ -99,16 +98,17 @@ def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
 
 
 def assert_compiles_nothing_new(
-    module: ModuleType, kernels: Iterable[str], run: Callable[[int], object], sizes: Iterable[int]
+    kernels: Iterable[Any], run: Callable[[int], object], others: Iterable[int]
 ) -> None:
-    """`run` of any of `sizes` needs no other form of the module's kernels than `run(2)` does."""
+    """`run` of any of `others` needs no other form of the kernels than `run(0)` does."""
 
     def compiled() -> list[int]:
         device = torch.cuda.current_device()
-        return [len(getattr(module, name).device_caches[device][0]) for name in kernels]
+        return [len(kernel.device_caches[device][0]) for kernel in kernels]
 
-    run(2)
+    kernels = list(kernels)
+    run(0)
     before = compiled()
-    for size in sizes:
-        run(size)
+    for other in others:
+        run(other)
     assert compiled() == before

@@ -11,7 +11,7 @@ from fastgpt.kernels.norm.op import (
     layer_norm_ref,
     rms_norm_ref,
 )
-from tests.cuda_proof import (
+from tests.kernels.cuda.proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
     assert_on_the_current_stream,
@@ -21,9 +21,8 @@ from tests.cuda_proof import (
     need,
     one_at_a_time,
 )
-from tests.parity import assert_parity, awkward
-from tests.proof import assert_kernel_parity, launches
-from tests.test_layer_norm_op import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.kernels.test_norm_op import test_opcheck  # noqa: F401 - runs here on CUDA tensors
+from tests.parity import assert_kernel_parity, assert_parity, awkward, launches
 
 pytestmark = pytest.mark.gpu
 FWD, BWD, SUM = "_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_kernel"

@@ -18,7 +18,7 @@ from fastgpt.kernels.attention.op import attention_mask
 from fastgpt.kernels.proof.compile import Config, Row
 from fastgpt.kernels.proof.sass import DEVICES, Loop
 from fastgpt.kernels.runtime import Launch
-from tests.test_aot import python
+from tests.proof.test_aot import python
 
 TABLES = sorted(path for path in TUNING.glob("*.json") if path.name != "budget.json")
 FWD = STEPS["fwd"][0]

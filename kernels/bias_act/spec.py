@@ -1,0 +1,110 @@
+"""What `bias_act` is proved and measured by."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..proof.compile import Case
+from ..spec import Make, Problem, Spec, Work, rows, work
+from .op import ACTIVATIONS, bias_act, bias_act_ref
+
+FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_norm_sum_kernel"
+
+
+def eager(x: Tensor, bias: Tensor | None = None, *, kind: str) -> Tensor:
+    return ACTIVATIONS[kind](x if bias is None else x + bias)
+
+
+def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    """x (M, N) and a bias (N,); for swiglu N is 2F."""
+    x = {"x": make(*rows(s), s["N"])}
+    return {**x, "bias": make(s["N"])} if s.get("bias", True) else x
+
+
+def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    return {"kind": s["kind"], **({} if s.get("bias", True) else {"bias": None})}
+
+
+def bytes_moved(s: Problem, itemsize: int) -> Work:
+    """x -> y; backward: x, dy -> dx. The bias is left out."""
+    x = math.prod(rows(s)) * s["N"] * itemsize
+    y = x / 2 if s["kind"] == "swiglu" else x
+    return work((0, x + y), (0, 2 * x + y))
+
+
+def forms(arch: int) -> Iterator[Case]:
+    """What GPTs launch; relu is relu_squared without the square. The costliest kind in fp32."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
+        yield form(kind, 3072, bf16, fp32)
+    yield form("swiglu", 2048, bf16, fp32)
+    yield form("swiglu", 2048, bf16, None)
+    for F in (16, 128, 1024):
+        yield form("swiglu", F, fp32, fp32)
+
+
+def form(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
+    def run() -> None:
+        from .device import bias_act_bwd, bias_act_fwd
+
+        N = 2 * F if kind == "swiglu" else F
+        x = torch.empty(4096, N, dtype=dtype, device="meta")
+        b = torch.empty(N, dtype=bias, device="meta") if bias else None
+        y = bias_act_fwd(x, b, kind, dtype)
+        bias_act_bwd(y, x, b, kind, bias)
+
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
+    return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)
+
+
+GELU, SWIGLU = {"kind": "gelu_tanh"}, {"kind": "swiglu"}
+WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
+SHAPES = {
+    "three-dimensions": ((4, 5), 24),
+    "one-element": (1, 1),
+    "masked-tail": (7, 123),
+    "more-tiles-than-programs": (90, 300),
+    "columns-in-parts": (11, 1030),
+}
+BIAS_ACT = Spec(
+    name="bias_act",
+    op=bias_act,
+    ref=bias_act_ref,
+    eager=eager,
+    inputs=inputs,
+    options=options,
+    launches=lambda s: (FWD, BWD, SUM) if s.get("bias", True) else (FWD, BWD),
+    forms=forms,
+    work=bytes_moved,
+    problems={
+        **{
+            f"{kind} {label}": {"M": M, "N": F * (2 if kind == "swiglu" else 1), "kind": kind}
+            for kind in ACTIVATIONS
+            for label, (M, F) in SHAPES.items()
+        },
+        **{
+            f"{kind} no bias": {"M": 7, "N": 40, "kind": kind, "bias": False}
+            for kind in ACTIVATIONS
+        },
+    },
+    sizes={
+        "cuda": {
+            **{name: {"M": 16384, "N": 4 * C, **GELU} for name, C in WIDTHS.items()},
+            "awkward": {"M": 10007, "N": 777, **GELU},
+            "swiglu-gpt2-124m": {"M": 16384, "N": 4096, **SWIGLU},
+            "swiglu-awkward": {"M": 10007, "N": 1554, **SWIGLU},
+        },
+        "cpu": {
+            "gpt2-124m": {"M": 1024, "N": 3072, **GELU},
+            "awkward": {"M": 1003, "N": 777, **GELU},
+            "swiglu-gpt2-124m": {"M": 1024, "N": 4096, **SWIGLU},
+        },
+    },
+    structural=("gelu_tanh three-dimensions", "swiglu three-dimensions", "swiglu no bias"),
+    growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
+    empty=({"M": 0}, {"M": (3, 0)}),
+)
+SPECS = (BIAS_ACT,)

@@ -1,0 +1,121 @@
+"""Every op on a GPU, at the sizes that occur; the same checks for all, from its `Spec`.
+
+`tests/kernels/test_conformance.py` runs on CUDA as well; here is what only a GPU shows. Tests are
+skipped, and say so, where there is none.
+"""
+
+import pytest
+import torch
+
+from bench.cases import cases
+from bench.measure import Judge
+from fastgpt.kernels.runtime import arch, recording
+from fastgpt.kernels.specs import SPECS
+from tests.kernels.conformance import run
+from tests.kernels.cuda.proof import (
+    assert_compiles_nothing_new,
+    assert_nothing_waits,
+    assert_on_the_current_stream,
+    assert_replays,
+    assert_same_bits,
+)
+from tests.parity import awkward, launches
+
+pytestmark = pytest.mark.gpu
+KERNELS = [name for name, spec in SPECS.items() if not spec.random]
+every_op = pytest.mark.parametrize("name", KERNELS)
+
+
+def step_of(name, problem, dtype=torch.bfloat16):
+    """(contiguous inputs, a step of them: outputs and gradients)."""
+    spec = SPECS[name]
+
+    def make(*sizes, below=0):
+        if below:
+            return torch.randint(below, sizes, device="cuda")
+        return awkward(*sizes, dtype=dtype, device="cuda")
+
+    made = spec.inputs(problem, make)
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in made.values()]
+    for x in inputs:
+        x.requires_grad_(spec.differentiable and x.is_floating_point())
+    op = spec.call(spec.op, problem, "cuda")
+    upstream = []
+
+    def step():
+        # an op may write over an input, which must not be a leaf
+        outputs = op(*(x * 1 if spec.overwritten else x for x in inputs))
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if not spec.differentiable:
+            return outputs
+        if not upstream:
+            upstream.extend(awkward(*y.shape, dtype=y.dtype, device="cuda") for y in outputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        return [*outputs, *torch.autograd.grad(outputs, wanted, upstream)]
+
+    return inputs, step
+
+
+def typical(name):
+    return next(iter(SPECS[name].sizes["cuda"].values()))
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases("cuda", every_dtype=True) if c.op.spec.name in KERNELS],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_errors_keep_the_rule_beside_pytorchs_own(case):
+    with launches(*case.op.spec.launches(case.shape)):
+        wrong, _ = Judge(case, "cuda").complaints(case.implementation("ours", "cuda"))
+    assert wrong == []
+
+
+@every_op
+def test_a_thousand_steps_give_the_same_bits(name):
+    assert_same_bits(step_of(name, typical(name))[1])
+
+
+@every_op
+def test_nothing_waits_for_the_device(name):
+    problem = typical(name)
+    assert_nothing_waits(step_of(name, problem)[1], *SPECS[name].launches(problem))
+
+
+@every_op
+def test_a_captured_graph_replays_with_new_inputs(name):
+    inputs, step = step_of(name, typical(name))
+    assert_replays(step, [x for x in inputs if x.is_floating_point()])
+
+
+@every_op
+def test_kernels_run_on_the_current_stream(name):
+    inputs, step = step_of(name, typical(name))
+    assert_on_the_current_stream(step, inputs[0])
+
+
+@every_op
+def test_new_sizes_compile_nothing(name):
+    spec = SPECS[name]
+    first = {**spec.problems[next(iter(spec.problems))], **spec.growing[0]}
+    with recording(arch(torch.device("cuda"))) as recorded:
+        step_of(name, first)[1]()
+    kernels = {launch.kernel.__name__: launch.kernel for launch in recorded}
+
+    def grown(i):
+        step_of(name, {**first, **spec.growing[i]})[1]()
+
+    assert_compiles_nothing_new(kernels.values(), grown, range(1, len(spec.growing)))
+
+
+@every_op
+def test_compiled_by_inductor_it_is_the_same(name):
+    spec = SPECS[name]
+    torch.compiler.reset()
+    first = spec.problems[next(iter(spec.problems))]
+    for change in spec.growing:
+        problem = {**first, **change}
+        inputs, _ = step_of(name, problem)
+        op = spec.call(spec.op, problem, "cuda")
+        with launches(*spec.launches(problem)):
+            got = run(spec, torch.compile(op, fullgraph=True), inputs)
+        assert all(map(torch.equal, got, run(spec, op, inputs)))

@@ -1,0 +1,158 @@
+"""What is special about bias and activation; the rest is in `test_conformance`."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastgpt.kernels import bias_act
+from fastgpt.kernels.bias_act.op import ACTIVATIONS, bias_act_ref
+from fastgpt.kernels.bias_act.spec import BIAS_ACT, BWD, FWD, SUM
+from tests.kernels import conformance
+from tests.parity import assert_kernel_parity, awkward, forward_backward, launches
+
+all_kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
+two_kinds = pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
+
+
+def make(kind, *shape, dtype=torch.float32, device="cpu"):
+    """Inputs that put out `shape`."""
+    *rows, N = shape
+    problem = {"M": tuple(rows), "N": N * (2 if kind == "swiglu" else 1)}
+    return conformance.make_inputs(BIAS_ACT, problem, device, dtype)
+
+
+def of(kind, f=bias_act):
+    return lambda x, bias=None: f(x, bias, kind)
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+@all_kinds
+def test_reference_is_the_formula_in_fp64(kind):
+    x, bias = make(kind, 7, 12, dtype=torch.float64).values()
+    z = x + bias
+    gate, up = z.chunk(2, dim=-1)
+    want = {
+        "gelu_tanh": z / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        "gelu_erf": z / 2 * (1 + torch.erf(z / math.sqrt(2))),
+        "relu": z.clamp(min=0),
+        "relu_squared": z.clamp(min=0) ** 2,
+        "swiglu": gate / (1 + torch.exp(-gate)) * up,
+    }[kind]
+    torch.testing.assert_close(bias_act_ref(x, bias, kind), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(bias_act_ref(x + bias, None, kind), want, rtol=1e-12, atol=1e-12)
+
+
+def test_reference_is_torchs_own_after_a_projection():
+    x, weight, bias = awkward(5, 8).double(), awkward(12, 8).double(), awkward(12).double()
+    want = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    got = bias_act_ref(F.linear(x, weight), bias, "gelu_tanh")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_shape(data, device):
+    kind = data.draw(st.sampled_from(list(ACTIVATIONS)))
+    N = data.draw(st.integers(1, 300)) * (2 if kind == "swiglu" else 1)
+    rows = tuple(data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3)))
+    problem = {"M": rows, "N": N, "kind": kind, "bias": data.draw(st.booleans())}
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    conformance.parity(BIAS_ACT, problem, device, dtype)
+
+
+MIXED = {
+    "fp16-with-fp32-bias": (torch.float16, torch.float32),
+    "bf16-with-fp32-bias": (torch.bfloat16, torch.float32),
+    "fp32-with-bf16-bias": (torch.float32, torch.bfloat16),
+}
+
+
+@two_kinds
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_dtypes_may_differ(dtypes, kind, device):
+    def cast(f):
+        def call(x, bias):
+            if x.dtype != torch.float64:  # the truth
+                x, bias = x.to(dtypes[0]), bias.to(dtypes[1])
+            return f(x, bias, kind)
+
+        return call
+
+    # of the narrower dtype, so that only what comes out is rounded
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+    inputs = make(kind, 16, 120, dtype=narrow, device=device)
+    assert cast(bias_act)(*inputs.values()).dtype == dtypes[0]
+    assert_kernel_parity(cast(bias_act), cast(bias_act_ref), inputs, kernels=(FWD, BWD, SUM))
+
+
+def test_gelu_by_erf_keeps_its_tail(device):
+    """1 + erf(z / sqrt(2)) in fp32 has one digit left of it at -5 and none at -6."""
+    z = torch.linspace(-8, -1, 200, device=device)[None]
+    y, slope = forward_backward(of("gelu_erf"), [z], [torch.ones_like(z)])
+    z = z.double()
+    tail, bell = torch.special.erfc(z / -math.sqrt(2)) / 2, torch.exp(-(z**2) / 2)
+    true = tail + z * bell / math.sqrt(2 * math.pi)
+    torch.testing.assert_close(y.double(), z * tail, rtol=2e-2, atol=0)
+    torch.testing.assert_close(slope.double(), true, rtol=1e-3, atol=1e-7)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@all_kinds
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_in_its_place(value, kind, device):
+    x, bias = make(kind, 9, 40, device=device).values()
+    want = forward_backward(of(kind), [x, bias])
+    x[4, 7] = value
+    got = forward_backward(of(kind), [x, bias])
+    if math.isnan(value):  # it is not taken for a number below 0
+        assert got[0][4, 7].isnan()
+    for a, b in zip(got, want, strict=True):
+        changed = torch.zeros_like(a, dtype=torch.bool)
+        changed[..., 7::40] = True
+        torch.testing.assert_close(a[~changed], b[~changed], rtol=0, atol=0)
+
+
+@all_kinds
+def test_large_inputs_lose_nothing(kind, device):
+    """The exponentials overflow or vanish; torch in fp64 is the truth, as for all others."""
+    x = 1e3 * make(kind, 9, 40, device=device)["x"]
+    assert_kernel_parity(of(kind), of(kind, bias_act_ref), {"x": x}, kernels=(FWD, BWD))
+
+
+def test_what_is_saved_is_what_came_in(device):
+    x, bias = (t.requires_grad_() for t in make("swiglu", 9, 40, device=device).values())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        bias_act(x, bias, "swiglu")
+    assert [t.data_ptr() for t in saved] == [x.data_ptr(), bias.data_ptr()]
+
+
+X = torch.ones(2, 8)
+BAD = {
+    "kind": ((X, None, "gelu"), r"kind: expected one of gelu_tanh, .*swiglu, got 'gelu'"),
+    "no-columns": ((torch.ones(2, 0), None, "relu"), r"x: .* got \(2, 0\)"),
+    "odd": ((X[:, :7], None, "swiglu"), r"x: expected \(\.\.\., 2F\) for swiglu, got \(2, 7\)"),
+    "bias": ((X, torch.ones(4), "swiglu"), r"bias: expected \(8,\), got \(4,\)"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(args, message):
+    with launches(), pytest.raises(ValueError, match=message):
+        bias_act(*args)
