@@ -14,7 +14,7 @@ from bench import convergence, gpu, records
 from bench.gpu import STAGES, Context, Stage
 from kernels import aot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def fake(name: str, code: str, budget: int = 20) -> Stage:
