@@ -15,12 +15,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from bench import goals, measure, peers, records, report, roofline, step
+from bench import goals, measure, peers, records, report, step
 from bench.cases import cases
 from bench.op import Case
-from bench.timing import Timer
+from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import device
 from fastgpt.errors import UserError, shown_in_one_line
 
@@ -90,7 +89,7 @@ def chosen_steps(bench: Bench, on: str) -> list[str]:
 
 
 def print_list(todo: list[Case], on: str) -> None:
-    table = Table("case", "shape", "implementations (missing ones in brackets)")
+    lines = []
     for case in todo:
         names = []
         for name, maker in case.op.implementations.items():
@@ -100,8 +99,8 @@ def print_list(todo: list[Case], on: str) -> None:
             except peers.MissingError:
                 names.append(f"({name})")
         shape = " ".join(f"{key}={value}" for key, value in case.shape.items())
-        table.add_row(case.name, shape, " ".join(names))
-    Console(width=160 if not sys.stdout.isatty() else None).print(table)
+        lines.append((case.name, shape, " ".join(names)))
+    records.show("case|shape|implementations (missing ones in brackets)", lines)
 
 
 def run_cases(
@@ -110,7 +109,7 @@ def run_cases(
     """Measures and records; all rows of cases."""
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     end = time.perf_counter() + bench.budget
-    rates = roofline.measure(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
+    rates = machine_rates(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
     writer.write("machine", {"rates": rates})
     seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
     rows: list[measure.Row] = []
@@ -120,7 +119,7 @@ def run_cases(
             about = {"case": case.name, "op": case.op.name, "implementation": "all"}
             writer.write("missing", {**about, "reason": f"the {bench.budget:.0f} s were over"})
             continue
-        roof = roofline.roof(rates, case.dtype)
+        roof = roof_of(rates, case.dtype)
         try:
             found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
         except Exception as error:  # what is measured already is kept, and the rest measured
@@ -146,17 +145,12 @@ def _with_progress(todo: list[Case]) -> Iterator[Case]:
 
 def print_rows(rows: list[measure.Row]) -> None:
     """Times as a table, and below it who was refused one."""
-    table = Table("case", "pass", "implementation", "ms p20 p50 p80", "rate", "of limit")
+    lines = []
     for row in (row for kind, row in rows if kind == "op"):
         times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
-        rate = (
-            f"{row['tflops']:.3g} TFLOP/s"
-            if row["bound"] == "matmul"
-            else f"{row['gb_per_s']:.3g} GB/s"
-        )
-        cells = (row["case"], row["pass"], row["implementation"], times, rate)
-        table.add_row(*cells, f"{row['share']:.0%}")
-    Console(width=140 if not sys.stdout.isatty() else None).print(table)
+        cells = (row["case"], row["pass"], row["implementation"], times)
+        lines.append((*cells, report.rate(row), f"{row['share']:.0%}"))
+    records.show("case|pass|implementation|ms p20 p50 p80|rate|of limit", lines)
     for row in (row for kind, row in rows if kind == "refused"):
         print(f"{row['case']} {row['implementation']}: refused: {row['reason']}")
 

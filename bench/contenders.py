@@ -1,24 +1,30 @@
-"""Who takes training steps, and what the process does that each of them has for itself.
+"""The contenders of the training step: a process for each, asked in an order that alternates.
 
-It builds the contender, takes a first step, and then does what it is told: take steps, say what
-memory they took, break a step into parts. All get the same number of tokens, random ones of the
-same vocabulary, so that no embedding row is warmer than it would be in training.
+A process builds its contender, takes a first step, and then does what it is told: take steps, say
+what memory they took, break a step into parts. All get the same number of tokens, random ones of
+the same vocabulary, so that no embedding row is warmer than it would be in training.
 """
 
+import multiprocessing
+import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench import nanogpt, parts, reference
+from bench import parts
 from bench.measure import in_one_line, resident_peak
+from bench.timing import quantiles
+from bench.trainers import nanogpt_step, plain_step
 from fastgpt import device
 from fastgpt.config import Config, ModelConfig, OpsConfig
 from fastgpt.engine import Engine
@@ -30,6 +36,9 @@ TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8
 """The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
 PATIENCE = 5
 """First steps that are tried where memory is short."""
+START_S = 600
+"""Seconds that a process may take to build and compile."""
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 OUT_OF_MEMORY = "out of memory"
 SIZES = (
     "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
@@ -125,7 +134,7 @@ def plain_ops() -> OpsConfig:
 def _reference(plan: Plan, *, compiled: bool) -> Built:
     expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
-    step = reference.training_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
+    step = plain_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
     return step, {"compile": compiled, "optimizer": "adamw"}
 
 
@@ -133,7 +142,7 @@ def _nanogpt(plan: Plan, precision: str) -> Built:
     assert plan.nanogpt is not None
     expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
-    step = nanogpt.training_step(plan.config, plan.nanogpt, plan.on, precision, batches)
+    step = nanogpt_step(plan.config, plan.nanogpt, plan.on, precision, batches)
     return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": precision}
 
 
@@ -216,3 +225,125 @@ def serve(pipe: Connection, name: str, plan: Plan) -> None:
     except Exception as error:
         traceback.print_exc()
         pipe.send({"failed": in_one_line(error)})
+
+
+# --- taking turns ---------------------------------------------------------------------------------
+
+
+class Contender:
+    """A process with a contender in it; `failed` says why it cannot go on, if it cannot.
+
+    Args:
+        name: a key of CONTENDERS.
+        plan: what it does.
+        caches: folder of what torch.compile and Triton keep; an empty one makes a cold start.
+    """
+
+    def __init__(self, name: str, plan: Plan, caches: Path) -> None:
+        self.name, self.plan, self.failed = name, plan, ""
+        self.caches = {key: str(caches / folder) for key, folder in CACHES.items()}
+        self.facts: dict[str, Any] = {}
+        self.seconds: dict[str, list[float]] = {"device_s": [], "host_s": []}
+        self._start()
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, there = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(there, self.name, self.plan), daemon=True)
+        with mock.patch.dict(os.environ, self.caches):
+            self.process.start()
+        there.close()  # so that a process that ends is seen to have ended
+
+    def ask(self, word: str = "") -> dict[str, Any]:
+        """The answer to `turn`, `peak` or `parts`; to nothing, what it says after its first step.
+
+        It is empty where the contender has failed, now or before.
+        """
+        if self.failed:
+            return {}
+        answer = {"failed": f"no answer in {START_S} s"}
+        try:
+            if word:
+                self.pipe.send(word)
+            if self.pipe.poll(START_S):
+                answer = self.pipe.recv()
+        except (EOFError, OSError):
+            answer = {"failed": "its process ended early: too little memory, perhaps"}
+        self.failed = answer.get("failed", "")
+        return {} if self.failed else answer
+
+    def begin(self, starts: int = 1) -> None:
+        """Waits for its first step; of two starts the second finds the caches filled."""
+        self.facts = self.ask()
+        if starts == 2 and not self.failed:
+            self.stop()
+            self._start()
+            cold, warm = self.facts["first_step_s"], self.ask()
+            self.facts = warm and {
+                **warm, "first_step_s": cold, "first_step_warm_s": warm["first_step_s"]
+            }  # fmt: skip
+        if self.failed:
+            self.stop()  # others may need its memory
+
+    def turn(self, *, counts: bool) -> None:
+        took = self.ask("turn")
+        for clock, seconds in self.seconds.items():
+            seconds += took.get(clock, []) if counts else []
+
+    def figures(self) -> dict[str, Any]:
+        """Its figures, or the reason why it has none; they stand without its parts."""
+        peak = self.ask("peak")
+        if self.failed:
+            return {"reason": self.failed}
+        device_s, host_s = self.seconds.values()
+        return {
+            **self.facts, **peak, **(self.ask("parts") or {"no_parts": self.failed}),
+            "seconds": quantiles(device_s), "host_s": quantiles(host_s), "all_seconds": device_s,
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        """Ends the process, gently first."""
+        with suppress(OSError):
+            self.pipe.send("")
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
+def take_turns(
+    names: tuple[str, ...],
+    plan: Plan,
+    caches: Path,
+    *,
+    rounds: int,
+    starts: int = 1,
+    parallel_start: bool = False,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, figures) of each contender, or (name, {"reason": why it has none}).
+
+    Args:
+        names: keys of CONTENDERS.
+        plan: what all of them do.
+        caches: a folder for what they compile.
+        rounds: that count, after one that does not.
+        starts: 2 starts each of them a second time, with its caches filled.
+        parallel_start: start all at once.
+    """
+    contenders: list[Contender] = []
+    try:
+        for name in names:
+            folder = caches / name.replace(" ", "-") / str(plan.config.global_batch)
+            contenders.append(Contender(name, plan, folder))
+            if not parallel_start:
+                contenders[-1].begin(starts)
+        for contender in contenders if parallel_start else ():
+            contender.begin()
+        for turn in range(rounds + 1):
+            for contender in contenders[:: 1 if turn % 2 else -1]:
+                contender.turn(counts=turn > 0)
+        for contender in contenders:
+            yield contender.name, contender.figures()
+    finally:
+        for contender in contenders:
+            contender.stop()

@@ -8,7 +8,6 @@ timed; `fastgpt.prepare` is timed as a whole process: start, reading, tokens, sh
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,17 +17,15 @@ from typing import Any
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from bench import records
-from bench.timing import quantiles
+from bench.timing import quantiles, time_process
 from fastgpt.data.documents import read_pieces
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.preparing import open_corpus
 from fastgpt.data.sources import find_source
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import shown_in_one_line
 from fastgpt.storage import data_dir
 
 DOCUMENT = 4000
@@ -77,29 +74,6 @@ def write_documents(source: str, size: int, path: Path) -> None:
                 return
 
 
-def tiktoken_alone(path: Path, threads: int) -> tuple[float, int]:
-    """(seconds, tokens)."""
-    seconds, tokens = _run(TIKTOKEN_ALONE, str(path), str(threads)).split()
-    return float(seconds), int(tokens)
-
-
-def prepared(path: Path, out: Path, threads: int) -> tuple[float, int]:
-    """(seconds of the whole process, its largest resident set in KiB)."""
-    began = time.perf_counter()
-    arguments = [str(path), "--out", str(out), "--tokenizer", "gpt2", "--workers", str(threads)]
-    output = _run(PREPARE, *arguments)
-    return time.perf_counter() - began, int(output.split()[-1])
-
-
-def _run(code: str, *arguments: str) -> str:
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-    return done.stdout
-
-
 def loader_rows(prepared_dir: Path) -> list[dict[str, Any]]:
     """Million tokens a second through the loader, a consumer that does nothing else."""
     corpus = open_corpus(str(prepared_dir), tokenizer="auto", val_fraction=0.1)
@@ -131,14 +105,17 @@ def main(argv: list[str]) -> None:
     alone, ours, memory, tokens = [], [], [], 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = folder / "documents.jsonl"
+        path, threads = folder / "documents.jsonl", str(bench.threads)
         write_documents(bench.text, bench.megabytes * 1_000_000, path)
         for number in range(bench.rounds):
-            seconds, tokens = tiktoken_alone(path, bench.threads)
-            alone.append(seconds)
-            seconds, kib = prepared(path, folder / f"out{number}", bench.threads)
+            _, said = time_process("tiktoken", "-c", TIKTOKEN_ALONE, str(path), threads)
+            alone.append(float(said.split()[0]))
+            tokens = int(said.split()[1])
+            options = ["--out", str(folder / f"out{number}"), "--tokenizer", "gpt2"]
+            options += ["--workers", threads]
+            seconds, said = time_process("fastgpt.prepare", "-c", PREPARE, str(path), *options)
             ours.append(seconds)
-            memory.append(kib)
+            memory.append(int(said.split()[-1]))
         rows = loader_rows(folder / "out0")
     ratios = [a / b for a, b in zip(alone, ours)]
     rows.insert(0, {
@@ -146,16 +123,16 @@ def main(argv: list[str]) -> None:
         "threads": bench.threads, "tiktoken_alone_s": alone, "prepare_s": ours,
         "tiktoken_over_prepare": ratios, "max_resident_kib": memory,
     })  # fmt: skip
-    table = Table("what", "figures")
-    table.add_row("tiktoken alone, s", " ".join(f"{s:.2f}" for s in alone))
-    table.add_row("prepare, whole process, s", " ".join(f"{s:.2f}" for s in ours))
-    table.add_row("speed over tiktoken's", " ".join(f"{ratio:.2f}x" for ratio in ratios))
-    table.add_row("million tokens/s", f"{tokens / np.median(ours) / 1e6:.2f}")
-    table.add_row("largest resident set, MiB", " ".join(f"{kib / 1024:.0f}" for kib in memory))
-    for row in rows[1:]:
-        table.add_row(f"{row['case']}, million tokens/s", f"{row['p50']:.0f}")
-    Console().print(table)
-    print(records.write("data", "cpu", rows))
+    lines = [
+        ("tiktoken alone, s", " ".join(f"{s:.2f}" for s in alone)),
+        ("prepare, whole process, s", " ".join(f"{s:.2f}" for s in ours)),
+        ("speed over tiktoken's", " ".join(f"{ratio:.2f}x" for ratio in ratios)),
+        ("million tokens/s", f"{tokens / np.median(ours) / 1e6:.2f}"),
+        ("largest resident set, MiB", " ".join(f"{kib / 1024:.0f}" for kib in memory)),
+        *((f"{row['case']}, million tokens/s", f"{row['p50']:.0f}") for row in rows[1:]),
+    ]
+    records.show("what|figures", lines)
+    print(records.Writer("cpu").write("data", *rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From nothing to a full record of one GPU: `make gpu`, or `python -m bench.gpu`.
+"""Takes one GPU from nothing to a full record: `make gpu`, or `python -m bench.gpu`.
 
     STAGES="parity bench"   only these, in the order below; any can be repeated alone
     OUT=dir                 where the records go, flat; by default bench/results/<device>
@@ -13,35 +13,46 @@ Triton's interpreter.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+try:
+    from bench import records
+except ImportError:  # a dependency is missing, which the stage `env` names
+    records = None  # pyright: ignore[reportAssignmentType]
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
-PARITY = ("attention", "layer_norm", "cross_entropy")
-"""Ops whose tests on CUDA come first; all others follow."""
+PARITY = ("test_attention_cuda.py", "test_cross_entropy_cuda.py", "test_layer_norm_cuda.py")
+"""The tests on CUDA that come first."""
 REHEARSED = "layer_norm"
 """The op whose tests stand for all in a rehearsal."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the stages are told."""
+    """The settings of a run, which every stage is given."""
 
     out: Path
     full: bool
     rehearse: bool
+
+    @property
+    def on(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
 
     @property
     def arch(self) -> int:
@@ -62,21 +73,27 @@ class Stage:
         name: as in STAGES.
         budget: seconds after which it is stopped.
         command: its arguments of Python; given its own seconds to spend, where it can heed them.
-        key: the figure of the table, from what it printed.
+        kind: of the records from which its key figure is taken.
+        key: the figure, from those; where there are none, it is the last line that was printed.
     """
 
     name: str
     budget: int
     command: Callable[[Context, float], list[str]]
-    key: Callable[[str], str]
+    kind: str = ""
+    key: Callable[[list[Row]], str] = str
 
 
 # --- the stages -----------------------------------------------------------------------------------
 
 
 def _env(context: Context, _: float) -> list[str]:
+    return _myself(context, "--environment")
+
+
+def _myself(context: Context, *task: str) -> list[str]:
     rehearse = ["--rehearse"] if context.rehearse else []
-    return ["-m", "bench.gpu", "--environment", *rehearse, "--out", str(context.out)]
+    return ["-m", "bench.gpu", *rehearse, "--out", str(context.out), *task]
 
 
 def _aot(context: Context, _: float) -> list[str]:
@@ -89,18 +106,17 @@ def _aot(context: Context, _: float) -> list[str]:
 
 def parity_files() -> list[str]:
     """The files with tests that need CUDA, those of PARITY first."""
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
-    found = [f"tests/{p.name}" for p in paths if "pytest.mark.gpu" in p.read_text("utf-8")]
-    first = [f"tests/test_{name}_cuda.py" for name in PARITY]
-    return [*(name for name in first if name in found), *(n for n in found if n not in first)]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [p for p in paths if "pytest.mark.gpu" in p.read_text("utf-8")]
+    found.sort(key=lambda path: path.name not in PARITY)
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def _parity(context: Context, _: float) -> list[str]:
-    # -v: a line a test, so that a run that is cut short still says how far it came
-    command = ["-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    command = _myself(context, "--pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider")
     command += ["--continue-on-collection-errors"]  # where only fastgpt's dependencies are missing
     if context.rehearse:
-        paths = (ROOT / "tests").glob(f"test_{REHEARSED}*.py")
+        paths = (ROOT / "tests").rglob(f"test_{REHEARSED}*.py")
         files = sorted(str(path) for path in paths if "cuda" not in path.name)
         return [*command, "-k", "one_percent", *files]
     if importlib.util.find_spec("xdist"):  # most of them wait for the compiler, not for the GPU
@@ -139,79 +155,114 @@ def _convergence(context: Context, seconds: float) -> list[str]:
     return [*command, *(() if context.full else ("--budget", f"{0.6 * seconds:.0f}"))]
 
 
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+def _tests(rows: list[Row]) -> str:
+    count = Counter(row["outcome"] for row in rows)
+    return ", ".join(f"{count[word]} {word}" for word in ("passed", "failed", "skipped"))
 
 
-def _tests(output: str) -> str:
-    """Of pytest -v: how many passed, failed and were skipped, of a run cut short, too."""
-
-    def count(word: str) -> int:
-        # the outcome stands behind the name, or before it where a worker of xdist had the test
-        return len(re.findall(rf"^(?:\S+::.* |\[gw\d+\] \[ *\d+%\] ){word}", output, re.MULTILINE))
-
-    return f"{count('PASSED')} passed, {count('FAILED')} failed, {count('SKIPPED')} skipped"
-
-
-def _measured(output: str) -> str:
-    """How many rows of ours the table of `bench` has, and attention's first rate."""
-    found = re.findall(r"(attention/\S+).*?(fwd).*?ours.*?([\d.e+-]+ TFLOP/s)", output)
-    first = f"; {found[0][0]} {found[0][1]} {found[0][2]}" if found else ""
-    return f"{len(re.findall(r'[│|] ours ', output))} rows of ours{first}"
+def _measured(rows: list[Row]) -> str:
+    """The number of rows of ours, and attention's first rate, which is of its forward."""
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    rates = (
+        f"; {row['case']} {row['pass']} {row['tflops']:.3g} TFLOP/s"
+        for row in ours
+        if row["op"] == "attention"
+    )
+    return f"{len(ours)} rows of ours{next(rates, '')}"
 
 
-def _steps(output: str) -> str:
-    rates = re.findall(r"step/(\S+) (fastgpt[ \w]*): ([\d,]+) tok/s", output)
-    best = max(rates, key=lambda rate: int(rate[2].replace(",", "")), default=None)
-    return f"{best[1]} {best[2]} tok/s at {best[0]}" if best else _last_line(output)
+def _steps(rows: list[Row]) -> str:
+    """The best rate of fastgpt."""
+    rates = {r["tok_per_s"]: r for r in rows if r["implementation"].startswith("fastgpt")}
+    if not rates:
+        return "fastgpt took no step"
+    best = rates[max(rates)]
+    at = best["case"].removeprefix("step/")
+    return f"{best['implementation']} {best['tok_per_s']:,.0f} tok/s at {at}"
 
 
 STAGES = (
-    Stage("env", 15, _env, _last_line),
-    Stage("aot", 25, _aot, _last_line),
-    Stage("parity", 150, _parity, _tests),
-    Stage("bench", 150, _bench, _measured),
-    Stage("step", 180, _step, _steps),
-    Stage("convergence", 60, _convergence, _last_line),
+    Stage("env", 15, _env),
+    Stage("aot", 25, _aot),
+    Stage("parity", 150, _parity, "test", _tests),
+    Stage("bench", 150, _bench, "op", _measured),
+    Stage("step", 180, _step, "step", _steps),
+    Stage("convergence", 60, _convergence),
 )
 """Their budgets add up to 580 s."""
 
 
+# --- records --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _writer(context: Context) -> Any:
+    assert records
+    return records.Writer(context.on, context.out)
+
+
+def save(context: Context, kind: str, row: Row) -> None:
+    """Appends a row to the record, with plain means where `bench.records` cannot be imported."""
+    if records:
+        _writer(context).write(kind, row)
+        return
+    line = {"kind": kind, "commit": os.environ.get("FASTGPT_COMMIT"), **row}
+    with (context.out / "stages.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def rows_since(began: str, context: Context, kind: str) -> list[Row]:
+    """The records of a kind, of runs that began then or later."""
+    try:
+        rows = records.read(context.out) if records else []
+    except ValueError:  # in a folder that has other files, too
+        return []
+    return [row for row in rows if row["kind"] == kind and row.get("run", "") >= began]
+
+
 def environment(context: Context) -> int:
-    """The stage `env`: what is installed here, as a record; 1 if something needed is missing."""
+    """The stage `env`: records what is installed here; 1 if something needed is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not installed: {', '.join(missing)}")
         return 1
-    from bench import records
+    from bench import records  # raises where something else is missing
 
-    on = "cpu" if context.rehearse else "cuda"
-    facts = {"state": records.state(on), "arch": context.arch, "python": sys.version}
-    writer = records.Writer(on, context.out)
-    writer.write("environment", facts)
-    versions = writer.common["versions"]
-    said = " ".join(f"{name} {version}" for name, version in versions.items() if version)
-    print(f"{writer.common['device']}, driver {writer.common['driver']}, {said}")
+    state = records.state(context.on)
+    save(context, "environment", {"state": state, "arch": context.arch, "python": sys.version})
+    about = records.described(context.on)
+    said = " ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    print(f"{about['device']}, driver {about['driver']}, {said}")
     return 0
+
+
+class Outcomes:
+    """A pytest plugin that records the outcome of each test as soon as it is known."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+            save(self.context, "test", row)
 
 
 # --- running them ---------------------------------------------------------------------------------
 
 
-def run_stage(stage: Stage, context: Context, log: Path) -> dict:
+def run_stage(stage: Stage, context: Context) -> Row:
     """Runs it under its budget and returns its row; what it printed is appended to the log."""
-    budget = float("inf") if context.full else float(stage.budget)
-    seconds = min(budget, 24 * 3600.0)
+    seconds = 24 * 3600 if context.full else stage.budget
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)
     if context.rehearse and stage.name != "aot":  # which compiles, and so cannot interpret
         environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    start = time.perf_counter()
+    began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
     command = [sys.executable, *stage.command(context, seconds)]
-    with log.open("a+", encoding="utf-8") as file:
+    with (context.out / "gpu.log").open("a+", encoding="utf-8") as file:
         print(f"\n=== {stage.name}: {' '.join(command)}", file=file, flush=True)
-        began = file.tell()
+        before = file.tell()
         process = subprocess.Popen(
             command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -222,18 +273,20 @@ def run_stage(stage: Stage, context: Context, log: Path) -> dict:
             status = None
         finally:
             _end(process)
-        file.seek(began)
-        output = file.read()
-    key = stage.key(output) if output.strip() else "it said nothing"
+        took = time.perf_counter() - start
+        file.seek(before)
+        printed = ["it said nothing", *(line.strip() for line in file if line.strip())]
+    rows = rows_since(began, context, stage.kind)
+    key = stage.key(rows) if rows else printed[-1]
     if status is None:
-        key = f"stopped after {budget:.0f} s; {key}"
+        key = f"stopped after {seconds} s; {key}"
     elif status:
         key = f"exit status {status}; {key}"
     return {
         "stage": stage.name,
         "passed": status == 0,
         "key": key[:300],
-        "seconds": time.perf_counter() - start,
+        "seconds": took,
         "budget": None if context.full else stage.budget,
         "command": command[1:],
     }
@@ -247,46 +300,22 @@ def _end(process: subprocess.Popen) -> None:
             process.wait(5)
 
 
-def save(rows: list[dict], context: Context) -> None:
-    """Appends them to the record, with plain means where the project's own cannot be imported."""
-    try:
-        from bench import records
-
-        on = "cpu" if context.rehearse else "cuda"
-        records.Writer(on, context.out).write("stage", *rows)
-    except ImportError as error:
-        with (context.out / "stages.jsonl").open("a") as file:
-            for row in rows:
-                commit = os.environ.get("FASTGPT_COMMIT")
-                line = {"kind": "stage", "commit": commit, "import_error": str(error), **row}
-                file.write(json.dumps(line) + "\n")
-
-
-def print_table(rows: list[dict]) -> None:
-    """Stage, passed, seconds, key figure."""
-    width = max(shutil.get_terminal_size().columns, 60)
-    print(f"\n{'stage':12} {'passed':7} {'seconds':>7}  key figure")
-    for row in rows:
-        passed = "yes" if row["passed"] else "NO"
-        line = f"{row['stage']:12} {passed:7} {row['seconds']:7.0f}  {row['key']}"
-        print(line[:width] if sys.stdout.isatty() else line)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [stage.name for stage in STAGES]
-    environ = os.environ
+    environ, names = os.environ, [stage.name for stage in STAGES]
     chosen = environ.get("STAGES", "").split() or names
     parser.add_argument("--stages", nargs="+", default=chosen, metavar="NAME", help=" ".join(names))
     parser.add_argument("--out", type=Path, default=environ.get("OUT") or None)
     full = environ.get("FULL", "") not in ("", "0")
     parser.add_argument("--full", action="store_true", default=full, help="no budgets")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, interpreted")
+    # what the stages env and parity are
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := [name for name in args.stages if name not in names]:
         parser.error(f"unknown stage {unknown[0]!r} (expected some of {' '.join(names)})")
@@ -294,7 +323,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a GPU; without torch there is none."""
+    """True if torch sees a GPU; without torch there is none."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -303,11 +332,7 @@ def has_cuda() -> bool:
 
 
 def default_out() -> Path:
-    try:
-        from bench import records
-    except ImportError:  # what is missing is said by the stage `env`
-        return ROOT / "bench" / "results" / "gpu"
-    return records.folder_of("cuda")
+    return records.folder_of("cuda") if records else ROOT / "bench" / "results" / "gpu"
 
 
 def main(argv: list[str]) -> int:
@@ -320,16 +345,21 @@ def main(argv: list[str]) -> int:
     context = Context(out.absolute(), args.full, args.rehearse)
     if args.environment:
         return environment(context)
-    log, rows = context.out / "gpu.log", []
+    if args.pytest is not None:
+        import pytest
+
+        return pytest.main(args.pytest, plugins=[Outcomes(context)])
+    print(f"{'stage':12} {'passed':7} {'seconds':>7}  key figure")
+    passed = True
     for stage in STAGES:
         if stage.name in args.stages:
-            print(f"{stage.name} ...", flush=True)
-            rows.append(run_stage(stage, context, log))
-            save(rows[-1:], context)
-            print(f"{stage.name}: {rows[-1]['seconds']:.0f} s, {rows[-1]['key']}", flush=True)
-    print_table(rows)
+            print(f"{stage.name:12} ", end="", flush=True)
+            row = run_stage(stage, context)
+            save(context, "stage", row)
+            passed &= row["passed"]
+            print(f"{'yes' if row['passed'] else 'NO':7} {row['seconds']:7.0f}  {row['key']}")
     print(f"records and log: {out}")
-    return 0 if all(row["passed"] for row in rows) else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bench import records
@@ -101,12 +99,12 @@ def measure(host: Host) -> list[dict]:
 
 def main(argv: list[str]) -> None:
     rows = measure(tyro.cli(Host, prog="python -m bench.host", args=argv))
-    table = Table("op", "pass", "way", "microseconds a call (p20, p50, p80)")
+    lines = []
     for row in rows:
-        figures = (f"{1e6 * row['seconds'][p]:.1f}" for p in ("p20", "p50", "p80"))
-        table.add_row(row["op"], row["pass"], row["implementation"], " ".join(figures))
-    Console().print(table)
-    print(records.write("host", "cpu", rows))
+        figures = " ".join(f"{1e6 * row['seconds'][p]:.1f}" for p in ("p20", "p50", "p80"))
+        lines.append((row["op"], row["pass"], row["implementation"], figures))
+    records.show("op|pass|way|microseconds a call (p20, p50, p80)", lines)
+    print(records.Writer("cpu").write("host", *rows))
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def rows_of(
     Args:
         case: what is measured.
         timer: on which device.
-        roof: `matmul` and `copy`, see `bench.roofline`.
+        roof: `matmul` and `copy`, see `bench.timing`.
         seconds: of each pass, all implementations together.
         rounds: so many instead.
     """

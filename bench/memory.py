@@ -16,13 +16,12 @@ from unittest import mock
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench import records
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
@@ -115,12 +114,12 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--batch is {asked.batch}: expected 1 or more")
     config = RECIPES[asked.recipe][1].model
     config = replace(config, vocab_size=config.vocab_size or 256)  # bytes
-    table = Table("loss", "weights", "kept for the backward", "peak", title="GiB")
+    lines = []
     for loss in ("torch", "chunked"):
         found = account(config, asked.batch, loss)
         figures = (found.weights, found.kept, found.peak)
-        table.add_row(loss, *(f"{n / 2**30:.3f}" for n in figures))
-    Console().print(table)
+        lines.append((loss, *(f"{n / 2**30:.3f}" for n in figures)))
+    records.show("loss|weights, GiB|kept for the backward|peak", lines)
 
 
 if __name__ == "__main__":

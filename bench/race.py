@@ -6,20 +6,24 @@ recipe runs as `python train.py`. Both losses are then over all windows of the h
 """
 
 import os
-import subprocess
+import pickle
+import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from bench import nanogpt, records
+from bench import records
+from bench.timing import time_process
+from bench.trainers import nanogpt_module
 from fastgpt.data.corpus import Corpus
+from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.data.preparing import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
@@ -30,6 +34,7 @@ NANOGPT_FLAGS = (
     "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000",
     "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True",
 )  # fmt: skip
+HEADER = "run|seconds|validation loss|nanoGPT's time over it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,65 +49,88 @@ class Race:
     """How often each one runs."""
 
 
+def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
+    """A copy of the checkout with tiny shakespeare laid out as its train.py reads it."""
+    if not (checkout / "train.py").exists():
+        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
+    copy = folder / "nanogpt"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    data = copy / "data" / "shakespeare_char"
+    corpus.train[:].tofile(data / "train.bin")
+    corpus.val[:].tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
+    return copy
+
+
+@torch.no_grad()
+def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
+    """Mean loss in nats of its last checkpoint over all held-out windows, as fastgpt's is taken."""
+    module = nanogpt_module(checkout)
+    saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", weights_only=False)
+    model = module.GPT(module.GPTConfig(**saved["model_args"])).eval()
+    model.load_state_dict(saved["model"])
+    total = count = 0.0
+    batches = eval_batches(
+        corpus.val,
+        context=model.config.block_size,
+        micro_batch=64,
+        rank=0,
+        world_size=1,
+        max_tokens=0,
+    )
+    for x, y in batches:
+        scored = int((y != IGNORED).sum())
+        _, loss = model(x, torch.where(y == IGNORED, -1, y))  # its own ignore_index
+        total, count = total + loss.item() * scored, count + scored
+    return total / count
+
+
 def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
     """(seconds, validation loss over all windows of the held-out text)."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS]
-    seconds, _ = _timed(command, checkout)
-    return seconds, nanogpt.validation_loss(checkout, corpus)
+    arguments = ("train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS)
+    seconds, _ = time_process("nanoGPT", *arguments, cwd=checkout)
+    return seconds, nanogpt_loss(checkout, corpus)
 
 
 def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
     """(seconds, validation loss over all windows of the held-out text)."""
     run_dir = folder / f"{recipe}-{time.time_ns()}"
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "train.py", recipe, "--run-dir", str(run_dir)]
-    seconds, _ = _timed(command, root)
+    seconds, _ = time_process(recipe, "train.py", recipe, "--run-dir", str(run_dir))
     losses = [r["val_loss"] for r in read_records(run_dir / "metrics.jsonl") if "val_loss" in r]
     return seconds, losses[-1]
-
-
-def _timed(command: list[str], cwd: Path) -> tuple[float, str]:
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        raise UserError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
-    return seconds, done.stdout
 
 
 def main(argv: list[str]) -> None:
     race = tyro.cli(Race, prog="python -m bench.race", args=argv)
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
-    results: dict[str, list[tuple[float, float]]] = {}
+    results: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
-        checkout = nanogpt.copy_with_data(race.nanogpt.absolute(), folder, corpus)
+        checkout = copy_with_data(race.nanogpt.absolute(), folder, corpus)
         for _ in range(race.rounds):
-            results.setdefault("nanogpt", []).append(run_nanogpt(checkout, corpus))
+            results["nanogpt"].append(run_nanogpt(checkout, corpus))
             for recipe in race.recipes:
-                results.setdefault(recipe, []).append(run_recipe(recipe, folder))
-    rows: list[dict[str, Any]] = []
-    table = Table("run", "seconds", "val loss", "nanoGPT's time over it")
+                results[recipe].append(run_recipe(recipe, folder))
+    rows = []
     for name, runs in results.items():
-        ratios = [n / s for (n, _), (s, _) in zip(results["nanogpt"], runs, strict=True)]
-        row = {
-            "run_name": name,
-            "seconds": [seconds for seconds, _ in runs],
-            "val_loss": [loss for _, loss in runs],
-            "nanogpt_over_it": ratios,
-        }
-        rows.append(row)
-        spread = sorted(row["seconds"])
-        losses = " ".join(f"{loss:.4f}" for loss in row["val_loss"])
-        table.add_row(
-            name,
-            " ".join(f"{s:.1f}" for s in spread),
-            losses,
-            " ".join(f"{ratio:.2f}x" for ratio in ratios),
+        seconds, losses = zip(*runs)
+        ratios = [n / s for (n, _), s in zip(results["nanogpt"], seconds, strict=True)]
+        rows.append(
+            {"run_name": name, "seconds": seconds, "val_loss": losses, "nanogpt_over_it": ratios}
         )
-    Console().print(table)
-    print(records.write("race", "cpu", rows))
+    records.show(HEADER, map(cells, rows))
+    print(records.Writer("cpu").write("race", *rows))
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as the figures of a table."""
+    return (
+        row["run_name"] if "run_name" in row else row["run"],  # of before runs had names
+        " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
+        " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
+        " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from fastgpt import device, run
 from fastgpt.run import installed
@@ -80,21 +84,24 @@ def folder_of(on: str) -> Path:
 
 
 class Writer:
-    """Appends to `<folder>/<date>-<commit>.jsonl`.
+    """Appends to `<folder>/<date>-<name>.jsonl`.
 
     Args:
         on: `cpu` or `cuda`.
         folder: `bench/results/<device>` by default.
+        name: the commit by default; `tune` for the samples of the tuner.
         settings: of the whole run, on every line.
     """
 
-    def __init__(self, on: str, folder: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, on: str, folder: Path | None = None, name: str = "", **settings: Any
+    ) -> None:
         started = time.strftime("%Y-%m-%dT%H:%M:%S")
         self.common = {"run": f"{started}-{os.getpid()}", **described(on), "settings": settings}
         folder = folder or folder_of(on)
         folder.mkdir(parents=True, exist_ok=True)
-        commit = self.common["commit"][:12]
-        self.path = folder / f"{time.strftime('%Y-%m-%d')}-{commit}.jsonl"
+        name = name or self.common["commit"][:12]
+        self.path = folder / f"{time.strftime('%Y-%m-%d')}-{name}.jsonl"
 
     def write(self, kind: str, *rows: dict[str, Any]) -> Path:
         """A line for each row; where they are."""
@@ -102,11 +109,6 @@ class Writer:
             for row in rows:
                 file.write(json.dumps({"kind": kind, **self.common, **row}) + "\n")
         return self.path
-
-
-def write(kind: str, on: str, rows: list[dict[str, Any]]) -> Path:
-    """Rows of one kind, by a writer with no settings; where they are."""
-    return Writer(on).write(kind, *rows)
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -123,3 +125,11 @@ def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
             on = "cuda" if kind == "tune" else "cpu"  # of those that do not say
             rows.append({"on": on, **row, "kind": kind, "file": name})
     return rows
+
+
+def show(header: str, lines: Iterable[Iterable[str]]) -> None:
+    """Prints lines of figures as a table; `header` has its columns, with | between them."""
+    table = Table(*header.split("|"))
+    for line in lines:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from bench import goals, plots, records
+from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
 from fastgpt.errors import shown_in_one_line
@@ -77,6 +77,13 @@ def host_us(row: Row) -> str:
     return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
 
 
+def rate(row: Row) -> str:
+    """What an op reaches of that which binds it."""
+    if row["bound"] == "matmul":
+        return f"{row['tflops']:.3g} TFLOP/s"
+    return f"{row['gb_per_s']:.3g} GB/s"
+
+
 def gigabytes(row: Row) -> str:
     return f"{row['peak_bytes'] / 1e9:.3g}" if row.get("peak_bytes") is not None else ""
 
@@ -92,22 +99,18 @@ def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
         groups[row["case"], row["pass"]].append(row)
     for (case, which), group in groups.items():
         ours = next((r for r in group if r["implementation"] == "ours"), None)
-        peers = [r for r in group if r is not ours]
-        best = min(peers, key=seconds, default=None)
+        best = min((r for r in group if r is not ours), key=seconds, default=None)
         for row in group:
             name = row["implementation"] + (" †" if "inexact" in row else "")
             ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
-            unit = ("tflops", "TFLOP/s") if row["bound"] == "matmul" else ("gb_per_s", "GB/s")
-            distance = ""
             if row is ours:
                 ratio = f"best peer {seconds(best) / seconds(row):.2f}" if best else ""
-                distance = distances(case, which, rows, wanted)
             lines.append(
                 (
                     f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
-                    ms(row["device_s"]), host_us(row),
-                    f"{row[unit[0]]:.3g} {unit[1]}", f"{row['share']:.0%} {row['bound']}",
-                    ratio, gigabytes(row), distance, link(row),
+                    ms(row["device_s"]), host_us(row), rate(row),
+                    f"{row['share']:.0%} {row['bound']}", ratio, gigabytes(row),
+                    distances(case, which, rows, wanted) if row is ours else "", link(row),
                 )
             )  # fmt: skip
     header = "case, pass|who|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
@@ -175,13 +178,12 @@ def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
     lines = []
     for goal in wanted:
         verdict = goals.judge(goal, rows)
-        found = verdict.why if verdict.value is None else f"{verdict.value:.3g}"
-        reached = "" if verdict.value is None else "yes" if verdict.distance >= 0 else "**no**"
-        distance = "" if verdict.value is None else f"{verdict.distance:+.0%}"
+        found = (verdict.why, "", "")
+        if verdict.value is not None:
+            reached = "yes" if verdict.distance >= 0 else "**no**"
+            found = (f"{verdict.value:.3g}", f"{verdict.distance:+.0%}", reached)
         stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
-        lines.append(
-            (f"{goal.case} {goal.which}".strip(), goal.text, stretch, found, distance, reached)
-        )  # fmt: skip
+        lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
     return table("row|goal|stretch|found|beyond it by|reached", lines)
 
 
@@ -200,57 +202,33 @@ def missing_table(rows: list[Row]) -> str:
 
 
 def other_tables(rows: list[Row]) -> str:
-    """Races of whole processes, the preparation of data, and the stages of `make gpu`."""
+    """Races of whole processes, the preparation of data, and the latest stages of `make gpu`."""
+    races, data, stages = ([r for r in rows if r["kind"] == k] for k in ("race", "data", "stage"))
+    stages = list({row["stage"]: row for row in stages}.values())
     text = ""
-    races = [row for row in rows if row["kind"] == "race"]
-    if races:
-        text += "\n### Whole processes to a loss\n\n" + table(
-            "run|seconds|validation loss|nanoGPT's time over it|",
-            (
-                (
-                    row["run_name"] if "run_name" in row else row["run"],
-                    " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
-                    " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
-                    " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
-                    link(row),
-                )
-                for row in races
-            ),
-        )
-    data = [row for row in rows if row["kind"] == "data"]
-    if data:
-        text += "\n### Data\n\n" + table(
-            "what|figures|", ((*_data(row), link(row)) for row in data)
-        )
-    if stages := _latest_stages(rows):
-        text += "\n### `make gpu`\n\n" + table(
-            "stage|passed|key figure|seconds|",
-            (
-                (
-                    row["stage"],
-                    "yes" if row["passed"] else "**no**",
-                    row["key"].replace("|", "/"),
-                    f"{row['seconds']:.0f}",
-                    link(row),
-                )
-                for row in stages
-            ),
-        )
+    for title, header, found, cells in (
+        ("Whole processes to a loss", f"{race.HEADER}|", races, race.cells),
+        ("Data", "what|figures|", data, _data),
+        ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
+    ):
+        if found:
+            lines = ((*cells(row), link(row)) for row in found)
+            text += f"\n### {title}\n\n{table(header, lines)}"
     return text
-
-
-def _latest_stages(rows: list[Row]) -> list[Row]:
-    return [*{row["stage"]: row for row in rows if row["kind"] == "stage"}.values()]
 
 
 def _data(row: Row) -> tuple[str, str]:
     if row["case"] != "prepare":
         return row["case"], f"{row['p50']:.0f} million tokens/s"
-    ours, alone = (sorted(row[key]) for key in ("prepare_s", "tiktoken_alone_s"))
-    spread = (
-        f"{ours[0]:.2f} to {ours[-1]:.2f} s; tiktoken alone {alone[0]:.2f} to {alone[-1]:.2f} s"
+    ours, alone = (
+        f"{min(row[key]):.2f} to {max(row[key]):.2f} s" for key in ("prepare_s", "tiktoken_alone_s")
     )
-    return f"prepare {row['megabytes']} MB", spread
+    return f"prepare {row['megabytes']} MB", f"{ours}; tiktoken alone {alone}"
+
+
+def _stage(row: Row) -> tuple[str, ...]:
+    passed, key = "yes" if row["passed"] else "**no**", row["key"].replace("|", "/")
+    return row["stage"], passed, key, f"{row['seconds']:.0f}"
 
 
 # --- the document ---------------------------------------------------------------------------------
@@ -261,17 +239,16 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     shown = newest(rows)
     slug = records.slug(device)
     on = next((row["on"] for row in rows if row.get("on")), "cpu")
-    wanted = [g for g in goals.read() if g.device in slug and _may_run(g, on)]
+    # goals without a device are a CPU's: those of GPUs name theirs
+    wanted = [g for g in goals.read() if g.device in slug and (g.device or on == "cpu")]
     versions = next((row["versions"] for row in reversed(rows)), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     text = f"\n## {device}\n\nNewest record: {said}; driver {rows[-1].get('driver') or 'none'}.\n"
     ops, steps = ([r for r in shown if r["kind"] == kind] for kind in ("op", "step"))
     machine = [row for row in rows if row["kind"] == "machine"]
     if machine:
-        rates = ", ".join(
-            f"{name} {rate / 1e9:,.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
-            for name, rate in machine[-1]["rates"].items()
-        )
+        units = {name: "GB/s" if name == "copy" else "GFLOP/s" for name in machine[-1]["rates"]}
+        rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
         text += f"Its own limits, measured: {rates} ({link(machine[-1])}).\n"
     if wanted:
         text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
@@ -297,11 +274,6 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
             files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in names)
             text += f"\nRecords {what}: {files}.\n"
     return text
-
-
-def _may_run(goal: goals.Goal, on: str) -> bool:
-    """Goals without a device are a CPU's: those of GPUs name theirs."""
-    return bool(goal.device) or on == "cpu"
 
 
 def write(results: Path = records.RESULTS, docs: Path = DOCS) -> Path:

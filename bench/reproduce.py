@@ -7,9 +7,11 @@ one that was broken off goes on: the same command finishes what is left.
 
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +20,6 @@ import tyro
 from rich.console import Console
 
 from bench import records
-from bench.reproduction import SYSTEMS, System, put_into, render
 from fastgpt import cli, device
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name, writing
@@ -27,6 +28,71 @@ from fastgpt.storage import write_atomically
 
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"
+BEGIN, END = "<!-- written by bench.reproduce -->", "<!-- to here -->"
+"""What is between them on the page comes from the records, the rest is written by hand."""
+
+
+# --- what was published ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A published loss, in nats a token."""
+
+    step: int
+    published: float
+    band: float = 0.05
+    """How far off it may be: other random numbers move each loss by some hundredths."""
+    key: str = "val_loss"
+    """A metric of the run: `val_loss`, the mean over 200 random batches, or `train_loss`, one."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A rung of the lecture's ladder."""
+
+    letter: str
+    recipe: str
+    about: str
+    targets: tuple[Target, ...]
+    seeds: tuple[int, ...] = (1337, 1, 2)
+    """One run each: the mean of their losses is what is held to the band."""
+    on_cpu: bool = True
+    """True if two cores train it in minutes."""
+
+
+SYSTEMS = (
+    System(
+        "A", "lecture-bigram", "a table of bigrams",
+        (
+            Target(10_100, 2.49, note="the notes print no validation loss; 2.49 is what other runs"
+                   " of these settings gave"),
+            # single batches scatter by 0.07
+            Target(10_100, 2.45, band=0.15, key="train_loss", note="one batch"),
+        ),
+    ),
+    System("B", "lecture-head", "one attention head", (Target(1000, 2.5303), Target(4500, 2.4084))),
+    System("C", "lecture-multihead", "four heads", (Target(4500, 2.2858),)),
+    System("D", "lecture-feedforward", "and a feed-forward layer", (Target(4500, 2.2411),)),
+    System("E", "lecture-residual", "three blocks, residual", (Target(4500, 2.1174),)),
+    System("F", "lecture-layernorm", "and LayerNorm", (Target(4500, 2.0819),)),
+    System(
+        "H", "lecture-gpt-small", "a GPT, 4 layers of 64",
+        (Target(5000, 1.82, note="from the lecture's own run"),), seeds=(1337,),
+    ),
+    System(
+        "G", "lecture-gpt", "a GPT, 6 layers of 192, dropout",
+        (Target(1000, 1.7604), Target(2000, 1.5939)), seeds=(1337,),
+    ),
+    System(
+        "G'", "lecture-gpt-full", "the same of 384, context 256",
+        (Target(5000, 1.48, note="not in the notes themselves"),), seeds=(1337,), on_cpu=False,
+    ),
+)  # fmt: skip
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +102,8 @@ class Reproduce:
     only: tuple[str, ...] = ()
     """Systems by letter or recipe. None named: all but G', which is for a GPU."""
     gpt_steps: int = 1000
-    """Of G, whose published losses are of 1000 and 2000 steps of its 5000;
-    1000 take two cores a quarter of an hour."""
+    """Steps of G, whose published losses are of 1000 and 2000 of its 5000; 1000 take two cores a
+    quarter of an hour."""
     again: bool = False
     """Train also what is on record."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -81,8 +147,10 @@ def on_record(folder: Path, config: Config) -> dict[str, Any] | None:
 
 
 def _same(found: dict[str, Any], config: Config) -> bool:
-    """Whether these are the settings of `config`, on whatever device; one that is newer than the
-    record had its default then."""
+    """True if these are the settings of `config`, on whatever device.
+
+    An option that is newer than the record had its default then.
+    """
     try:
         both = from_json(json.dumps(found)), config
     except (KeyError, TypeError, UserError):
@@ -92,7 +160,7 @@ def _same(found: dict[str, Any], config: Config) -> bool:
 
 
 def train(argv: list[str], run_dir: Path) -> float:
-    """Seconds of the whole process, and of those before it that were broken off.
+    """Trains; the seconds of the whole process, and of those before it that were broken off.
 
     Raises:
         UserError: it failed; its own message is on the terminal.
@@ -142,19 +210,7 @@ def _value(log: list[dict[str, Any]], key: str, step: int) -> float | None:
     return next((r[key] for r in log if r["step"] == step and key in r), None)
 
 
-def main(argv: list[str]) -> None:
-    options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
-    console, on = Console(highlight=False), device.pick_device(options.device, "--device")
-    folder = records.folder_of(on)
-    systems = chosen(options.only)
-    write_page(options)  # whatever is wrong with it is known before hours of training
-    for system in systems:
-        for argv in commands(system, options):
-            if options.again or on_record(folder, cli.parse(argv)) is None:
-                console.rule(f"{system.letter}: {' '.join(argv)}")
-                records.write(NAME, on, [reproduce(system, argv, options)])
-                write_page(options)
-    console.print(f"wrote {options.page}")
+# --- the page -------------------------------------------------------------------------------------
 
 
 def write_page(options: Reproduce) -> None:
@@ -172,6 +228,83 @@ def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
         rows = [on_record(records.RESULTS, config) for config in configs]
         runs[system.letter] = [row for row in rows if row is not None]
     return runs
+
+
+def put_into(page: str, table: str) -> str:
+    """`page` with `table` between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise UserError(f"the page has no {BEGIN} followed by {END}: expected both")
+    return f"{before}{BEGIN}\n{table}{END}{after}"
+
+
+def render(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """The table; `runs` are the records of each system, and what has none is said to have none."""
+    columns = ("system", "step", "published", "measured", "band", "inside", "seconds", "command")
+    rows = [row for rows in runs.values() for row in rows]
+    lines = [*_machines(rows), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    notes: list[str] = []
+    for system in SYSTEMS:
+        lines += _lines(system, runs.get(system.letter, []), notes)
+    lines += ["", *notes]
+    if rows:
+        minutes = sum(row["seconds"] for row in rows) / 60
+        lines += ["", f"In all {minutes:.1f} minutes, whole processes."]
+    return "\n".join(lines) + "\n"
+
+
+def _machines(rows: list[dict[str, Any]]) -> list[str]:
+    found = {
+        f"On {row['device']}; PyTorch {row['versions']['torch']}, commit {row['commit']}."
+        for row in rows
+    }
+    return [*sorted(found), ""] if found else []
+
+
+def _lines(system: System, rows: list[dict[str, Any]], notes: list[str]) -> Iterator[str]:
+    """One for each target."""
+    name = f"{system.letter}: {system.about}"
+    seconds = " + ".join(f"{row['seconds']:.0f}" for row in rows) or "-"
+    command = f"`{rows[0]['command']}`" if rows else f"`python train.py {system.recipe}`"
+    for target in system.targets:
+        published, band = f"{target.published:.4f}".rstrip("0"), f"±{target.band}"
+        if target.note:
+            notes.append(f"{len(notes) + 1}. {target.note}")
+            published += f" ({len(notes)})"
+        key = f"{target.key} {target.step}"
+        found = [row["measured"][key] for row in rows if key in row["measured"]]
+        measured, inside = _judged(target, found)
+        if rows and not found:
+            measured = f"{rows[0]['config']['steps']:,} steps run so far"
+        cells = (name, f"{target.step:,}", published, measured, band, inside, seconds, command)
+        yield f"| {' | '.join(cells)} |"
+
+
+def _judged(target: Target, found: list[float]) -> tuple[str, str]:
+    """The mean, with the lowest and highest where there are several, and whether it is inside."""
+    if not found:
+        return "not run yet", "-"
+    mean = statistics.fmean(found)
+    inside = "yes" if abs(mean - target.published) <= target.band else "**no**"
+    if len(found) == 1:
+        return f"{mean:.4f}", inside
+    return f"{mean:.4f} ({min(found):.4f} to {max(found):.4f})", inside
+
+
+def main(argv: list[str]) -> None:
+    options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
+    console, on = Console(highlight=False), device.pick_device(options.device, "--device")
+    folder = records.folder_of(on)
+    systems = chosen(options.only)
+    write_page(options)  # whatever is wrong with it is known before hours of training
+    for system in systems:
+        for argv in commands(system, options):
+            if options.again or on_record(folder, cli.parse(argv)) is None:
+                console.rule(f"{system.letter}: {' '.join(argv)}")
+                records.Writer(on).write(NAME, reproduce(system, argv, options))
+                write_page(options)
+    console.print(f"wrote {options.page}")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,20 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from bench import llmc, nanogpt, parts, records, roofline
-from bench.arena import Arena, Contender, FailedError
-from bench.contenders import CONTENDERS, OUT_OF_MEMORY, TINY, Plan, expect_gpt2, write_text
-from bench.timing import Timer
+from bench import parts, records
+from bench.contenders import (
+    CONTENDERS,
+    OUT_OF_MEMORY,
+    TINY,
+    Contender,
+    Plan,
+    expect_gpt2,
+    take_turns,
+    write_text,
+)
+from bench.timing import Timer, machine_rates, roof_of
+from bench.trainers import nanogpt_module, run_llmc
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
 from fastgpt.data.preparing import open_corpus
@@ -127,26 +134,24 @@ def check(bench: StepBench, on: str) -> None:
             f"--batch {wrong[0]}: expected 1 or more, or on CUDA 0, the largest that fits"
         )
     if bench.nanogpt is not None:
-        nanogpt.load_model_module(bench.nanogpt)
+        nanogpt_module(bench.nanogpt)
 
 
 def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
     """The largest power of two with which fastgpt takes a step, from 128 sequences upwards.
 
     Raises:
-        FailedError: it failed, and not for want of memory.
+        UserError: it failed, and not for want of memory.
     """
     fits = 64
     while fits < 4096:
         contender = Contender("fastgpt triton", _planned(plan, config, 2 * fits), caches)
-        try:
-            contender.ready()
-        except FailedError as error:
-            if str(error) != OUT_OF_MEMORY:
-                raise
-            return fits
-        finally:
-            contender.stop()
+        contender.begin()
+        contender.stop()
+        if contender.failed == OUT_OF_MEMORY:
+            break
+        if contender.failed:
+            raise UserError(contender.failed)
         fits *= 2
     return fits
 
@@ -165,19 +170,19 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
     plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
-    rates = roofline.measure(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
+    rates = machine_rates(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
     if on == "cuda":
         torch.cuda.empty_cache()  # 3 GB, which the contenders may need
-    roof = roofline.roof(rates, precision)
+    roof = roof_of(rates, precision)
     end = time.perf_counter() + bench.budget
     recipe_batch = RECIPES[config.recipe][1].global_batch
     for asked in bench.batch or BATCHES[on] or (8 if bench.tiny else recipe_batch,):
         about = {"recipe": config.recipe, "precision": precision, "tiny": bench.tiny}
         try:
             if time.perf_counter() > end:
-                raise FailedError(f"the {bench.budget:.0f} s were over")
+                raise UserError(f"the {bench.budget:.0f} s were over")
             batch = asked or largest_batch(config, plan, folder / "largest")
-        except FailedError as error:
+        except UserError as error:
             case = f"step/{config.recipe}/B={asked or 'largest'}"
             yield "missing", {**about, "case": case, "implementation": "all", "reason": str(error)}
             continue
@@ -188,22 +193,34 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
             "largest": asked == 0,
             "dropout": config.model.dropout,
         }
-        before = records.state(on)
-        arena = Arena(
-            now, folder / "caches", bench.rounds, bench.starts, bench.parallel_start, asked == 0
-        )
-        for name, found in arena.run(names):
-            kind = "missing" if "reason" in found else "step"
-            row = {**about, "implementation": name, **found}
-            if kind == "step":
-                row |= _rates(now, found, roof) | {"before": before, "after": records.state(on)}
-            yield kind, row
+        yield from _contenders(bench, names, now, roof, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
                 reason = f"not given: --{name.replace('.', '')} PATH"
                 yield "missing", {**about, "implementation": name, "reason": reason}
         if bench.llmc is not None:
             yield _llmc(bench, now, roof, about)
+
+
+def _contenders(
+    bench: StepBench, names: tuple[str, ...], plan: Plan, roof: dict[str, float],
+    about: dict[str, Any], caches: Path,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """Rows of one batch size; where it takes all of a GPU's memory, one contender at a time."""
+    before = records.state(plan.on)
+    how = {"alternating": not about["largest"], "first_step_alone": not bench.parallel_start}
+    for group in [(name,) for name in names] if about["largest"] else [names]:
+        found = take_turns(
+            group, plan, caches, rounds=bench.rounds, starts=bench.starts,
+            parallel_start=bench.parallel_start,
+        )  # fmt: skip
+        for name, figures in found:
+            row = {**about, "implementation": name, **figures}
+            if "reason" in figures:
+                yield "missing", row
+                continue
+            state = {"before": before, "after": records.state(plan.on)}
+            yield "step", {**row, **how, **_rates(plan, figures, roof), **state}
 
 
 def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[str, Any]:
@@ -231,7 +248,7 @@ def _llmc(
         expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
             raise UserError(f"its vocabulary is GPT-2's, not {config.model.vocab_size} tokens")
-        found = llmc.measure(
+        found = run_llmc(
             bench.llmc, Path(corpus.path), layers=config.model.num_layers,
             batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
         )  # fmt: skip
@@ -252,17 +269,15 @@ def is_ours(row: dict[str, Any]) -> bool:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "step", "contender", "tok/s", "ms p20 p50 p80", "MFU", "GB", "fastgpt is faster by"
-    )
+    lines = []
     for row in rows:
         ours = next((r for r in rows if r["case"] == row["case"] and is_ours(r)), None)
         ms = " ".join(f"{row['seconds'][p] * 1e3:.1f}" for p in ("p20", "p50", "p80"))
         memory = f"{row['peak_bytes'] / 1e9:.2f}" if row.get("peak_bytes") else "-"
         ratio = f"{row['seconds']['p50'] / ours['seconds']['p50']:.2f}x" if ours else "-"
         cells = (row["case"], row["implementation"], f"{row['tok_per_s']:,.0f}", ms)
-        table.add_row(*cells, f"{row['mfu']:.1%}", memory, ratio)
-    Console(width=140 if not sys.stdout.isatty() else None).print(table)
+        lines.append((*cells, f"{row['mfu']:.1%}", memory, ratio))
+    records.show("step|contender|tok/s|ms p20 p50 p80|MFU|GB|fastgpt is faster by", lines)
 
 
 def run(bench: StepBench) -> Path:

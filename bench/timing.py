@@ -9,17 +9,26 @@ Rivals take turns, A B B A, so that a machine whose speed drifts hurts all of th
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastgpt.device import DTYPES, measured_peak
+from fastgpt.errors import UserError
+
+ROOT = Path(__file__).parents[1]
 FLUSH_BYTES = 256 * 2**20
 """Five times the L2 cache of an H200, twice that of a B200."""
 LEAST_SECONDS = 1e-3
 """Of a sample on a CPU: shorter calls are timed several at a time."""
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+"""Size of the buffer whose copy is timed: far beyond any cache."""
 PAUSE_HZ = 2.0e9
 """Cycles a second of the pause; where the clock is slower the pause is longer, which is as good."""
 
@@ -121,3 +130,43 @@ class Timer:
         if self.on == "cuda":
             return 1, min(1.5 * on_host, 0.01)
         return max(1, min(64, round(LEAST_SECONDS / max(on_device, 1e-9)))), 0.0
+
+
+def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
+    """FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s of a copy.
+
+    They are the limits that every row of the same run is held against. A copy of n bytes reads and
+    writes: it counts 2 n, as the bytes of every op's row do.
+    """
+    on = timer.on
+    rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds) for name in dtypes}
+    source = torch.randint(-128, 127, (COPY_BYTES[on],), dtype=torch.int8, device=on)
+    target = torch.empty_like(source)
+    copy = Timed(lambda _: target.copy_(source))
+    samples = timer.turns({"copy": copy}, seconds=seconds)["copy"].device
+    return {**rates, "copy": 2 * COPY_BYTES[on] / quantiles(samples)["p20"]}
+
+
+def roof_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
+    """`matmul` and `copy` for rows of one dtype."""
+    return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
+
+
+def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
+    """(seconds of a whole process of Python, what it printed).
+
+    Args:
+        what: its name in an error.
+        arguments: those of Python.
+        cwd: where it runs.
+
+    Raises:
+        UserError: it failed; with the last line that it said.
+    """
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+        raise UserError(f"{what} failed: {said[0]}")
+    return seconds, done.stdout

@@ -1,15 +1,14 @@
 """The training step's bench: contenders in processes of their own, llm.c's output, parts."""
 
 import multiprocessing
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bench import arena, contenders, llmc, parts, records, step
-from bench.arena import Contender, FailedError
-from bench.contenders import plain_ops, triton_ops, write_text
+from bench import contenders, parts, records, step, trainers
+from bench.contenders import Contender, plain_ops, triton_ops, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
@@ -127,11 +126,10 @@ def test_peers_with_another_network_are_refused():
 def test_only_memory_ends_the_search_for_the_largest_batch(monkeypatch, reason, largest):
     class Some:
         def __init__(self, name, plan, caches):
-            self.batch = plan.config.train.micro_batch
+            self.batch, self.failed = plan.config.train.micro_batch, ""
 
-        def ready(self):
-            if self.batch > 128:
-                raise FailedError(reason)
+        def begin(self):
+            self.failed = reason if self.batch > 128 else ""
 
         def stop(self):
             pass
@@ -142,15 +140,69 @@ def test_only_memory_ends_the_search_for_the_largest_batch(monkeypatch, reason, 
     if largest:
         assert step.largest_batch(config, plan, Path()) == largest
     else:
-        with pytest.raises(FailedError, match=reason):
+        with pytest.raises(UserError, match=reason):
             step.largest_batch(config, plan, Path())
 
 
-def test_times_stand_without_their_parts():
-    def ask(word):
-        raise FailedError("out of memory")
+@pytest.fixture
+def contender(monkeypatch):
+    """One whose process gives the answers that are put into `answers`, by what it is asked."""
+    answers = {"turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]}, "peak": {"peak_bytes": 5}}
+    monkeypatch.setattr(Contender, "_start", lambda self: None)
+    found = Contender("eager", None, Path())
+    found.answers = answers
 
-    assert arena._parts(SimpleNamespace(ask=ask)) == {"no_parts": "out of memory"}
+    def ask(word):
+        answer = answers.get(word, {"failed": f"no {word}"})
+        found.failed = answer.get("failed", "")
+        return {} if found.failed else answer
+
+    found.ask = ask
+    return found
+
+
+def test_times_stand_without_their_parts(contender):
+    contender.turn(counts=False)
+    contender.turn(counts=True)
+    figures = contender.figures()
+    assert (figures["no_parts"], figures["peak_bytes"]) == ("no parts", 5)
+    assert figures["all_seconds"] == [2.0, 4.0]
+    assert (figures["seconds"]["p50"], figures["host_s"]["p50"]) == (3.0, 1.0)
+
+
+def test_one_that_fails_before_its_figures_are_whole_has_none(contender):
+    contender.turn(counts=True)
+    del contender.answers["peak"]
+    assert contender.figures() == {"reason": "no peak"}
+
+
+def test_turns_alternate_and_the_first_round_does_not_count(monkeypatch):
+    asked = []
+
+    class Some(Contender):
+        def _start(self):
+            pass
+
+        def ask(self, word=""):
+            asked.append(self.name + word)
+            return {"device_s": [1.0], "host_s": [1.0]} if word == "turn" else {"said": word}
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(contenders, "Contender", Some)
+    plan = contenders.Plan(config=RECIPES["gpt2-124m"][1], on="cpu", precision="fp32")
+    found = dict(contenders.take_turns(("A", "B"), plan, Path(), rounds=2))
+    assert asked[:8] == ["A", "B", "Bturn", "Aturn", "Aturn", "Bturn", "Bturn", "Aturn"]
+    assert found["A"]["all_seconds"] == [1.0, 1.0]
+
+
+def test_of_two_starts_the_second_is_warm(contender, monkeypatch):
+    seconds = iter([9.0, 2.0])
+    monkeypatch.setattr(contender, "ask", lambda word="": {"first_step_s": next(seconds)})
+    monkeypatch.setattr(contender, "stop", lambda: None)
+    contender.begin(2)
+    assert contender.facts == {"first_step_s": 9.0, "first_step_warm_s": 2.0}
 
 
 def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
@@ -159,23 +211,20 @@ def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
         parts.profile(lambda: None, "cpu")
 
 
-def test_a_process_that_dies_is_noticed():
-    contender = Contender.__new__(Contender)
+def test_a_process_that_dies_is_noticed(monkeypatch):
+    monkeypatch.setattr(Contender, "_start", lambda self: None)
+    contender = Contender("eager", None, Path())
     contender.pipe, there = multiprocessing.Pipe()
     there.close()
-    with pytest.raises(FailedError, match="ended early"):
-        contender.ask("turn")
-
-
-def vars_of(ops):
-    return [getattr(ops, field.name) for field in fields(ops)]
+    assert contender.ask("turn") == {}
+    assert "ended early" in contender.failed
 
 
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
     ops = triton_ops()
     assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
     assert ops.dropout == "auto"
-    assert set(vars_of(plain_ops())) == {"torch"}
+    assert set(asdict(plain_ops()).values()) == {"torch"}
 
 
 @pytest.mark.parametrize("vocab", [65, 50_257])
@@ -211,9 +260,13 @@ def binary(tmp_path):
     return write
 
 
+def run_llmc(path, shards=Path()):
+    return trainers.run_llmc(path, shards, layers=12, batch=16, context=1024, steps=4)
+
+
 def test_llmc_is_run_and_its_figures_are_read(binary, tmp_path):
     path = binary(f"echo \"$@\" >{tmp_path}/asked\ncat <<'END'\n{OUTPUT}END")
-    found = llmc.measure(path, tmp_path, layers=12, batch=16, context=1024, steps=4)
+    found = run_llmc(path, tmp_path)
     assert found["seconds"]["p50"] == pytest.approx(0.110)  # the first step warms up
     assert found["seconds"]["samples"] == 3
     assert found["peak_bytes"] == 1237 * 2**20
@@ -223,22 +276,18 @@ def test_llmc_is_run_and_its_figures_are_read(binary, tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [("echo no GPU >&2; exit 3", "exit status 3, it said: no GPU"), ("true", "exit status 0")],
+    [
+        ("echo no GPU >&2; exit 3", "exit status 3, it said: no GPU"),
+        ("true", "exit status 0"),
+        ("exec sleep 5", "not done in"),
+        (None, "found nothing"),
+    ],
 )
-def test_llmc_that_fails_is_an_error_in_one_line(binary, tmp_path, script, message):
+def test_llmc_that_fails_is_an_error_in_one_line(binary, tmp_path, monkeypatch, script, message):
+    if script == "exec sleep 5":
+        monkeypatch.setattr(trainers, "PATIENCE_S", 0.1)
     with pytest.raises(UserError, match=message):
-        llmc.measure(binary(script), tmp_path, layers=12, batch=1, context=64, steps=2)
-
-
-def test_llmc_that_does_not_end_is_given_up(binary, tmp_path, monkeypatch):
-    monkeypatch.setattr(llmc, "PATIENCE_S", 0.1)
-    with pytest.raises(UserError, match="not done in"):
-        llmc.measure(binary("exec sleep 5"), tmp_path, layers=12, batch=1, context=64, steps=2)
-
-
-def test_llmc_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match="found nothing"):
-        llmc.measure(tmp_path / "absent", tmp_path, layers=12, batch=1, context=64, steps=2)
+        run_llmc(binary(script) if script else tmp_path / "absent")
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench import records, reproduce, reproduction
-from bench.reproduction import BEGIN, END, SYSTEMS, System, Target, put_into, render
+from bench import records, reproduce
+from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
 from fastgpt.data.sources import SHAKESPEARE_FILE
 from fastgpt.display import duration
@@ -105,8 +105,7 @@ LEFT = System(letter="H", recipe="lecture-head", about="left", targets=TARGETS[:
 @pytest.fixture
 def command(shakespeare, tmp_path, monkeypatch):
     """Runs it on two small systems, the records and the page in `tmp_path`."""
-    for module in (reproduce, reproduction):
-        monkeypatch.setattr(module, "SYSTEMS", (SHORT, LEFT))
+    monkeypatch.setattr(reproduce, "SYSTEMS", (SHORT, LEFT))
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("FASTGPT_DATA", str(data_dir().absolute()))
     page = tmp_path / "page.md"

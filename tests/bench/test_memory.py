@@ -9,7 +9,7 @@ from fastgpt.config import ModelConfig
 from fastgpt.kernels.attention import launch as attention_launch
 from fastgpt.recipes import RECIPES
 
-KERNELS_MD = Path(__file__).parents[1] / "docs" / "kernels.md"
+KERNELS_MD = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def test_bytes_live_from_allocation_to_last_reference():

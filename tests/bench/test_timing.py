@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from bench import roofline, timing
-from bench.timing import Timed, Timer, quantiles
+from bench import timing
+from bench.timing import Timed, Timer, machine_rates, quantiles, roof_of
 
 
 def milliseconds_of(x):
@@ -103,12 +103,12 @@ def test_quantiles():
 
 
 def test_a_copy_counts_what_it_reads_and_what_it_writes(monkeypatch):
-    monkeypatch.setitem(roofline.COPY_BYTES, "cpu", 2**24)
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 2**24)
     timer = Timer("cpu")
     source = torch.randint(-128, 127, (2**24,), dtype=torch.int8)
     target = torch.empty_like(source)
     for _ in range(5):
-        rates = roofline.measure(timer, ("fp32",), seconds=0.05)
+        rates = machine_rates(timer, ("fp32",), seconds=0.05)
         took = []
         for _ in range(15):
             start = time.perf_counter()
@@ -119,4 +119,4 @@ def test_a_copy_counts_what_it_reads_and_what_it_writes(monkeypatch):
             break
     else:
         pytest.fail(f"copy: {ratio:.2f} of what was expected")
-    assert roofline.roof(rates, "fp32") == {"matmul": rates["matmul fp32"], "copy": rates["copy"]}
+    assert roof_of(rates, "fp32") == {"matmul": rates["matmul fp32"], "copy": rates["copy"]}

@@ -14,11 +14,11 @@ from bench import convergence, gpu, records
 from bench.gpu import STAGES, Context, Stage
 from fastgpt.kernels import aot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def fake(name: str, code: str, budget: int = 20) -> Stage:
-    return Stage(name, budget, lambda context, seconds: ["-c", code], gpu._last_line)
+    return Stage(name, budget, lambda context, seconds: ["-c", code])
 
 
 @pytest.fixture
@@ -112,10 +112,14 @@ def test_settings_come_from_the_environment(monkeypatch, tmp_path):
         gpu.parse([])
 
 
-def test_without_the_projects_dependencies_the_stages_still_have_a_place(monkeypatch):
-    monkeypatch.delattr("bench.records")
-    monkeypatch.setitem(sys.modules, "bench.records", None)  # importing it fails
+def test_without_the_projects_dependencies_the_stages_are_still_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "records", None)
     assert gpu.default_out().parent == ROOT / "bench" / "results"
+    context = Context(tmp_path, full=False, rehearse=False)
+    row = gpu.run_stage(Stage("step", 20, lambda *_: ["-c", "print('fine')"], "step"), context)
+    gpu.save(context, "stage", row)
+    kept = json.loads((tmp_path / "stages.jsonl").read_text())
+    assert (kept["kind"], kept["stage"], kept["key"]) == ("stage", "step", "fine")
 
 
 def test_budgets_add_up_to_less_than_ten_minutes():
@@ -142,37 +146,77 @@ def test_the_aot_stage_asks_for_what_there_is(full, monkeypatch, tmp_path):
 def test_the_parity_stage_runs_every_test_of_cuda():
     files = gpu.parity_files()
     marked = {
-        f"tests/{path.name}"
-        for path in (ROOT / "tests").glob("test_*.py")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(".mark.gpu")
     }
     assert marked == set(files)
-    assert files[0] == "tests/test_attention_cuda.py"
-    assert all((ROOT / name).exists() for name in files)
+    assert [Path(name).name for name in files[: len(gpu.PARITY)]] == [*gpu.PARITY]
 
 
-def test_figures_are_found_in_what_the_stages_print():
-    tests = (
-        "a.py::test_x PASSED [1%]\na.py::test_y[1-2] FAILED [2%]\na.py::test_z SKIPPED (no) [3%]"
+def test_a_figure_is_of_what_its_stage_has_recorded_even_if_it_is_stopped(stages, tmp_path):
+    writing = (
+        "import time; from bench.records import Writer; from pathlib import Path\n"
+        f"writer = Writer('cpu', Path({str(tmp_path)!r}))\n"
+        "writer.write('test', *[{'outcome': word} for word in ('passed', 'passed', 'skipped')])\n"
+        "print('not this'); time.sleep(60)"
     )
-    assert gpu._tests(tests) == "1 passed, 1 failed, 1 skipped"
-    parallel = (
-        "a.py::test_x[1]\n[gw0] [  1%] PASSED a.py::test_y\n[gw12] [100%] FAILED a.py::test_x[1]\n"
-        "FAILED a.py::test_x[1] - assert 1"
-    )
-    assert gpu._tests(parallel) == "1 passed, 1 failed, 0 skipped"
-    steps = (
-        "step/gpt2-124m/B=64 fastgpt: 1,000 tok/s\nstep/gpt2-124m/B=64 fastgpt triton: 2,000 tok/s"
-    )
+    stage = Stage("parity", 8, lambda *_: ["-c", writing], "test", gpu._tests)
+    earlier = {"kind": "test", "run": "2000-01-01T00:00:00-1", "outcome": "failed"}
+    (tmp_path / "2000-01-01-abc.jsonl").write_text(json.dumps(earlier) + "\n")
+    stages(stage)
+    gpu.main(["--rehearse", "--out", str(tmp_path)])
+    key = stage_rows(tmp_path)["parity"]["key"]
+    assert key == "stopped after 8 s; 2 passed, 0 failed, 1 skipped"
+
+
+def test_figures_of_the_bench_and_of_the_step():
+    def op(name, who, which, tflops):
+        case = f"{name}/gpt2-124m/bf16"
+        return {"op": name, "case": case, "implementation": who, "pass": which, "tflops": tflops}
+
+    rows = [
+        op("rms_norm", "ours", "fwd", 1.0),
+        op("attention", "eager", "fwd", 107.0),
+        op("attention", "ours", "fwd", 215.4),
+        op("attention", "ours", "bwd", 300.0),
+    ]
+    assert gpu._measured(rows) == "3 rows of ours; attention/gpt2-124m/bf16 fwd 215 TFLOP/s"
+    rates = {"fastgpt": 1000.0, "fastgpt triton": 2000.0, "nanogpt": 3000.0}
+    steps = [
+        {"case": "step/gpt2-124m/B=64", "implementation": who, "tok_per_s": rate}
+        for who, rate in rates.items()
+    ]
     assert gpu._steps(steps) == "fastgpt triton 2,000 tok/s at gpt2-124m/B=64"
-    assert gpu._last_line("a\nb\n\n") == "b"
-    rows = (
-        "│ attention/gpt2-124m/bf16 │ fwd  │ ours  │ 0.1 0.1 0.1 │ 2.15e+02 TFLOP/s │ 27% │\n"
-        "│ attention/gpt2-124m/bf16 │ fwd  │ eager │ 0.2 0.2 0.2 │ 107 TFLOP/s │ 14% │\n"
-        "│ rms_norm/n768/bf16       │ fwd  │ ours  │ 0.1 0.1 0.1 │ 3e+03 GB/s │ 70% │\n"
-    )
-    assert gpu._measured(rows) == "2 rows of ours; attention/gpt2-124m/bf16 fwd 2.15e+02 TFLOP/s"
+    assert gpu._steps(steps[2:]) == "fastgpt took no step"
+
+
+def test_the_outcome_of_each_test_is_recorded_once(tmp_path):
+    source = """
+import pytest
+@pytest.fixture
+def broken(): raise OSError
+def test_right(): pass
+def test_wrong(): assert False
+def test_unset(broken): pass
+@pytest.mark.skip
+def test_absent(): pass
+"""
+    (tmp_path / "test_some.py").write_text(source)
+    arguments = ["--pytest", "-n", "2", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(tmp_path), *arguments,
+         str(tmp_path / "test_some.py")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    rows = [row for row in records.read(tmp_path) if row["kind"] == "test"]
+    assert {row["test"].split("::")[1]: row["outcome"] for row in rows} == {
+        "test_right": "passed", "test_wrong": "failed", "test_unset": "failed",
+        "test_absent": "skipped",
+    }  # fmt: skip
+    assert len(rows) == 4
 
 
 def test_losses_that_drift_apart_do_not_pass():

@@ -1,0 +1,211 @@
+"""The other trainers whose steps are timed beside ours.
+
+Plain PyTorch as people write it (GPT-2, SDPA, fused AdamW, torch.compile), the model of a checkout
+of nanoGPT, and llm.c's binary, which is run as it is. None has a kernel of ours.
+"""
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor, nn
+
+from bench.timing import quantiles
+from fastgpt import device
+from fastgpt.config import Config, ModelConfig
+from fastgpt.errors import UserError
+
+Batches = Callable[[], tuple[Tensor, Tensor]]
+"""Gives x and y, (B, T) each, on the device."""
+
+
+def _step(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    on: str,
+    precision: str,
+    batches: Batches,
+) -> Callable[[], None]:
+    """A training step: batch, forward, backward, clipping, optimizer."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step() -> None:
+        x, y = batches()
+        with device.autocast(on, precision):
+            loss = loss_of(x, y)
+        loss.backward()
+        if config.optim.grad_clip:
+            nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+# --- plain PyTorch --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        C, bias = config.dim, config.bias
+        self.heads, self.dropout = config.num_heads, config.dropout
+        self.norm_1, self.norm_2 = nn.LayerNorm(C, bias=bias), nn.LayerNorm(C, bias=bias)
+        self.qkv = nn.Linear(C, 3 * C, bias=bias)
+        self.out = nn.Linear(C, C, bias=bias)
+        self.up = nn.Linear(C, 4 * C, bias=bias)
+        self.down = nn.Linear(4 * C, C, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).split(C, dim=2)
+        )
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        y = self.out(y.transpose(1, 2).reshape(B, T, C))
+        x = x + F.dropout(y, p)
+        y = self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x + F.dropout(y, p)
+
+
+class GPT2(nn.Module):
+    """Tokens and targets (B, T) -> mean loss (); head tied to the token embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.padded_vocab, config.dim)
+        self.positions = nn.Embedding(config.context, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.dim, bias=config.bias)
+        self.dropout = config.dropout
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                last = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / (math.sqrt(2 * config.num_layers) if last else 1)
+                nn.init.normal_(weight, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_step(
+    config: Config, on: str, precision: str, batches: Batches, *, compiled: bool
+) -> Callable[[], None]:
+    """A step of `GPT2`, which torch.compile compiles, loss included, if `compiled`."""
+    model = GPT2(config.model).to(on)
+    optim = config.optim
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.dim() >= 2) == decays],
+            "weight_decay": decay,
+        }
+        for decays, decay in ((True, optim.weight_decay), (False, 0.0))
+    ]
+    betas = (optim.beta1, optim.beta2)
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True)
+    return _step(torch.compile(model) if compiled else model, adamw, config, on, precision, batches)
+
+
+# --- nanoGPT --------------------------------------------------------------------------------------
+
+
+def nanogpt_module(checkout: Path) -> Any:
+    """The model.py of a checkout, imported under a name of its own."""
+    path = checkout / "model.py"
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def nanogpt_step(
+    config: Config, checkout: Path, on: str, precision: str, batches: Batches
+) -> Callable[[], None]:
+    """A step as its train.py takes it between two log lines; on CUDA compiled."""
+    module = nanogpt_module(checkout)
+    sizes, optim = config.model, config.optim
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=sizes.context,
+            # its own default for GPT-2 is padded, its other settings are not
+            vocab_size=50_304 if sizes.vocab_size == 50_257 else sizes.vocab_size,
+            n_layer=sizes.num_layers,
+            n_head=sizes.num_heads,
+            n_embd=sizes.dim,
+            dropout=sizes.dropout,
+            bias=sizes.bias,
+        )
+    ).to(on)
+    betas = (optim.beta1, optim.beta2)
+    adamw = model.configure_optimizers(optim.weight_decay, optim.lr, betas, on)
+    forward = torch.compile(model) if on == "cuda" else model
+    return _step(lambda x, y: forward(x, y)[1], adamw, config, on, precision, batches)
+
+
+# --- llm.c ----------------------------------------------------------------------------------------
+
+LLMC_STEP = re.compile(r"step\s+(\d+)/\d+ .*?\|\s*([\d.]+) ms .*?\|\s*\d+ tok/s")
+"""A step as its train_gpt2.cu prints it (commit f1e2ace)."""
+LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
+PATIENCE_S = 600
+
+
+def run_llmc(
+    binary: Path, shards: Path, *, layers: int, batch: int, context: int, steps: int
+) -> dict[str, Any]:
+    """Runs llm.c on a GPT-2 of that depth, with random weights, in bf16.
+
+    Args:
+        binary: `train_gpt2cu`, or a checkout that has it.
+        shards: a folder with `train_*.bin` and `val_*.bin` in its format.
+        layers: depth of the network.
+        batch: sequences a step.
+        context: tokens of each.
+        steps: to take; the first one, which warms up, is not counted.
+
+    Returns:
+        dict[str, Any]: quantiles of a step's seconds, and the bytes that it says it allocates.
+
+    Raises:
+        UserError: it is not there, fails, takes too long, or prints no steps.
+    """
+    binary = binary / "train_gpt2cu" if binary.is_dir() else binary
+    if not binary.exists():
+        raise UserError(f"--llmc {binary}: expected llm.c's train_gpt2cu, found nothing")
+    command = [
+        str(binary.absolute()), "-i", str(shards / "train_*.bin"), "-j", str(shards / "val_*.bin"),
+        "-e", f"d{layers}", "-b", str(batch), "-t", str(context), "-d", str(batch * context),
+        "-x", str(steps), "-v", "1000000", "-m", "1", "-s", "0", "-r", "0",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except OSError as error:
+        raise UserError(f"--llmc {binary} does not run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"--llmc {binary}: not done in {PATIENCE_S} s") from error
+    steps_s = [float(ms) / 1e3 for n, ms in LLMC_STEP.findall(done.stdout) if int(n) > 1]
+    if done.returncode or len(steps_s) < 2:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
+        raise UserError(f"--llmc {binary}: exit status {done.returncode}, it said: {said[0]}")
+    mib = sum(map(int, LLMC_MEMORY.findall(done.stdout)))
+    return {"seconds": quantiles(steps_s), "peak_bytes": mib * 2**20 or None}
