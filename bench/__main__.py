@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import goals, measure, peers, records, report, step
-from bench.cases import cases
-from bench.op import Case
+from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import device
 from fastgpt.errors import UserError, shown_in_one_line
@@ -76,7 +75,7 @@ def chosen(bench: Bench, on: str) -> list[Case]:
     if bench.only and not patterns:
         return []
     names = {goal.case for goal in goals.read()} if bench.goals else None
-    which = {"quick": bench.quick, "full": bench.full, "sizes": bench.sizes}
+    which = {"quick": bench.quick, "full": bench.full, "tiny": bench.sizes == "tiny"}
     return [*cases(on, only=patterns, names=names, **which)]
 
 
@@ -92,7 +91,7 @@ def print_list(todo: list[Case], on: str) -> None:
     lines = []
     for case in todo:
         names = []
-        for name, maker in case.op.implementations.items():
+        for name, maker in case.implementations.items():
             try:
                 maker(on)
                 names.append(name)
@@ -116,14 +115,14 @@ def run_cases(
     before = records.state(timer.on)
     for case in _with_progress(todo):
         if time.perf_counter() > end:
-            about = {"case": case.name, "op": case.op.name, "implementation": "all"}
+            about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
             writer.write("missing", {**about, "reason": f"the {bench.budget:.0f} s were over"})
             continue
         roof = roof_of(rates, case.dtype)
         try:
             found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
         except Exception as error:  # what is measured already is kept, and the rest measured
-            about = {"case": case.name, "op": case.op.name, "implementation": "all"}
+            about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
             found = [("refused", {**about, "reason": measure.in_one_line(error)})]
         after = records.state(timer.on)
         for kind, row in found:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import work
-from bench.op import Case, Inputs
+from bench.cases import Case, Inputs
 from bench.peers import MissingError
-from bench.timing import Timed, Timer, quantiles
+from bench.timing import Timed, Timer, limit, quantiles
 from fastgpt.device import DTYPES
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
@@ -37,7 +36,7 @@ class Right:
 
 
 class Judge:
-    """The truth of a case and PyTorch's own error, for the part that `Op.probe` picks.
+    """The truth of a case and PyTorch's own error, for the part that `Spec.probe` picks.
 
     Args:
         case: its reference runs in fp64, or in fp32 on CUDA where the inputs are narrower.
@@ -46,18 +45,18 @@ class Judge:
 
     def __init__(self, case: Case, on: str) -> None:
         self.case, self.on, self.dtype = case, on, DTYPES[case.dtype]
+        self.spec = spec = case.spec
         self.inputs = {name: x.detach() for name, x in case.inputs(on).items()}
-        if case.op.check is not None:
+        if spec.random is not None:
             return
-        outputs = case.op.ref(*(x.to("meta") for x in self.inputs.values()))
+        ref = spec.call(spec.ref, case.shape, "meta")
+        outputs = ref(*(x.to("meta") for x in self.inputs.values()))
         self.shapes = [y.shape for y in _as_tuple(outputs)]
-        part = {name: case.op.probe(name, x) for name, x in self.inputs.items()}
-        fp64 = on == "cpu" or self.dtype == torch.float32
-        eager = case.op.implementations["eager"](on)
-        self.eager = self._results(eager, part, self.dtype, case.op.probe)
-        self.truth = self._results(
-            case.op.ref, part, torch.float64 if fp64 else torch.float32, case.op.probe
-        )
+        part = {name: spec.probe(name, x) for name, x in self.inputs.items()}
+        wide = on == "cpu" or self.dtype == torch.float32
+        eager, ref = (spec.call(f, case.shape, on) for f in (spec.eager, spec.ref))
+        self.eager = self._results(eager, part, self.dtype, spec.probe)
+        self.truth = self._results(ref, part, torch.float64 if wide else torch.float32, spec.probe)
 
     def _results(
         self,
@@ -73,7 +72,7 @@ class Judge:
             drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
             return probe(f"output {i}", drawn.to(self.dtype))
 
-        if not self.case.differentiable:
+        if not self.spec.differentiable:
             cast = (x.to(dtype) if x.is_floating_point() else x for x in inputs.values())
             return {f"output {i}": y for i, y in enumerate(_as_tuple(call(*cast)))}
         return outputs_and_gradients(call, inputs, dtype, draw)
@@ -81,11 +80,11 @@ class Judge:
     def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
         """(what is wrong with an implementation, its largest relative L2 error)."""
         copies = {name: x.clone() for name, x in self.inputs.items()}
-        if self.case.op.check is not None:
-            wrong = self.case.op.check(copies, call(*copies.values()))
+        if self.spec.random is not None:
+            wrong = self.spec.random(copies, call(*copies.values()))
             return wrong, float(bool(wrong))
         got = self._results(call, copies, self.dtype, lambda name, x: x)
-        probe = self.case.op.probe
+        probe = self.spec.probe
         got = {name: probe(name.removeprefix("gradient of "), x) for name, x in got.items()}
         if shapes := [n for n, x in self.truth.items() if n not in got or got[n].shape != x.shape]:
             return [f"{name}: another shape, or none" for name in shapes], float("inf")
@@ -124,8 +123,8 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
     upstream: list[Tensor] = []
 
     def restored() -> None:
-        if case.op.overwritten:  # a leaf may not be written over, what was made of it may
-            arguments[case.op.overwritten] = inputs[case.op.overwritten].clone()
+        if case.spec.overwritten:  # a leaf may not be written over, what was made of it may
+            arguments[case.spec.overwritten] = inputs[case.spec.overwritten].clone()
 
     def forward(_: Any = None) -> tuple[Tensor, ...]:
         outputs = _as_tuple(call(*arguments.values()))
@@ -167,7 +166,7 @@ def resident_peak() -> int:
 
 def print_memory(case: Case, name: str) -> None:
     """Two steps of one implementation; the bytes of its process, before and at most."""
-    call = case.op.implementations[name]("cpu")
+    call = case.implementations[name]("cpu")
     timed = timed_pass(case, call, "both", case.inputs("cpu"))
     before = resident_peak()
     for _ in range(2):
@@ -212,9 +211,9 @@ def rows_of(
         rounds: so many instead.
     """
     torch.compiler.reset()  # each case compiles the same code anew: together they pass a limit
-    about = {"case": case.name, "op": case.op.name, "shape": case.shape, "dtype": case.dtype}
+    about = {"case": case.name, "op": case.spec.name, "shape": case.shape, "dtype": case.dtype}
     judge, admitted = Judge(case, timer.on), {}
-    for name, maker in case.op.implementations.items():
+    for name, maker in case.implementations.items():
         try:
             call = maker(timer.on)
         except MissingError as reason:
@@ -231,7 +230,7 @@ def rows_of(
     del judge
     inputs = case.inputs(timer.on)
     memory = _memory(case, timer.on, admitted)
-    for which in case.op.passes:
+    for which in case.passes:
         rivals = {n: timed_pass(case, right.call, which, inputs) for n, right in admitted.items()}
         samples = timer.turns(rivals, seconds=seconds, rounds=rounds)
         for name, taken in samples.items():
@@ -249,7 +248,7 @@ def rows_of(
 
 
 def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[str, int]]:
-    if on == "cuda" or case.label not in case.op.full.get(on, {}):
+    if on == "cuda" or case.label not in case.spec.sizes.get(f"{on}-full", {}):
         return {}
     return {name: memory_on_cpu(case, name) for name in admitted}
 
@@ -259,7 +258,7 @@ def figures(
 ) -> dict[str, Any]:
     """Rates, and the share of the limit that binds."""
     flops, size = case.work()[which]
-    least, bound = work.limit(flops, size, roof)
+    least, bound = limit(flops, size, roof)
     p50 = seconds["p50"]
     return {
         "device_s": seconds,

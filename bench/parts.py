@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from bench import work
+from bench.timing import limit
 from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
+from fastgpt.kernels.specs import SPECS
 
 PARTS: tuple[str, ...] = (
     "GEMM",
@@ -136,7 +137,7 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
 def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) -> dict[str, float]:
     """Milliseconds that each part cannot go below on this machine.
 
-    GEMM: 6 FLOPs a weight and token. Attention: what `bench.work` counts, forward and backward.
+    GEMM: 6 FLOPs a weight and token. Attention: what its `Spec` counts, forward and backward.
     Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a sum. Loss:
     the logits read once and their gradient written. Optimizer: AdamW's 28 bytes a parameter.
     All others could be nothing.
@@ -153,10 +154,10 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
     block = C * heads * config.head_dim + C * C + C * up + config.ffn_width * C
     weights = config.num_layers * block + V * C
     one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
-    attention = work.limit(*work.attention(one, size)["both"], roof)[0] * config.num_layers
+    attention = limit(*SPECS["attention"].work(one, size)["both"], roof)[0] * config.num_layers
     rows = {"M": tokens, "N": C}
-    norm_bytes = 2 * config.num_layers * work.add_norm(rows, size)["both"][1]
-    norm_bytes += work.norm(rows, size)["both"][1]
+    norm_bytes = 2 * config.num_layers * SPECS["add_layer_norm"].work(rows, size)["both"][1]
+    norm_bytes += SPECS["layer_norm"].work(rows, size)["both"][1]
     seconds = {
         "GEMM": 6 * weights * tokens / roof["matmul"],
         "attention": attention,

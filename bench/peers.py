@@ -65,15 +65,6 @@ def compiled(reference: Callable[..., Any]) -> Maker:
 # --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
 
 
-def attention_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain products and softmax in the inputs' own dtype."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    T = q.shape[2]
-    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q * q.shape[3] ** -0.5) @ k.transpose(2, 3)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-
-
 def sdpa(backend: str) -> Maker:
     """F.scaled_dot_product_attention held to one backend: flash, cudnn or efficient."""
 
@@ -127,6 +118,12 @@ def flash_attn(module: str, package: str) -> Maker:
         return call
 
     return make
+
+
+def sdpa_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """F.scaled_dot_product_attention over caches that are full."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def flash_attn_decoding(module: str, package: str) -> Maker:

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from bench import records
-from bench.cases import cases
+from bench.cases import Case, cases
 from bench.measure import timed_pass
-from bench.op import Case
 from bench.peers import MissingError
 from fastgpt import device
 from fastgpt.errors import shown_in_one_line
@@ -45,7 +44,7 @@ def chosen() -> list[Case]:
 def test_is_no_slower(case: Case, benchmark: Any) -> None:
     on = on_this_machine()
     try:
-        call = case.op.implementations["ours"](on)
+        call = case.implementations["ours"](on)
     except MissingError as reason:
         pytest.skip(str(reason))
     timed = timed_pass(case, call, "both", case.inputs(on))

@@ -152,6 +152,19 @@ def roof_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
     return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
 
 
+def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str]:
+    """(least seconds this can take, `matmul` or `copy`: what binds it).
+
+    Args:
+        flops: of matrix products.
+        size: bytes moved.
+        roof: FLOP/s as `matmul` and bytes/s as `copy`, measured.
+    """
+    times = {"matmul": flops / roof["matmul"], "copy": size / roof["copy"]}
+    bound = max(times, key=lambda name: times[name])
+    return times[bound], bound
+
+
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
     """(seconds of a whole process of Python, what it printed).
 

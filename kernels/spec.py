@@ -34,6 +34,10 @@ def no_options(problem: Problem, device: torch.device | str) -> dict[str, Any]:
     return {}
 
 
+def whole(name: str, x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One public op.
@@ -74,6 +78,9 @@ class Spec:
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
     overwritten: str = ""
     """The input whose memory `op` may take for its gradient."""
+    probe: Callable[[str, Tensor], Tensor] = whole
+    """The part of an input, output or gradient that is checked where an fp64 reference of all of it
+    would not fit; itself a whole problem. Called as probe("q" or "output 0", tensor)."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
     """The exception from the tolerance rule, for ops that draw random numbers: what is wrong with
     an output for these inputs, in words."""

@@ -60,7 +60,6 @@ def form(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Cas
     return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)
 
 
-GELU, SWIGLU = {"kind": "gelu_tanh"}, {"kind": "swiglu"}
 WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
 SHAPES = {
     "three-dimensions": ((4, 5), 24),
@@ -69,42 +68,57 @@ SHAPES = {
     "more-tiles-than-programs": (90, 300),
     "columns-in-parts": (11, 1030),
 }
-BIAS_ACT = Spec(
-    name="bias_act",
-    op=bias_act,
-    ref=bias_act_ref,
-    eager=eager,
-    inputs=inputs,
-    options=options,
-    launches=lambda s: (FWD, BWD, SUM) if s.get("bias", True) else (FWD, BWD),
-    forms=forms,
-    work=bytes_moved,
-    problems={
-        **{
-            f"{kind} {label}": {"M": M, "N": F * (2 if kind == "swiglu" else 1), "kind": kind}
-            for kind in ACTIVATIONS
-            for label, (M, F) in SHAPES.items()
+
+
+def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Problem]]) -> Spec:
+    """The spec of some kinds of activation, whose x is `wide` times as wide as y."""
+    problems = {
+        f"{kind} {label}": {"M": M, "N": F * wide, "kind": kind}
+        for kind in kinds
+        for label, (M, F) in SHAPES.items()
+    }
+    for kind in kinds:
+        problems[f"{kind} no bias"] = {"M": (3, 7), "N": 40, "kind": kind, "bias": False}
+    return Spec(
+        name=name,
+        op=bias_act,
+        ref=bias_act_ref,
+        eager=eager,
+        inputs=inputs,
+        options=options,
+        launches=lambda s: (FWD, BWD, SUM) if s.get("bias", True) else (FWD, BWD),
+        forms=forms,
+        work=bytes_moved,
+        problems=problems,
+        sizes={
+            on: {label: {**s, "kind": kinds[0]} for label, s in those.items()}
+            for on, those in sizes.items()
         },
-        **{
-            f"{kind} no bias": {"M": 7, "N": 40, "kind": kind, "bias": False}
-            for kind in ACTIVATIONS
-        },
-    },
-    sizes={
+        structural=(f"{kinds[0]} three-dimensions", f"{kinds[0]} no bias"),
+        growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
+        empty=({"M": 0}, {"M": (3, 0)}),
+    )
+
+
+BIAS_ACT = spec(
+    "bias_act",
+    [kind for kind in ACTIVATIONS if kind != "swiglu"],
+    1,
+    {
         "cuda": {
-            **{name: {"M": 16384, "N": 4 * C, **GELU} for name, C in WIDTHS.items()},
-            "awkward": {"M": 10007, "N": 777, **GELU},
-            "swiglu-gpt2-124m": {"M": 16384, "N": 4096, **SWIGLU},
-            "swiglu-awkward": {"M": 10007, "N": 1554, **SWIGLU},
+            **{label: {"M": 16384, "N": 4 * C} for label, C in WIDTHS.items()},
+            "awkward": {"M": 10007, "N": 777},
         },
-        "cpu": {
-            "gpt2-124m": {"M": 1024, "N": 3072, **GELU},
-            "awkward": {"M": 1003, "N": 777, **GELU},
-            "swiglu-gpt2-124m": {"M": 1024, "N": 4096, **SWIGLU},
-        },
+        "cpu": {"gpt2-124m": {"M": 1024, "N": 3072}, "awkward": {"M": 1003, "N": 777}},
     },
-    structural=("gelu_tanh three-dimensions", "swiglu three-dimensions", "swiglu no bias"),
-    growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
-    empty=({"M": 0}, {"M": (3, 0)}),
 )
-SPECS = (BIAS_ACT,)
+SWIGLU = spec(
+    "bias_act_swiglu",
+    ["swiglu"],
+    2,
+    {
+        "cuda": {"gpt2-124m": {"M": 16384, "N": 4096}, "awkward": {"M": 10007, "N": 1554}},
+        "cpu": {"gpt2-124m": {"M": 1024, "N": 4096}},
+    },
+)
+SPECS = (BIAS_ACT, SWIGLU)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench.op import Case
 
 from bench import __main__ as command
 from bench import measure, peers, records, report
 from bench.cases import OPS, cases
-from bench.op import Case
 from bench.peers import MissingError, always
 from bench.timing import Timer
 from fastgpt.errors import UserError
