@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastgpt import device
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.kernels import parity
+from fastgpt.kernels import parity, runtime
 from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.trials import TRIALS, Sizes, Trial
 
@@ -166,8 +166,18 @@ def _remembered_or_tried(
 
 
 def _key(sizes: Sizes, on: str) -> str:
-    """Of everything that a verdict depends on."""
-    paths = [x for x in (ROOT / "kernels").rglob("*") if x.suffix in (".py", ".json")]
+    """A hash of all that a verdict depends on: what runs, where, and at which sizes.
+
+    The kernels, what launches them and their tables count; what only proves, tunes or describes
+    them does not, so that an edit there forgets nobody's trials.
+    """
+    kernels = Path(runtime.__file__).parent
+    beside = {"aot.py", "alias.py", "spec.py", "specs.py"}
+    paths = [
+        x
+        for x in kernels.rglob("*")
+        if x.suffix in (".py", ".json") and x.name not in beside and x.parent.name != "proof"
+    ]
     paths += [Path(__file__).with_name(f"{name}.py") for name in ("choose", "ops", "trials")]
     sources = hashlib.sha256()
     for path in sorted(paths):
