@@ -14,20 +14,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-import kernels
 from bench import peers, work
 from bench.cases_other import OTHERS
 from bench.op import Case, Inputs, Make, Op
 from bench.peers import Maker, always, compiled, liger, packed
 from bench.shapes import ATTENTION, HEADS, LOGITS, NORM, Shape
+from fastgpt import kernels
 from fastgpt.device import has_fast_bf16
 from fastgpt.errors import UserError
-from kernels.attention import attention_ref
-from kernels.cross_entropy import cross_entropy_ref
-from kernels.dropout import dropout
-from kernels.layer_norm import add_layer_norm_ref, add_rms_norm_ref, layer_norm_ref, rms_norm_ref
-from kernels.linear_cross_entropy import linear_cross_entropy_ref
-from kernels.runtime import INTERPRETING
+from fastgpt.kernels.attention.op import attention_ref
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
+from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
+from fastgpt.kernels.dropout.op import dropout
+from fastgpt.kernels.norm.op import (
+    add_layer_norm_ref,
+    add_rms_norm_ref,
+    layer_norm_ref,
+    rms_norm_ref,
+)
+from fastgpt.kernels.runtime import INTERPRETING
 
 P = 0.2
 """Probability of the dropout that is timed."""

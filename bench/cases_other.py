@@ -13,10 +13,10 @@ from bench import work
 from bench.op import Op
 from bench.peers import Maker, always, compiled, flash_attn_decoding, liger
 from bench.shapes import ACTIVATIONS, DECODING, GATED, ROTARY
-from kernels.bias_act import ACTIVATIONS as PLAIN
-from kernels.bias_act import bias_act, bias_act_ref
-from kernels.decode_attention import decode_attention, decode_attention_ref
-from kernels.rotary import rotary, rotary_ref
+from fastgpt.kernels.bias_act.op import ACTIVATIONS as PLAIN
+from fastgpt.kernels.bias_act.op import bias_act, bias_act_ref
+from fastgpt.kernels.decode_attention.op import decode_attention, decode_attention_ref
+from fastgpt.kernels.rotary.op import rotary, rotary_ref
 
 
 def _bias_act_op(name: str, kind: str, **own: Any) -> Op:

@@ -20,7 +20,7 @@ from fastgpt import device
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, shown_in_one_line
-from kernels.runtime import runs_kernels
+from fastgpt.kernels.runtime import runs_kernels
 
 LAST = 20
 """Steps at the end whose mean losses are compared."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from bench import records
 from bench.timing import quantiles
 from fastgpt.errors import UserError, shown_in_one_line
-from kernels import attention, layer_norm
-from kernels.runtime import recording
+from fastgpt.kernels import attention, layer_norm
+from fastgpt.kernels.runtime import recording
 
 WAYS = {"straight": True, "dispatcher": False}
 Op = Callable[..., Tensor]
@@ -79,7 +79,9 @@ def measure(host: Host) -> list[dict]:
                 for way, taken in times.items():
                     with (
                         recording(90),
-                        mock.patch("kernels.runtime._nobody_listens", return_value=WAYS.get(way)),
+                        mock.patch(
+                            "fastgpt.kernels.runtime._nobody_listens", return_value=WAYS.get(way)
+                        ),
                     ):
                         op = peer if way == "pytorch" else ours
                         took = seconds(op, inputs, backward, host.calls)

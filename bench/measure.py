@@ -20,7 +20,7 @@ from bench.op import Case, Inputs
 from bench.peers import MissingError
 from bench.timing import Timed, Timer, quantiles
 from fastgpt.device import DTYPES
-from kernels.parity import complaints, errors, outputs_and_gradients
+from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 LENIENT = 0.02
 """FlashAttention in bf16 is about 0.005 from the truth."""

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fastgpt import device
 from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.kernels import parity
 from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.trials import TRIALS, Sizes, Trial
-from kernels import parity
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 600.0

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, shown_in_one_line, writing
+from fastgpt.kernels import attention
 from fastgpt.lecture import build_model
-from kernels import attention
 
 T, D = 6, 16
 """Tokens and head size of the examples."""

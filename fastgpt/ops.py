@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
-import kernels
+from fastgpt import kernels
 from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
-from kernels import attention_blocked, attention_ref, dropout, rotary_ref
-from kernels.attention import attention_mask
-from kernels.bias_act import ACTIVATIONS
-from kernels.runtime import runs_kernels
+from fastgpt.kernels import attention_blocked, attention_ref, dropout, rotary_ref
+from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels.runtime import runs_kernels
 
 
 def sdpa(

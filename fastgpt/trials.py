@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastgpt import ops
 from fastgpt.config import ModelConfig
+from fastgpt.kernels import attention_ref, bias_act, parity
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.positions import Rotary
-from kernels import attention_ref, bias_act, parity
-from kernels.bias_act import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)

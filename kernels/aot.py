@@ -15,12 +15,11 @@ A configuration is what a table or a rule chose for a kernel on an arch: block s
 a bound on registers. A form is a configuration compiled for one dtype and set of options.
 
 Exits 1 on a spilled register, on more shared memory than the arch has, on a kernel without its
-declared instruction, and on more registers or shared memory than recorded in kernels/tuning/
+declared instruction, and on more registers or shared memory than recorded in kernels/proof/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
 The budget also keeps a fingerprint of each form's sources and settings: --changed compiles the
 forms whose fingerprint is another, and beside them one of each kernel and arch. --static adds what
-each main loop asks of each unit and the ceiling that sets (kernels.sass), and what attention should
-take at a stated shape beside what it was measured to take (kernels.predict).
+each main loop asks of each unit and the ceiling that sets (kernels.proof.sass).
 """
 
 import argparse
@@ -33,24 +32,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kernels.aot_compile import Case, Config, Row, collect, compile_all, fingerprint
-from kernels.runtime import INTERPRETING
-from kernels.sass import DEVICES, UNITS, ceiling
+from .proof.compile import Case, Config, Row, collect, compile_all, fingerprint
+from .proof.sass import DEVICES, UNITS, ceiling
+from .runtime import INTERPRETING
 
 __all__ = ["Case"]
 
 MODULES = (
-    "kernels.attention_launch",
-    "kernels.norm_launch",
-    "kernels.cross_entropy_launch",
-    "kernels.bias_act_launch",
-    "kernels.rotary_launch",
-    "kernels.decode_attention_launch",
+    "fastgpt.kernels.attention.launch",
+    "fastgpt.kernels.norm.device",
+    "fastgpt.kernels.cross_entropy.device",
+    "fastgpt.kernels.bias_act.device",
+    "fastgpt.kernels.rotary.device",
+    "fastgpt.kernels.decode_attention.device",
 )
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
-BUDGET = Path(__file__).with_name("tuning") / "budget.json"
+BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 
 # --- judge ----------------------------------------------------------------------------------------
@@ -145,19 +144,6 @@ def static_table(rows: Iterable[Row]) -> str:
     return f"{_aligned(lines)}\n{', '.join(stated)}"
 
 
-def predicted_table(pairs: Iterable[tuple[Config, Row]], folder: Path | None = None) -> str:
-    """Attention at its stated shapes: what is predicted, and where a record has it, measured."""
-    from kernels.predict import RECORDS, beside
-
-    lines = [("kernel", "arch", "configuration", "predicted ms", "measured ms", "error")]
-    for row, predicted, measured in beside(pairs, folder or RECORDS):
-        figures = (f"{predicted:.4f}", "-", "-")
-        if measured:
-            figures = (*figures[:1], f"{measured:.4f}", f"{predicted / measured - 1:+.0%}")
-        lines.append((row.kernel, f"sm_{row.arch}", row.config, *figures))
-    return _aligned(lines)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.aot",
@@ -219,7 +205,6 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows))
     if args.static:
         print(f"\n{static_table(rows)}\n")
-        print(f"{predicted_table(zip(configs, rows, strict=True))}\n")
     if args.json:
         document = {"triton": triton_minor(), "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.aot_compile import Case
-from kernels.runtime import launch
+from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.runtime import launch
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.parity import Op, complaints, outputs_and_gradients
+from fastgpt.kernels.parity import Op, complaints, outputs_and_gradients
 
 
 def awkward(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.runtime import LAUNCHES
+from fastgpt.kernels.runtime import LAUNCHES
 from tests.parity import Op, assert_parity, awkward
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
-from kernels.aot_compile import Row
-from kernels.sass import Loop, ceiling
+from fastgpt.kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
+from fastgpt.kernels.proof.compile import Row
+from fastgpt.kernels.proof.sass import Loop, ceiling
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ("--modules", "tests.aot_faults")
@@ -80,8 +80,8 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
 
 COUNT = """
 import json
-from kernels.aot import ARCHS, MODULES
-from kernels.aot_compile import collect
+from fastgpt.kernels.aot import ARCHS, MODULES
+from fastgpt.kernels.proof.compile import collect
 found = list(collect(MODULES, ARCHS))
 keys = sorted(f"{config.arch} {config.key}" for config in found)
 print(json.dumps([len(found), len({config.settings for config in found}), keys]))
@@ -179,12 +179,12 @@ def test_recording_keeps_the_other_rows(tmp_path):
 
 SPECIALISATIONS = """
 import torch
-from kernels.aot import main
-from kernels.aot_compile import specialised
-from kernels.bias_act_launch import bias_act_bwd, bias_act_fwd
-from kernels.norm_launch import norm_fwd, norm_bwd
-from kernels.rotary_launch import rotary_turn
-from kernels.runtime import recording
+from fastgpt.kernels.aot import main
+from fastgpt.kernels.proof.compile import specialised
+from fastgpt.kernels.bias_act.device import bias_act_bwd, bias_act_fwd
+from fastgpt.kernels.norm.device import norm_fwd, norm_bwd
+from fastgpt.kernels.rotary.device import rotary_turn
+from fastgpt.kernels.runtime import recording
 
 seen = {}
 for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):

@@ -9,8 +9,8 @@ from tests.test_aot import python
 SOURCE = '''
 import torch, triton
 import triton.language as tl
-from kernels.aot_compile import Case
-from kernels.runtime import launch
+from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.runtime import launch
 
 BIAS: tl.constexpr = 1
 
@@ -46,8 +46,8 @@ CHANGES = {
 SELECT = """
 import json, sys
 from pathlib import Path
-from kernels import aot
-from kernels.aot_compile import Row, collect, fingerprint
+from fastgpt.kernels import aot
+from fastgpt.kernels.proof.compile import Row, collect, fingerprint
 
 names, folder = sys.argv[2:], sys.argv[1]
 sys.path.insert(0, folder)

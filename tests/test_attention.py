@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgpt.kernels.attention.blocked import attention_blocked
+from fastgpt.kernels.attention.op import attention_mask, attention_ref
 from fastgpt.ops import sdpa
-from kernels.attention import attention_mask, attention_ref
-from kernels.attention_blocked import attention_blocked
 from tests.parity import assert_parity, awkward
 
 FUSED = {"blocked": attention_blocked, "sdpa": sdpa}

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch.library import opcheck
 
-from kernels import attention, attention_dropout_mask, attention_packed
-from kernels.attention import attention_ref
+from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
+from fastgpt.kernels.attention.op import attention_ref
 from tests.cuda_proof import (
     assert_nothing_waits,
     assert_on_the_current_stream,

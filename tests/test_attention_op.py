@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from kernels import attention, attention_dropout_mask, attention_packed
-from kernels.attention import attention_ref
-from kernels.attention_config import TUNING, rows, shipped
+from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
+from fastgpt.kernels.attention.config import TUNING, rows, shipped
+from fastgpt.kernels.attention.op import attention_ref
 from tests.parity import awkward
 from tests.proof import launches, printed_by
 
@@ -195,7 +195,7 @@ def test_the_mask_drops_with_its_probability_and_never_repeats(p):
 
 def test_philox_is_philox():
     """Known answers of Philox4x32-7: Random123's kat_vectors, counter and key all 0, and all 1."""
-    from kernels import attention_dropout
+    from fastgpt.kernels.attention import dropout as attention_dropout
 
     zeros = attention_dropout.philox([torch.zeros(1, dtype=torch.int64)] * 4, [0, 0])
     assert [int(x) for x in zeros] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
@@ -217,7 +217,7 @@ def test_autocast_casts_q_k_and_v():
 
 
 def test_without_kernels_the_plain_form_runs(monkeypatch):
-    module = sys.modules["kernels.attention"]  # the package shows the op by that name
+    module = sys.modules["fastgpt.kernels.attention.op"]
     monkeypatch.setattr(module, "runs_kernels", lambda device: False)
     inputs = make()
     options = {"dropout_p": 0.4, "dropout_seed": 9, "doc_ids": DOCS, "scale": -0.2}
@@ -292,9 +292,9 @@ def test_every_arch_has_a_configuration_for_every_call(arch):
 
 SPECIALISATIONS = """
 import torch
-from kernels.aot_compile import specialised
-from kernels.attention_launch import Options, attention_bwd, attention_fwd
-from kernels.runtime import recording
+from fastgpt.kernels.proof.compile import specialised
+from fastgpt.kernels.attention.launch import Options, attention_bwd, attention_fwd
+from fastgpt.kernels.runtime import recording
 
 seen = {}
 seed = torch.empty(1, dtype=torch.int64, device="meta")

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import attention, attention_dropout_mask, attention_launch, attention_packed
-from kernels.attention import attention_mask, attention_ref
+from fastgpt.kernels import attention, attention_dropout_mask, attention_packed
+from fastgpt.kernels.attention import launch as attention_launch
+from fastgpt.kernels.attention.op import attention_mask, attention_ref
 from tests.parity import awkward
 from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench import convergence, gpu, records
 from bench.gpu import STAGES, Context, Stage
-from kernels import aot
+from fastgpt.kernels import aot
 
 ROOT = Path(__file__).parents[1]
 

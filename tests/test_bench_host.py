@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import host
 from fastgpt.errors import UserError
-from kernels import layer_norm
-from kernels.runtime import recording
+from fastgpt.kernels import layer_norm
+from fastgpt.kernels.runtime import recording
 from tests.proof import launches
 
 
@@ -32,7 +32,7 @@ def test_the_dispatcher_is_taken_only_where_it_is_asked_for():
     with Seen(), recording(90):
         x = torch.ones(2, 16)
         for listens in (True, False):
-            with mock.patch("kernels.runtime._nobody_listens", return_value=listens):
+            with mock.patch("fastgpt.kernels.runtime._nobody_listens", return_value=listens):
                 layer_norm(x, x[0])
             assert any("fastgpt" in name for name in names) is not listens
 

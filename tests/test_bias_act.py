@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from kernels import bias_act, runtime
-from kernels.bias_act import ACTIVATIONS, bias_act_ref
+from fastgpt.kernels import bias_act, runtime
+from fastgpt.kernels.bias_act.op import ACTIVATIONS, bias_act_ref
 from tests.parity import awkward
 from tests.proof import (
     LAYOUTS,

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
-from kernels import bias_act
-from kernels.bias_act import ACTIVATIONS, bias_act_ref
+from fastgpt.kernels import bias_act
+from fastgpt.kernels.bias_act.op import ACTIVATIONS, bias_act_ref
 from tests.cuda_proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
@@ -123,7 +123,7 @@ def test_more_than_two_billion_elements():
 
 
 def test_a_new_number_of_rows_compiles_nothing():
-    from kernels import bias_act_kernels
+    from fastgpt.kernels.bias_act import device as bias_act_kernels
 
     def run(M):
         repeated("swiglu", M, 96)[1]()

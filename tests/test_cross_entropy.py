@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from kernels import cross_entropy, runtime
-from kernels.cross_entropy import cross_entropy_ref
+from fastgpt.kernels import cross_entropy, runtime
+from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from tests.parity import assert_parity, awkward
 from tests.proof import (
     LAYOUTS,
@@ -534,13 +534,13 @@ import json, re, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.aot_compile import collect, specialised
-from kernels.cross_entropy_launch import *
-from kernels.runtime import recording
-from kernels.sass import disassemble
+from fastgpt.kernels.proof.compile import collect, specialised
+from fastgpt.kernels.cross_entropy.device import *
+from fastgpt.kernels.runtime import recording
+from fastgpt.kernels.proof.sass import disassemble
 
 accesses = {}
-for config in collect(["kernels.cross_entropy_launch"], [90]):
+for config in collect(["fastgpt.kernels.cross_entropy.device"], [90]):
     if config.label == "V=50304 bf16 valid=50257 in place":
         signature, constants, attributes, options = specialised(config.launch)
         source = ASTSource(config.launch.kernel, signature, constants, attributes)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
-from kernels import cross_entropy, linear_cross_entropy
-from kernels.cross_entropy import cross_entropy_ref
-from kernels.linear_cross_entropy import linear_cross_entropy_ref
+from fastgpt.kernels import cross_entropy, linear_cross_entropy
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
+from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from tests.cuda_proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
@@ -189,7 +189,7 @@ def test_peak_memory_is_a_chunk_and_the_gradients():
 
 
 def test_a_new_number_of_rows_compiles_nothing():
-    from kernels import cross_entropy_kernels
+    from fastgpt.kernels.cross_entropy import device as cross_entropy_kernels
 
     def run(M):
         logits, targets = make(M, 96, 90)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from kernels import decode_attention, decode_attention_launch
-from kernels.decode_attention import decode_attention_ref
-from kernels.decode_attention_launch import MAX_SPLITS, splits
+from fastgpt.kernels import decode_attention
+from fastgpt.kernels.decode_attention import device as decode_attention_launch
+from fastgpt.kernels.decode_attention.device import MAX_SPLITS, splits
+from fastgpt.kernels.decode_attention.op import decode_attention_ref
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, guarded, launches, mutations, printed_by
 
@@ -291,7 +292,7 @@ def test_reference_is_pytorchs_attention_of_each_sequence(case, page):
 
 
 def test_without_kernels_the_reference_runs(monkeypatch):
-    module = sys.modules["kernels.decode_attention"]  # the package shows the op by that name
+    module = sys.modules["fastgpt.kernels.decode_attention.op"]
     monkeypatch.setattr(module, "runs_kernels", lambda device: False)
     inputs, options = make(*CASES["four-new"], page=5, starts=True)
     with launches():
@@ -344,9 +345,9 @@ def test_a_gradient_is_refused_before_anything_runs():
 
 SPECIALISATIONS = """
 import torch
-from kernels.aot_compile import specialised
-from kernels.decode_attention_launch import decode_attention_fwd
-from kernels.runtime import recording
+from fastgpt.kernels.proof.compile import specialised
+from fastgpt.kernels.decode_attention.device import decode_attention_fwd
+from fastgpt.kernels.runtime import recording
 
 seen = {}
 for B, Tq, T in ((1, 1, 4096), (1, 2, 4097), (2, 1, 5000), (3, 16, 16_384), (4, 1, 70_001)):

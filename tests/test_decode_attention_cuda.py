@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch.library import opcheck
 
-from kernels import decode_attention, decode_attention_launch
-from kernels.decode_attention import decode_attention_ref
+from fastgpt.kernels import decode_attention
+from fastgpt.kernels.decode_attention import device as decode_attention_launch
+from fastgpt.kernels.decode_attention.op import decode_attention_ref
 from tests.cuda_proof import (
     assert_nothing_waits,
     assert_on_the_current_stream,

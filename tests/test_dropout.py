@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kernels.dropout import dropout, dropout_keep
+from fastgpt.kernels.dropout.op import dropout, dropout_keep
 
 LANES = 2**16
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from kernels.layer_norm import (
+from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fastgpt.kernels.norm.op import (
     add_layer_norm_ref,
     add_rms_norm_ref,
     layer_norm_ref,
@@ -121,7 +121,7 @@ def test_wide_rows(name, N, device):
 
 
 def test_more_programs_than_a_block_of_the_final_sum(device, monkeypatch):
-    monkeypatch.setattr("kernels.norm_launch.multiprocessors", lambda _: 5)
+    monkeypatch.setattr("fastgpt.kernels.norm.device.multiprocessors", lambda _: 5)
     inputs = make(
         "layer_norm", 80 * 16 + 3, 16, device=device
     )  # 80 programs of 16 rows, 64 a block

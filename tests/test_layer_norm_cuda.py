@@ -4,8 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
-from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from kernels.layer_norm import add_layer_norm_ref, add_rms_norm_ref, layer_norm_ref, rms_norm_ref
+from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fastgpt.kernels.norm.op import (
+    add_layer_norm_ref,
+    add_rms_norm_ref,
+    layer_norm_ref,
+    rms_norm_ref,
+)
 from tests.cuda_proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
@@ -154,7 +159,7 @@ def test_more_than_two_billion_elements():
 
 
 def test_a_new_number_of_rows_compiles_nothing():
-    from kernels import norm_kernels
+    from fastgpt.kernels.norm import device as norm_kernels
 
     def run(M):
         tensors = leaves("add_layer_norm", M, 96)

@@ -10,8 +10,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, runtime
-from kernels.layer_norm import add_layer_norm_ref
+from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, runtime
+from fastgpt.kernels.norm.op import add_layer_norm_ref
 from tests.parity import assert_parity, awkward
 from tests.proof import (
     LAYOUTS,

@@ -1,4 +1,4 @@
-"""Imports go one way: torch, triton <- kernels <- fastgpt <- {train.py, bench} <- tests."""
+"""Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {train.py, bench} <- tests."""
 
 import ast
 import os
@@ -11,25 +11,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What each part may import of the project, itself included.
+# What each part may import of the project, itself included; the kernels are fastgpt.kernels.
 FIRST_PARTY = {
-    "kernels": {"kernels"},
-    "fastgpt": {"fastgpt", "kernels"},
-    "train": {"train", "fastgpt", "kernels"},
-    "bench": {"bench", "fastgpt", "kernels"},
-    "tests": {"tests", "bench", "train", "fastgpt", "kernels"},
+    "kernels": {"fastgpt.kernels"},
+    "fastgpt": {"fastgpt"},
+    "train": {"train", "fastgpt"},
+    "bench": {"bench", "fastgpt"},
+    "tests": {"tests", "bench", "train", "fastgpt"},
 }
-KERNELS_THIRD_PARTY = {"torch", "triton", "rich"}  # rich: what kernels.tune shows
+PROJECT = {"tests", "bench", "train", "fastgpt", "kernels"}
+KERNELS_THIRD_PARTY = {"torch", "triton", "numpy"}
 
 
-def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import, nested ones too; a relative one starts with a dot."""
-    for node in ast.walk(tree):
+def imported_modules(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import, nested ones too; a relative one in full."""
+    package = ["fastgpt" * (path.parts[0] == "kernels"), *path.parts[:-1]]
+    for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
             case ast.ImportFrom(module=module, level=level):
-                yield node.lineno, "." * level + (module or "")
+                above = package[: len(package) - level + 1] if level else []
+                yield node.lineno, ".".join([*filter(None, above), *filter(None, [module])])
             case ast.Call(
                 func=ast.Name(id="__import__" | "import_module")
                 | ast.Attribute(attr="import_module"),
@@ -40,11 +43,9 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def allowed(part: str, module: str) -> bool:
     top = module.partition(".")[0]
-    if top in FIRST_PARTY:
-        return top in FIRST_PARTY[part]
-    if part == "kernels":
-        return top in KERNELS_THIRD_PARTY or top in sys.stdlib_module_names
-    return top != ""  # empty: a relative import
+    if top in PROJECT:
+        return any(f"{module}.".startswith(f"{name}.") for name in FIRST_PARTY[part])
+    return part != "kernels" or top in KERNELS_THIRD_PARTY or top in sys.stdlib_module_names
 
 
 def violations(root: Path) -> list[str]:
@@ -52,7 +53,7 @@ def violations(root: Path) -> list[str]:
         f"{path.relative_to(root)}:{line} imports {module}"
         for part in FIRST_PARTY
         for path in sorted([*root.glob(f"{part}.py"), *root.glob(f"{part}/**/*.py")])
-        for line, module in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+        for line, module in imported_modules(path.relative_to(root), root)
         if not allowed(part, module)
     ]
 
@@ -66,16 +67,16 @@ def test_imports_go_one_way():
     [
         ("kernels/a.py", "import fastgpt.model", "fastgpt.model"),
         ("kernels/a.py", "def f():\n    from bench import run", "bench"),
-        ("kernels/a.py", "import numpy as np", "numpy"),
+        ("kernels/a.py", "import requests", "requests"),
+        ("kernels/a.py", "from ..model import GPT", "fastgpt.model"),
         ("kernels/a/b.py", "import importlib\nimportlib.import_module('tests.a')", "tests.a"),
         ("fastgpt/a.py", "import os, bench", "bench"),
         ("fastgpt/a.py", "from tests.parity import assert_parity", "tests.parity"),
         ("fastgpt/a.py", "import train", "train"),
-        ("fastgpt/a.py", "from .model import GPT", ".model"),
+        ("fastgpt/a.py", "from kernels import attention", "kernels"),
         ("fastgpt/a.py", "__import__('bench')", "bench"),
         ("bench/a.py", "import train", "train"),
         ("train.py", "from bench import run", "bench"),
-        ("tests/a.py", "from . import parity", "."),
     ],
 )
 def test_a_seeded_violation_is_caught(tmp_path, file, source, caught):
@@ -88,19 +89,20 @@ def test_a_seeded_violation_is_caught(tmp_path, file, source, caught):
 
 def test_allowed_imports_are_not_reported(tmp_path):
     sources = {
-        "kernels/a.py": "import math\nimport torch.nn\nimport triton.language\nimport kernels.b",
-        "fastgpt/a.py": "import numpy\nfrom kernels import attention\nimport fastgpt.model",
+        "kernels/a.py": "import math\nimport torch.nn\nimport triton.language\nimport numpy",
+        "kernels/a/b.py": "from ..c import d\nfrom . import e",
+        "fastgpt/a.py": "import numpy\nfrom fastgpt.kernels import attention\nimport fastgpt.model",
         "train.py": "from fastgpt.trainer import Trainer",
-        "bench/a.py": "import bench.timing, fastgpt, kernels",
-        "tests/a.py": "import bench, fastgpt, kernels, train, tests.parity",
+        "bench/a.py": "import bench.timing, fastgpt",
+        "tests/a.py": "import bench, fastgpt.kernels, train, tests.parity",
     }
     for file, source in sources.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []
 
 
-def test_every_fastgpt_module_imports_without_triton():
+def test_every_module_but_those_of_kernels_imports_without_triton():
     script = """
 import importlib, pkgutil, sys
 
@@ -112,18 +114,40 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 import fastgpt
 for module in pkgutil.walk_packages(fastgpt.__path__, "fastgpt."):
-    if not module.name.endswith("__main__"):
+    last = module.name.rpartition(".")[2]
+    if last not in ("__main__", "rows", "launch", "forward", "backward", "device"):
         importlib.import_module(module.name)
         print(module.name)
 assert "triton" not in sys.modules
 """
     imported = run_python("-c", script, cwd=ROOT).split()
-    assert "fastgpt.errors" in imported
+    assert {"fastgpt.errors", "fastgpt.kernels.attention.op"} <= set(imported)
 
 
 # --- whose `kernels` ------------------------------------------------------------------------------
 
-PROBE = "import importlib.util\nprint('kernels:', importlib.util.find_spec('kernels').origin)\n"
+OTHERS = {  # another distribution of that name, which imports itself by it
+    "__init__.py": "from kernels.hub import get_kernel\nattention = 'theirs'\n",
+    "hub/__init__.py": "from kernels.version import NUMBER\ndef get_kernel(): return NUMBER\n",
+    "version.py": "NUMBER = 17\n",
+}
+FROM_THE_ROOT = """
+import sys
+import kernels, kernels.proof.compile
+from kernels import attention, get_kernel
+import fastgpt.kernels.proof.compile
+from fastgpt import kernels as ours
+assert get_kernel() == kernels.hub.get_kernel() == 17
+assert attention is kernels.attention is ours.attention
+assert sys.modules["kernels.attention.op"] is sys.modules["fastgpt.kernels.attention.op"]
+assert sys.modules["kernels.proof.compile"] is fastgpt.kernels.proof.compile
+assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.compile"
+assert not hasattr(ours, "get_kernel")
+try:
+    kernels.nothing
+except AttributeError:
+    print("both")
+"""
 
 
 def run_python(*args: str, cwd: Path, **env: str) -> str:
@@ -142,45 +166,30 @@ def run_python(*args: str, cwd: Path, **env: str) -> str:
 @pytest.fixture
 def site(tmp_path) -> Path:
     """A folder late on sys.path, as site-packages is, with another distribution's `kernels`."""
-    folder = tmp_path / "site"
-    (folder / "kernels").mkdir(parents=True)
-    (folder / "kernels" / "__init__.py").write_text("")
-    (folder / "probe.py").write_text(PROBE)
-    return folder
+    for name, source in OTHERS.items():
+        path = tmp_path / "site" / "kernels" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path / "site"
 
 
-def origin(output: str) -> Path:
-    line = next(line for line in output.splitlines() if line.startswith("kernels: "))
-    return Path(line.removeprefix("kernels: ")).resolve()
+def test_from_the_root_kernels_is_ours_and_leads_to_the_others(site):
+    assert run_python("-c", FROM_THE_ROOT, cwd=ROOT, PYTHONPATH=str(site)) == "both\n"
 
 
-def test_kernels_in_this_process_is_ours():
-    import kernels
-
-    assert Path(kernels.__file__).resolve() == ROOT / "kernels" / "__init__.py"
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        pytest.param(("-m", "probe"), id="-m probe"),
-        pytest.param(("-m", "pytest", "--noconftest", "-pprobe", "--markers"), id="-m pytest"),
-    ],
-)
-def test_kernels_is_ours_from_the_root(site, args):
-    output = run_python(*args, cwd=ROOT, PYTHONPATH=str(site))
-    assert origin(output) == ROOT / "kernels" / "__init__.py"
+def test_elsewhere_kernels_is_the_other_distributions(site, tmp_path):
+    script = "import kernels, fastgpt.kernels as ours\nprint(kernels.attention != ours.attention)"
+    output = run_python(
+        "-c", script, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), str(ROOT)])
+    )
+    assert output == "True\n"
 
 
-def test_kernels_is_ours_for_a_script_in_the_root(site, tmp_path):
-    root = tmp_path / "checkout"
-    root.mkdir()
-    (root / "kernels").symlink_to(ROOT / "kernels")
-    (root / "train.py").write_text(PROBE)
-    output = run_python("train.py", cwd=root, PYTHONPATH=str(site))
-    assert origin(output) == ROOT / "kernels" / "__init__.py"
+def test_a_module_of_ours_runs_by_its_short_name(site):
+    output = run_python("-m", "kernels.aot", "--help", cwd=ROOT, PYTHONPATH=str(site))
+    assert output.startswith("usage: python -m kernels.aot")
 
 
-def test_the_other_kernels_is_found_outside_the_root(site, tmp_path):
-    output = run_python("-m", "probe", cwd=tmp_path, PYTHONPATH=str(site))
-    assert origin(output) == site / "kernels" / "__init__.py"
+def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
+    script = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
+    assert run_python("-c", script, cwd=ROOT) == "True False\n"

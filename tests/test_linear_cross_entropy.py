@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from kernels import cross_entropy, linear_cross_entropy, runtime
-from kernels.linear_cross_entropy import linear_cross_entropy_ref
-from kernels.linear_cross_entropy_chunks import tokens_at_a_time
+from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
+from fastgpt.kernels.cross_entropy.chunks import tokens_at_a_time
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
 from tests.parity import assert_parity, awkward
 from tests.proof import assert_kernel_parity, assert_mutations_are_caught, guarded, launches
 
@@ -376,7 +376,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy, linear_cross_entropy_ref
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)

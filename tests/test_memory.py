@@ -6,8 +6,8 @@ import torch
 
 from bench.memory import LiveBytes, account
 from fastgpt.config import ModelConfig
+from fastgpt.kernels.attention import launch as attention_launch
 from fastgpt.recipes import RECIPES
-from kernels import attention_launch
 
 KERNELS_MD = Path(__file__).parents[1] / "docs" / "kernels.md"
 

@@ -10,12 +10,12 @@ from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
+from fastgpt.kernels import rotary_ref, runtime
+from fastgpt.kernels.attention.op import attention_ref
 from fastgpt.model import GPT
 from fastgpt.ops import Ops
 from fastgpt.positions import LearnedPositions, Rotary
 from fastgpt.recipes import RECIPES
-from kernels import rotary_ref, runtime
-from kernels.attention import attention_ref
 
 OPTIONS = {
     "gpt2": {},

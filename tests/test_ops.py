@@ -12,8 +12,8 @@ import torch
 from fastgpt import ops
 from fastgpt.config import Config, ModelConfig, OpsConfig
 from fastgpt.errors import UserError
+from fastgpt.kernels import attention_ref, runtime
 from fastgpt.model import GPT
-from kernels import attention_ref, runtime
 from tests.proof import launches
 
 TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)

@@ -9,7 +9,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import rotary, rotary_ref, runtime
+from fastgpt.kernels import rotary, rotary_ref, runtime
 from tests.parity import awkward
 from tests.proof import (
     LAYOUTS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import rotary, rotary_ref
+from fastgpt.kernels import rotary, rotary_ref
 from tests.cuda_proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
@@ -118,7 +118,7 @@ def test_more_than_two_billion_elements():
 
 
 def test_a_new_number_of_tokens_compiles_nothing():
-    from kernels import rotary_kernels
+    from fastgpt.kernels.rotary import device as rotary_kernels
 
     def run(T):
         repeated(T % 5 + 1, T, 6, 2, 64)[1]()

@@ -63,7 +63,7 @@ def test_samples_of_each_prompt_stand_together(sample):
 )
 def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
     if message is None:
-        monkeypatch.setattr("kernels.runtime.INTERPRETING", False)
+        monkeypatch.setattr("fastgpt.kernels.runtime.INTERPRETING", False)
         message = "ops.decode is triton: it runs on CUDA, not on cpu"
     with pytest.raises(SystemExit), shown_in_one_line():
         sample(*flags)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 OPS = {
     "attention": """
-from kernels import attention
+from fastgpt.kernels import attention
 from tests.test_attention_triton import docs
 
 doc_ids = docs(2, 100, longest=30).cuda()
@@ -27,7 +27,7 @@ for B, Tq, Tk, H, K, D, options in (
     attention(q, k, v, **options).square().sum().backward()
 """,
     "norms": """
-from kernels import add_layer_norm, rms_norm
+from fastgpt.kernels import add_layer_norm, rms_norm
 
 for M, N in ((3, 65), (257, 100), (5, 8193)):
     x, r = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -37,7 +37,7 @@ for M, N in ((3, 65), (257, 100), (5, 8193)):
     (y.square().sum() + total.sum() + rms_norm(x, w).square().sum()).backward()
 """,
     "losses": """
-from kernels import cross_entropy, linear_cross_entropy
+from fastgpt.kernels import cross_entropy, linear_cross_entropy
 
 for M, V in ((3, 65), (130, 2049), (2, 50_257)):
     targets = torch.randint(V, (M,), device="cuda")
@@ -50,8 +50,8 @@ for M, V in ((3, 65), (130, 2049), (2, 50_257)):
     linear_cross_entropy(x, w, targets, chunk_tokens=100).backward()
 """,
     "activations": """
-from kernels import bias_act
-from kernels.bias_act import ACTIVATIONS
+from fastgpt.kernels import bias_act
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
 
 for kind in ACTIVATIONS:
     for M, N in ((3, 66), (257, 100), (5, 2050)):
@@ -60,7 +60,7 @@ for kind in ACTIVATIONS:
         bias_act(x, b, kind).square().sum().backward()
 """,
     "rotary": """
-from kernels import rotary
+from fastgpt.kernels import rotary
 
 for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
     cos, sin = torch.randn(2, T, D // 2, device="cuda").unbind()
@@ -71,7 +71,7 @@ for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
         (q.square().sum() + k.square().sum()).backward()
 """,
     "decode": """
-from kernels import decode_attention
+from fastgpt.kernels import decode_attention
 from tests.test_decode_attention import make
 
 for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):

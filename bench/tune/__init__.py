@@ -1,0 +1,1 @@
+"""Chooses the block sizes of attention's kernels: `python -m bench.tune`."""

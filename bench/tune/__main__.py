@@ -1,0 +1,215 @@
+"""Chooses attention's configurations, offline: writes kernels/attention/tuning/*.json.
+
+    python -m bench.tune [--static] [--arch 90] [--only TEXT ...] [--write]
+
+Every row of a table is a slot: a pass, the width of the dtype, head dimensions, plain or not. For
+each slot all candidates (blocks, warps, and for the best a bound on registers) are compiled ahead
+of time in every form that the row serves; what spills, needs more shared memory than there is or
+lacks its tensor-core instruction is thrown out.
+
+With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`. The shipped row stays
+where it is right and within MARGIN of the best, unless --write is given with --margin 0.
+
+Without it, on CUDA, the best of that ranking and the shipped row are checked against the reference
+and timed in turn; --write then takes the measured best. Raw samples are added to
+bench/results/<device>/<date>-tune.jsonl.
+
+A table must do for every version of Triton: --json keeps the survivors of one, and --within starts
+from them with another. The safe table must do for every arch without one of its own: of several
+such archs, each starts from the survivors of those before it.
+"""
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.tune.predict import identity, records
+from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
+from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
+from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
+from fastgpt.kernels.proof.sass import DEVICES
+from fastgpt.kernels.runtime import INTERPRETING
+
+COLUMNS = (
+    "M x N", "warps", "stages", "maxnreg", "registers", "predicted ms", "measured ms", "error", ""
+)  # fmt: skip
+MARGIN = 0.05
+"""Differences below it mean nothing: the model is no better, and clocks differ as much."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["attention"]
+
+
+def write(path: Path, slot: Slot, settings: Settings) -> None:
+    """Gives the slot's row of a table these settings."""
+    table = [slot.row() | settings if slots([row]) == [slot] else row for row in read(path)]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
+    path.write_text(f'{{\n "attention": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def own_table(arch: int) -> Path:
+    """The arch's table; of one that has none, a copy of the safe one: it is for every other."""
+    path = TUNING / f"sm_{arch}.json"
+    if not path.exists():
+        path.write_text(table_path(arch).read_text(encoding="utf-8"), encoding="utf-8")
+    return path
+
+
+def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
+    """The shipped one if it is right and within the margin of the best, else the best."""
+    right = [x for x in found if not x.problems and x.time < math.inf]
+    if not right:
+        return None
+    best = min(right, key=lambda x: x.time)
+    shipped = [x for x in right if x.settings == now and x.time <= (1 + margin) * best.time]
+    return shipped[0] if shipped else best
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int) -> Table:
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons(found).items()))
+    right = [x for x in found if not x.problems]
+    title = f"sm_{arch} {slot.name()}: {len(right)} right; dropped: {dropped or 'none'}"
+    table = Table(*COLUMNS, title=title, title_justify="left")
+    for x in found:
+        mine = x.settings == now
+        if not (mine or x in right[:top]):
+            continue
+        s = x.settings
+        measured = x.recorded if x.measured in (None, math.inf) else x.measured
+        cells = (s["num_warps"], s["num_stages"], s.get("maxnreg", "-"), x.rows[0].registers)
+        times = ("-", "-", "-")
+        if not x.problems:
+            times = (f"{x.predicted:.4f}", *times[1:])
+        if measured:
+            times = (times[0], f"{measured:.4f}", f"{x.predicted / measured - 1:+.0%}")
+        note = "shipped" * mine + (f": {x.problems[0]}" if x.problems else "")
+        table.add_row(f"{s['BLOCK_M']} x {s['BLOCK_N']}", *map(str, cells), *times, note)
+    return table
+
+
+def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> str:
+    if chosen is None:
+        return "no candidate is right: the shipped row stays"
+    best = min(x.time for x in found if not x.problems)
+    if chosen.settings == now:
+        return f"the shipped row stays: {chosen.time / best - 1:.1%} from the best"
+    return f"better than the shipped row: {chosen.settings}"
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--static", action="store_true", help="rank by machine code; needs no GPU")
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_LIMIT, help="with --static")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="slots with one")
+    parser.add_argument("--write", action="store_true", help="put what is chosen into the tables")
+    parser.add_argument("--margin", type=float, default=MARGIN, help="within which shipped stays")
+    parser.add_argument("--top", type=int, default=6, help="shown, and timed, of a slot")
+    parser.add_argument("--stages", type=int, nargs="+", help="to try; default: one by D and pass")
+    parser.add_argument("--budget", type=float, default=600, help="seconds of timing in all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the survivors there")
+    parser.add_argument("--within", type=Path, metavar="FILE", help="start from these survivors")
+    parser.add_argument("--jobs", type=int, help="compile at a time; default: all cores")
+    return parser.parse_args(argv)
+
+
+def selected(archs: Iterable[int], only: list[str]) -> list[tuple[int, Slot]]:
+    return [
+        (arch, slot)
+        for arch in archs
+        for slot in slots(read(table_path(arch)))
+        if any(text in f"sm_{arch} {slot.name()}" for text in only)
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if INTERPRETING:
+        print("bench.tune: unset TRITON_INTERPRET; the interpreter compiles nothing")
+        return 2
+    if not args.static and not torch.cuda.is_available():
+        print("bench.tune: torch sees no CUDA device to time on; --static ranks without one")
+        return 2
+    if not args.static:
+        if args.arch:
+            print("bench.tune: --arch is for --static; what is timed is the GPU at hand")
+            return 2
+        from bench.tune.measure import here
+
+        args.arch = [here()]
+        if args.arch[0] not in SHARED_LIMIT:
+            print(f"bench.tune: nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
+            return 2
+    warnings.filterwarnings("ignore", "attention was never tuned")
+    todo = selected(args.arch or ARCHS, args.only)
+    if not todo:
+        print(f"bench.tune: no slot matches --only {' '.join(args.only)}")
+        return 2
+    return run(args, todo)
+
+
+def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    within = json.loads(args.within.read_text(encoding="utf-8")) if args.within else None
+    known = records()
+    survivors: dict[str, list[Settings]] = {}
+    wrong = 0
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for n, (arch, slot) in enumerate(todo):
+            task = progress.add_task(f"{n + 1}/{len(todo)} sm_{arch} {slot.name()}", total=None)
+            key = f"{table_path(arch).stem} {slot.name()}"
+            keep = survivors.get(key, within and within.get(key, []))  # of another arch or version
+            row = next(row for row in read(table_path(arch)) if slots([row]) == [slot])
+            now = {k: v for k, v in row.items() if k not in KEYS}
+            found = search(
+                arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep,
+                tick=partial(progress.advance, task),
+            )  # fmt: skip
+            if not args.static:
+                from bench.tune.measure import measure
+
+                measure(arch, slot, found, now, args.top, args.budget / len(todo))
+            progress.remove_task(task)
+            for x in found:
+                x.recorded = known.get(identity(x.rows[0], x.configs[0].launch.meta))
+            chosen = choose(found, now, args.margin)
+            console.print(shown(arch, slot, found, now, args.top))
+            console.print(verdict(chosen, now, found) + "\n", highlight=False)
+            survivors[key] = [x.settings for x in found if not x.problems]
+            wrong += chosen is None
+            if args.write and chosen is not None:
+                path = own_table(arch) if chosen.measured else table_path(arch)
+                write(path, slot, chosen.settings)
+    if args.json:
+        args.json.write_text(json.dumps(survivors, indent=1) + "\n", encoding="utf-8")
+    stated = ", ".join(f"sm_{a}: {DEVICES[a].ghz} GHz" for a in sorted({a for a, _ in todo}))
+    how = "predicted, not measured" if args.static else "measured"
+    counts = f"{len(todo)} slots, {wrong} without a right candidate"
+    print(f"{counts}; Triton {triton_minor()}; {how}; {stated}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

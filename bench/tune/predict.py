@@ -1,0 +1,103 @@
+"""What attention's machine code lets expect of its time, and beside it what was measured.
+
+A kernel's time is what its loops' passes and its programs' fixed part take on all multiprocessors:
+
+    a pass      the most of: the busiest unit's clocks (`kernels.proof.sass.ceiling`); the tile's
+                bytes at what L2 delivers; products and the rest in turn, over the blocks that take
+                turns
+    a program   its instructions outside of the loops, at the issue rate, and the wait for its first
+                tile, over the same blocks
+
+Left out: every other latency, memory beyond L2, the last wave of programs. So it is a lower bound
+that ranks tiles of different size; how far off it is, only the records of a GPU can say.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastgpt.kernels.attention.launch import SHAPES, STEPS, WINDOW
+from fastgpt.kernels.proof.compile import Row
+from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
+
+RECORDS = Path(__file__).parents[1] / "results"
+L2 = 40.0
+"""Bytes a clock and multiprocessor: an A100's 5120 for 108 (its white paper); taken for all."""
+FIRST_TILE = 1000.0
+"""Clocks until a program's first loads are there, about two trips to memory."""
+PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+STEP_OF = {kernel.__name__: step for step, (kernel, _) in STEPS.items()}
+
+
+def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None) -> tuple[int, int]:
+    """Tiles of a head's (T, T) scores that every query sees whole, and that need a mask."""
+    full = masked = 0
+    for first in range(0, T, block_m):
+        last = min(first + block_m, T) - 1
+        some = [0, last if causal else T - 1]
+        every = [0, first if causal else T - 1]
+        if window is not None:
+            some[0], every[0] = max(0, first - window + 1), max(0, last - window + 1)
+        tiles = some[1] // block_n - some[0] // block_n + 1
+        whole = max(0, (every[1] + 1) // block_n - -(-every[0] // block_n))
+        full, masked = full + whole, masked + tiles - whole
+    return full, masked
+
+
+def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
+    """At `attention_launch.SHAPES`; None where the arch has no figures or a row no loops.
+
+    Args:
+        row: what the compiler made of one of attention's kernels.
+        meta: the constexprs it was launched with.
+        bits: of the dtype.
+    """
+    device = DEVICES.get(row.arch)
+    # The two with most to do; the masked one does more than the other.
+    main = sorted(row.loops, key=lambda x: sum(x.units.values()))[-2:]
+    if device is None or not main:
+        return None
+    step, D = STEP_OF[row.kernel], meta["BLOCK_D"]
+    B, T, H = SHAPES[D]
+    M, N = meta["BLOCK_M"], meta["BLOCK_N"]
+    flops = 2 * PRODUCTS[step] * M * N * D if bits == 16 else 0
+    l2 = 2 * (M if step == "dkv" else N) * D * bits / 8 / L2
+    clocks, blocks = [], 1
+    for loop in main:
+        top = ceiling(
+            replace(loop, flops=flops // row.warps), row.arch, row.warps, row.registers, row.shared
+        )
+        assert top is not None
+        blocks = max(1, top.blocks)
+        clocks.append(max(top.clocks, top.alone / blocks, l2))
+    causal = meta["CAUSAL"]
+    full, masked = passes(T, M, N, causal, WINDOW if meta["WINDOW"] else None)
+    programs = math.ceil(T / (N if step == "dkv" else M))
+    if step == "dkv":  # one program serves all heads of a group
+        programs = math.ceil(programs / meta["GROUP"])
+    outside = row.instructions - sum(sum(x.units.values()) for x in row.loops)
+    fixed = row.warps * outside / ISSUE + FIRST_TILE / blocks
+    total = full * clocks[0] + masked * clocks[-1] + programs * fixed
+    return B * H * total / device.multiprocessors / device.ghz / 1e6
+
+
+# --- beside what was measured ---------------------------------------------------------------------
+
+
+def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
+    """What a measurement must share with a compiled configuration to stand beside it."""
+    tile = (meta["BLOCK_M"], meta["BLOCK_N"], row.warps, row.stages, meta.get("maxnreg"))
+    return row.arch, row.kernel, row.config, *tile
+
+
+def records(folder: Path = RECORDS) -> dict[tuple[Any, ...], float]:
+    """Median milliseconds by `identity`, of all `*-tune.jsonl`; later lines and files win."""
+    found = {}
+    for path in sorted(folder.glob("*/*-tune.jsonl"), key=lambda path: path.name):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            r = json.loads(line)
+            tile = (r["BLOCK_M"], r["BLOCK_N"], r["num_warps"], r["num_stages"], r["maxnreg"])
+            found[(r["arch"], r["kernel"], r["case"], *tile)] = r["milliseconds"]["p50"]
+    return found

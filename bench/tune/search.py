@@ -1,0 +1,210 @@
+"""Which configurations of attention's kernels come into question, and what becomes of them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.tune.predict import milliseconds
+from fastgpt.kernels.aot import judge
+from fastgpt.kernels.attention.config import trying
+from fastgpt.kernels.attention.launch import MASKS, STEPS, case
+from fastgpt.kernels.proof.compile import Config, Row, compile_all
+from fastgpt.kernels.proof.sass import ceiling
+from fastgpt.kernels.runtime import recording
+
+Settings = dict[str, int]
+WARPS = (4, 8)
+SIDES = {16: (32, 64, 128), 32: (16, 32, 64)}
+REGISTERS = 224
+"""Of a thread, that accumulators may take: a tile that needs more certainly spills."""
+KEPT = 4
+"""How many that are right in every form are looked for, and then tried with fewer registers."""
+Tick = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one row of a table is for."""
+
+    step: str
+    bits: int
+    D: tuple[int, ...]
+    plain: bool | None
+    """None: both."""
+
+    def row(self) -> dict[str, Any]:
+        """The keys of its row; see `attention_config`."""
+        row: dict[str, Any] = {"step": self.step, "bits": self.bits}
+        row["D"] = self.D[0] if len(self.D) == 1 else list(self.D)
+        return row if self.plain is None else {**row, "plain": self.plain}
+
+    def name(self) -> str:
+        which = {True: " plain", False: " masked", None: ""}[self.plain]
+        return f"{self.step} {self.bits} bits D={','.join(map(str, self.D))}{which}"
+
+    def forms(self) -> Iterator[tuple[int, str]]:
+        """(head dimension, masks) of the code that the row serves, the one to rank by first."""
+        for D in reversed(self.D):
+            if self.plain is not False:
+                yield from ((D, masks) for masks in MASKS[:2])
+            if self.plain is not True:
+                yield D, MASKS[2]
+                if D == 128:
+                    yield 80, MASKS[0]
+
+
+def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
+    """The slots of a table, in its order."""
+    return [
+        Slot(
+            row["step"], row["bits"],
+            tuple(row["D"]) if isinstance(row["D"], list) else (row["D"],), row.get("plain"),
+        )
+        for row in table
+    ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One configuration for a slot and what is known of it."""
+
+    settings: Settings
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    predicted: float = 0.0
+    """Milliseconds of the form to rank by."""
+    measured: float | None = None
+    """Milliseconds; infinite for one that was not timed where others were."""
+    recorded: float | None = None
+    """Milliseconds of an earlier record: to be shown, not to choose by."""
+    configs: list[Config] = field(default_factory=list)
+
+    @property
+    def time(self) -> float:
+        """Milliseconds to choose by."""
+        return self.predicted if self.measured is None else self.measured
+
+
+def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings]:
+    """All combinations whose accumulators can fit into registers.
+
+    Args:
+        slot: what they are for.
+        stages: to try; None is one that is known to do well, because what stages are for, latency,
+            is not in the machine code.
+    """
+    D = max(slot.D)
+    if stages is None:
+        stages = (3,) if slot.step == "fwd" and D <= 64 else (2,) if D < 256 else (1,)
+    found = []
+    for M, N, warps, each in product(SIDES[slot.bits], SIDES[slot.bits], WARPS, stages):
+        held = {"fwd": M * D + M * N, "dq": M * D + 2 * M * N, "dkv": 2 * N * D + 2 * M * N}
+        if held[slot.step] <= REGISTERS * 32 * warps:
+            found.append({"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": each})
+    return found
+
+
+def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
+    """What the compiler is given for each form of the slot."""
+    kernel, _ = STEPS[slot.step]
+    dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
+    found = []
+    for D, masks in slot.forms():
+        with trying(slot.step, settings):
+            compiled = case(arch, D, dtype, masks)
+            with recording(arch) as launches:
+                compiled.run()
+        (launch,) = [x for x in launches if x.kernel is kernel]
+        name = kernel.__name__
+        found.append(Config(arch, compiled.label, compiled.mma.get(name, ""), launch))
+    return found
+
+
+def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick) -> None:
+    """Compiles some forms of each candidate and notes what is wrong with them."""
+    pairs = [(x, config) for x in found for config in x.configs[forms]]
+    for (x, _), row in zip(pairs, compile_all((config for _, config in pairs), jobs)):
+        x.rows.append(row)
+        x.problems += judge(row, {})
+        tick()
+
+
+def examine(
+    arch: int, slot: Slot, wanted: list[Settings], jobs: int | None, tick: Tick
+) -> list[Candidate]:
+    """Compiles the form to rank by of all, and every form of the best KEPT that are right.
+
+    Those in between, of which one form alone is known to be right, are not among the result.
+    """
+    found = [Candidate(settings, configs=configs(arch, slot, settings)) for settings in wanted]
+    _compile(found, slice(1), jobs, tick)
+    for x in found:
+        if not x.problems:
+            x.predicted = milliseconds(x.rows[0], x.configs[0].launch.meta, slot.bits) or 0.0
+    rest = sorted((x for x in found if not x.problems), key=lambda x: x.predicted)
+    known = [x for x in found if x.problems]
+    right = 0
+    while rest and right < KEPT:
+        now, rest = rest[: KEPT - right], rest[KEPT - right :]
+        _compile(now, slice(1, None), jobs, tick)
+        known += now
+        right += sum(not x.problems for x in now)
+    return known
+
+
+def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
+    """The best once more with a bound on registers under which one more block is resident."""
+    found = []
+    for x in best:
+        row = x.rows[0]
+        if not row.loops:
+            continue
+        top = ceiling(row.loops[0], arch, row.warps, row.registers, row.shared)
+        if top is None or "maxnreg" in x.settings:
+            continue
+        bound = 65_536 // (32 * row.warps * (top.blocks + 1)) // 8 * 8
+        if 0.6 * row.registers <= bound < row.registers:
+            found.append({**x.settings, "maxnreg": bound})
+    return found
+
+
+def search(
+    arch: int,
+    slot: Slot,
+    now: Settings,
+    *,
+    jobs: int | None = None,
+    stages: Iterable[int] | None = None,
+    within: list[Settings] | None = None,
+    tick: Tick = lambda: None,
+) -> list[Candidate]:
+    """Every candidate, the shipped one among them: first those that are right, the fastest first.
+
+    Args:
+        arch: to compile for.
+        slot: of its table.
+        now: the shipped settings.
+        jobs: compiles at a time.
+        stages: as for `candidates`.
+        within: to keep to, as another version of Triton compiled them without fault.
+        tick: called after each compile.
+    """
+    wanted = candidates(slot, stages) if within is None else within
+    found = examine(arch, slot, [x for x in wanted if x != now], jobs, tick)
+    found += examine(arch, slot, [now], jobs, tick)
+    if within is None:
+        right = sorted((x for x in found if not x.problems), key=lambda x: x.predicted)
+        found += examine(arch, slot, bounded(arch, right), jobs, tick)
+    return sorted(found, key=lambda x: (bool(x.problems), x.predicted))
+
+
+def reasons(found: Iterable[Candidate]) -> Counter[str]:
+    """Why candidates were dropped, and how many for each reason."""
+    words = ("spills", "shared memory", "has no", "does not compile")
+    return Counter(
+        next(word for word in words if word in x.problems[0]) for x in found if x.problems
+    )

@@ -1,0 +1,95 @@
+"""Block sizes, warps and stages of attention's kernels: tables in `tuning/`, one a GPU kind.
+
+The first row counts whose settings, as far as it names them, are those of the call (a list names
+several):
+
+    step    "fwd", "dq" or "dkv"
+    bits    16 or 32, the width of the dtype
+    D       the head dimension, rounded up to 16, 32, 64, 128 or 256
+    plain   no window, no documents, no dropout, no padded head dimension, no grouped heads: what
+            else a kernel does takes registers, and with it another tile may be needed
+
+Nothing is ever tuned while a model trains: `python -m bench.tune` writes the tables.
+"""
+
+import functools
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+TUNING = Path(__file__).with_name("tuning")
+KEYS = ("step", "bits", "D", "plain")
+
+_tried: dict[str, dict[str, int]] = {}
+
+
+def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, int]:
+    """What launches `step` on tensors like `x`: BLOCK_M, BLOCK_N, num_warps, num_stages, and where
+    a bound on registers lets two blocks share a multiprocessor, maxnreg.
+
+    Args:
+        step: "fwd", "dq" or "dkv".
+        x: any of q, k, v.
+        meta: the constexprs of the launch.
+        arch: see `runtime.arch`.
+
+    Returns:
+        dict[str, int]: to be added to `meta`.
+    """
+    plain = meta["D"] == meta["BLOCK_D"] and not (
+        meta["WINDOW"] or meta["DOCS"] or meta["DROPOUT"] or meta["GROUP"] > 1
+    )
+    if step in _tried:
+        return _tried[step]
+    return shipped(arch, step, 8 * x.element_size(), meta["BLOCK_D"], plain)
+
+
+@contextmanager
+def trying(step: str, settings: dict[str, int]) -> Iterator[None]:
+    """Launches `step` with these settings in place of the table's; only the tuner does that."""
+    _tried[step] = settings
+    try:
+        yield
+    finally:
+        del _tried[step]
+
+
+@functools.cache
+def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, int]:
+    """The settings of the table's row for such a call."""
+    if arch == 0:  # interpreted: small, and of two sizes, so that short inputs show both
+        return {"BLOCK_M": 32, "BLOCK_N": 64} if step == "dkv" else {"BLOCK_M": 64, "BLOCK_N": 32}
+    row = next(row for row in rows(arch) if serves(row, (step, bits, D, plain)))
+    return {name: value for name, value in row.items() if name not in KEYS}
+
+
+def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
+    """Whether a row's settings are for a call of (step, bits, D, plain)."""
+    for key, value in zip(KEYS, call, strict=True):
+        named = row.get(key, value)
+        if value not in (named if isinstance(named, list) else [named]):
+            return False
+    return True
+
+
+@functools.cache
+def rows(arch: int) -> list[dict[str, Any]]:
+    """The table of an arch; of an unknown one the safe table, which is said once."""
+    path = table_path(arch)
+    if path.stem == "default":
+        warnings.warn(
+            f"attention was never tuned for sm_{arch}; it runs there in a safe configuration, "
+            f"not a fast one. Tuned: {', '.join(sorted(p.stem for p in TUNING.glob('sm_*')))}",
+            stacklevel=2,
+        )
+    return json.loads(path.read_text(encoding="utf-8"))["attention"]
+
+
+def table_path(arch: int) -> Path:
+    path = TUNING / f"sm_{arch}.json"
+    return path if path.exists() else TUNING / "default.json"

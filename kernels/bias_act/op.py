@@ -1,0 +1,156 @@
+"""A bias and an activation in one pass, the activation computed again in the backward.
+
+Shapes
+    x: (..., F), for swiglu (..., 2F) with the gate's half first   bias: as x's last dimension
+    y: (..., F)
+Math
+    z = x + bias, then
+    gelu_tanh     z (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3))) / 2
+    gelu_erf      z (1 + erf(z / sqrt(2))) / 2
+    relu          max(z, 0)
+    relu_squared  max(z, 0)^2
+    swiglu        silu(first half of z) * second half of z, silu(g) = g / (1 + exp(-g))
+    Derivatives and traffic: docs/kernels.md.
+Source
+    GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2.  SwiGLU: Shazeer 2020,
+    arXiv:2002.05202, eq. 6.  ReLU squared: So et al. 2021, arXiv:2109.08668, section 4.
+
+On CUDA, and on CPU tensors in Triton's interpreter, `kernels.bias_act.device` runs; anywhere else
+the plain form does. What is saved for the backward is x, before the bias, and the bias. All math is
+fp32, z is never rounded. y has the dtype of x, or autocast's where it is on, because what follows
+an activation is a matrix product. A gradient of a gradient raises.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from ..checks import DTYPES
+from ..runtime import autocast_dtype, define_op, runs_kernels
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "swiglu": _swiglu,
+}
+"""Each kind by PyTorch's own ops."""
+
+
+def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """The contract of `bias_act` in plain PyTorch; takes fp64 as well."""
+    dtype = autocast_dtype(x)
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    return ACTIVATIONS[kind](z).to(dtype)
+
+
+# --- op -------------------------------------------------------------------------------------------
+# The kernels are imported when first run: triton is missing on macOS and slow to import.
+
+
+def _fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    from .device import bias_act_fwd
+
+    return bias_act_fwd(x, bias, kind, dtype)
+
+
+def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    from .device import bias_act_bwd
+
+    return bias_act_bwd(*args)
+
+
+def _fwd_fake(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _features(x, kind)), dtype=dtype)
+
+
+def _bwd_fake(
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, dbias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    shape = (0,) if dbias_dtype is None else x.shape[-1:]
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=dbias_dtype or torch.float32)
+
+
+def _features(x: Tensor, kind: str) -> int:
+    return x.shape[-1] // (2 if kind == "swiglu" else 1)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.kind, _ = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+    if dy is None:
+        return None, None, None, None
+    x, bias = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[1]
+    dx, dbias = _bias_act_bwd(dy, x, bias, ctx.kind, bias.dtype if wanted else None)
+    return dx, dbias if wanted else None, None, None
+
+
+_bias_act_bwd = define_op(
+    "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, ScalarType? dbias_dtype) "
+    "-> (Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
+_bias_act = define_op(
+    "bias_act(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
+    _fwd,
+    _fwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+
+# --- public ---------------------------------------------------------------------------------------
+
+
+def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """The activation `kind` of x + bias.
+
+    Args:
+        x: (..., F), for "swiglu" (..., 2F) with the gate's half first; fp32 | fp16 | bf16, any
+            strides; copied where its rows are not evenly spaced or their elements not contiguous.
+        bias: (F,), for "swiglu" (2F,); any of these dtypes; None: no bias.
+        kind: "gelu_tanh" | "gelu_erf" | "relu" | "relu_squared" | "swiglu".
+
+    Returns:
+        Tensor: (..., F), contiguous, dtype of `x`, or autocast's.
+
+    Raises:
+        ValueError: a shape, dtype, device or the kind is not as above.
+    """
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"kind: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x: expected fp32, fp16 or bf16, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] < 1:
+        raise ValueError(f"x: expected (..., F) with F >= 1, got {tuple(x.shape)}")
+    if kind == "swiglu" and x.shape[-1] % 2:
+        raise ValueError(f"x: expected (..., 2F) for swiglu, got {tuple(x.shape)}")
+    if bias is not None:
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"bias: expected {tuple(x.shape[-1:])}, got {tuple(bias.shape)}")
+        if bias.dtype not in DTYPES:
+            raise ValueError(f"bias: expected fp32, fp16 or bf16, got {bias.dtype}")
+        if bias.device != x.device:
+            raise ValueError(f"bias: expected {x.device} as x, got {bias.device}")
+    if not runs_kernels(x.device):
+        return bias_act_ref(x, bias, kind)
+    return _bias_act(x, bias, kind, autocast_dtype(x))

@@ -1,0 +1,326 @@
+"""Cross-entropy on the device: loss and statistics, gradient, or both with one read of the logits.
+
+Shapes
+    M = rows, V = columns, of which `valid` count.  logits, dlogits: (M, V)   targets: (M,) integers
+    losses: (M,) fp32   stats: (2, M) fp32, the largest logit and log sum exp(logit - largest)
+    scale: () or (M,) fp32, by which a row's gradient is multiplied
+The math is derived in docs/kernels.md.
+
+One program a row. Each of its lanes keeps a largest logit and a sum of its own, over ROWS x LANES
+elements at a time: what is rescaled, and what lanes tell each other, is then a small part of the
+work. The largest logit is subtracted before anything is rounded, so that logits of 1e4 lose nothing
+but what their own dtype has lost. Rows of ignored targets are not read.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..proof.compile import Case
+from ..runtime import launch, multiprocessors
+from .plain import Options
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf less itself would be NaN
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tanh(x):
+    """Within 3e-7 of tanh, relatively: near 0 a quotient of exponentials would lose every digit."""
+    u = tl.exp2(x * (2 * LOG2E))
+    far = 1 - 2 / (u + 1)
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(y < 0.0625, near, far)
+
+
+@triton.jit
+def _capped(x, SOFTCAP: tl.constexpr):
+    if SOFTCAP is None:
+        return x
+    else:  # noqa: RET505 - an early return is no return to Triton's compiler
+        return SOFTCAP * _tanh(x * (1 / SOFTCAP))
+
+
+@triton.jit
+def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
+    """The target's column; -1 where it is ignored, -2 where there is no such column."""
+    target = tl.load(targets_ptr + row).to(tl.int64)
+    column = tl.where((target >= 0) & (target < valid), target, -2)
+    return tl.where(target == IGNORE_INDEX, -1, column).to(tl.int32)
+
+
+@triton.jit
+def _scale(scale_ptr, row, stride_sm, target):
+    """What multiplies a row's gradient; NaN for an impossible target."""
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row * stride_sm).to(tl.float32)
+    return tl.where(target >= 0, scale, float("nan"))
+
+
+@triton.jit
+def _gradient(x, top, coefficient, taken, SOFTCAP: tl.constexpr):
+    """The gradient of logit x: its probability times a coefficient, less what is taken off it."""
+    z = _capped(x, SOFTCAP)
+    g = tl.exp2((z - top) * LOG2E) * coefficient - taken
+    if SOFTCAP is not None:
+        tanh = z * (1 / SOFTCAP)
+        g *= 1 - tanh * tanh
+    return g
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"])
+def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the branches are the compiler's
+    logits_ptr, targets_ptr, losses_ptr, stats_ptr, scale_ptr, dlogits_ptr,
+    stride_lm, stride_sm,
+    M, V, valid,
+    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = _column_of(targets_ptr, row, valid, IGNORE_INDEX)
+    kept = target != -1
+    logits_ptr += row * stride_lm
+    picked = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+    capped = _capped(picked, SOFTCAP)
+    tops = tl.full((LANES,), LOWEST, tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    above = tl.zeros((LANES,), tl.float32)  # of the logits over the target's
+    whole = tl.where(kept, valid // (ROWS * LANES) * (ROWS * LANES), 0)
+    for rest in tl.static_range(2):  # blocks without a mask, then an element a lane, masked
+        rows = tl.arange(0, 1 if rest else ROWS)
+        offs = rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        end = tl.where(kept, valid, 0) if rest else whole
+        for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
+            cols = start + offs
+            # V and not `valid` bounds what is read: a bound inside a vector would make 8 loads of
+            # it; a gradient over the logits reads them again, so they are to stay in L2
+            if rest:
+                x = tl.load(logits_ptr + cols, mask=cols < V, other=0.0)
+            else:
+                x = tl.load(logits_ptr + cols, eviction_policy="evict_last")
+            z = _capped(x.to(tl.float32), SOFTCAP)
+            if rest:
+                z = tl.where(cols < valid, z, float("-inf"))
+            higher = tl.maximum(tops, tl.max(z, axis=0))
+            exps = tl.exp2((z - higher[None, :]) * LOG2E)
+            sums = sums * tl.exp2((tops - higher) * LOG2E) + tl.sum(exps, axis=0)
+            tops = higher
+            if LABEL_SMOOTHING != 0.0:
+                over = z - capped
+                if rest:
+                    over = tl.where(cols < valid, over, 0.0)
+                above += tl.sum(over, axis=0)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp2((tops - top) * LOG2E), axis=0)
+    logsum = tl.log(total)
+    loss = logsum + (top - capped)
+    if LABEL_SMOOTHING != 0.0:
+        loss -= LABEL_SMOOTHING * (tl.sum(above, axis=0) / valid)
+    lse = top + logsum
+    if Z_LOSS != 0.0:
+        loss += Z_LOSS * lse * lse
+    tl.store(losses_ptr + row, tl.where(target >= 0, loss, tl.where(kept, float("nan"), 0.0)))
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, top)
+        tl.store(stats_ptr + M + row, logsum)
+    if dlogits_ptr is not None:
+        dlogits_ptr += row * stride_lm
+        kind = dlogits_ptr.dtype.element_ty
+        scale = _scale(scale_ptr, row, stride_sm, target)
+        coefficient = scale * (1 + 2 * Z_LOSS * lse) / total
+        evenly = scale * (LABEL_SMOOTHING / valid)
+        # dlogits may be the logits: no thread writes before every thread has read its target
+        tl.debug_barrier()
+        for rest in tl.static_range(2):
+            rows = tl.arange(0, 1 if rest else ROWS)
+            offs = rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
+            end = V if rest else whole
+            for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
+                cols = start + offs
+                if rest:
+                    x = tl.load(logits_ptr + cols, mask=(cols < V) & kept, other=0.0)
+                else:
+                    x = tl.load(logits_ptr + cols, eviction_policy="evict_first")
+                g = _gradient(x.to(tl.float32), top, coefficient, evenly, SOFTCAP)
+                if rest:
+                    g = tl.where((cols < valid) & kept, g, 0.0)
+                    tl.store(dlogits_ptr + cols, g.to(kind), mask=cols < V)
+                else:
+                    tl.store(dlogits_ptr + cols, g.to(kind), eviction_policy="evict_first")
+        # the target's last, over what was written there: a comparison less for every element
+        tl.debug_barrier()
+        g = _gradient(picked, top, coefficient, evenly + scale * (1 - LABEL_SMOOTHING), SOFTCAP)
+        tl.store(dlogits_ptr + target, g.to(kind), mask=target >= 0)
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"])
+def _cross_entropy_bwd_kernel(
+    logits_ptr, targets_ptr, stats_ptr, scale_ptr, dlogits_ptr,
+    stride_lm, stride_sm, stride_dm,
+    M, V, valid,
+    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = _column_of(targets_ptr, row, valid, IGNORE_INDEX)
+    kept = target != -1
+    scale = _scale(scale_ptr, row, stride_sm, target)
+    top = tl.load(stats_ptr + row)
+    logsum = tl.load(stats_ptr + M + row)
+    coefficient = scale * (1 + 2 * Z_LOSS * (top + logsum)) * tl.exp2(-logsum * LOG2E)
+    taken = tl.where(cols == target, scale * (1 - LABEL_SMOOTHING), 0.0)
+    taken += scale * (LABEL_SMOOTHING / valid)
+    x = tl.load(logits_ptr + row * stride_lm + cols, mask=(cols < V) & kept, other=0.0)
+    g = _gradient(x.to(tl.float32), top, coefficient, taken, SOFTCAP)
+    g = tl.where((cols < valid) & kept, g, 0.0).to(dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + row * stride_dm + cols, g, mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _cross_entropy_scale_kernel(dlogits_ptr, scale_ptr, stride_dm, M, V, BLOCK_N: tl.constexpr):
+    """dlogits *= scale; where scale is 1, as it is when the loss is the root, nothing is read."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    for row in range(tl.program_id(0), tl.where(scale == 1, 0, M), tl.num_programs(0)):
+        ptr = dlogits_ptr + tl.cast(row, tl.int64) * stride_dm
+        for start in range(0, V, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            g = tl.load(ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+            tl.store(ptr + cols, (g * scale).to(dlogits_ptr.dtype.element_ty), mask=cols < V)
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+BLOCK_N = 4096
+
+
+def tile(V: int, itemsize: int) -> dict[str, int]:
+    """Lanes, elements a lane and warps of the forward over rows of `V`.
+
+    Sixteen warps of 64 registers a thread are two programs a multiprocessor: rows in flight are
+    2 x 132 x 100 KB at V = 50304 in bf16, which half of an H200's L2 holds until the gradient reads
+    them again. Longer rows get one program of 32 warps. The bound on registers is more than is
+    used: without one, ptxas spills 8 bytes to make room for a third program.
+    """
+    lane = 16 // itemsize
+    most = 16 if V * itemsize <= 1 << 17 else 32
+    warps = min(most, max(1, (1 << (V - 1).bit_length()) // (32 * lane)))
+    lanes = warps * 32 * lane
+    rows = max(1, min(8192 // lanes, (1 << (V - 1).bit_length()) // lanes))
+    return {"ROWS": rows, "LANES": lanes, "num_warps": warps, "maxnreg": min(128, 2048 // warps)}
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def _constants(options: Options) -> dict[str, object]:
+    return {
+        "IGNORE_INDEX": options.ignore_index,
+        "LABEL_SMOOTHING": options.label_smoothing,
+        "Z_LOSS": options.z_loss,
+        "SOFTCAP": options.softcap,
+    }
+
+
+def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """(losses, stats) of logits whose columns are contiguous."""
+    M, V = logits.shape
+    losses = torch.empty(M, dtype=torch.float32, device=logits.device)
+    stats = torch.empty((2, M), dtype=torch.float32, device=logits.device)
+    if M:
+        launch(
+            _cross_entropy_fwd_kernel, (M,),
+            logits, targets, losses, stats, None, None, logits.stride(0), 0,
+            M, V, options.valid_vocab, **_constants(options), **tile(V, logits.element_size()),
+        )  # fmt: skip
+    return losses, stats
+
+
+def cross_entropy_fwd_bwd_(
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
+) -> Tensor:
+    """Losses; the gradient of their sum, times `scale`, takes the place of the logits."""
+    M, V = logits.shape
+    losses = torch.empty(M, dtype=torch.float32, device=logits.device)
+    if M:
+        launch(
+            _cross_entropy_fwd_kernel, (M,),
+            logits, targets, losses, None, scale, logits, logits.stride(0), _step(scale),
+            M, V, options.valid_vocab, **_constants(options), **tile(V, logits.element_size()),
+        )  # fmt: skip
+    return losses
+
+
+def cross_entropy_bwd(
+    logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, dlogits: Tensor, options: Options
+) -> None:
+    """Writes the gradient of the losses' sum, times `scale`, to dlogits: the logits or another."""
+    M, V = logits.shape
+    if M:
+        block = min(BLOCK_N, 1 << (V - 1).bit_length())
+        launch(
+            _cross_entropy_bwd_kernel, (M, triton.cdiv(V, block)),
+            logits, targets, stats, scale, dlogits, logits.stride(0), _step(scale),
+            dlogits.stride(0), M, V, options.valid_vocab, **_constants(options), BLOCK_N=block,
+            num_warps=max(1, min(8, block // 512)),
+        )  # fmt: skip
+
+
+def cross_entropy_scale_(dlogits: Tensor, scale: Tensor) -> None:
+    """dlogits *= scale (), unless it is 1, which the device alone knows."""
+    M, V = dlogits.shape
+    if M:
+        programs = min(M, 8 * multiprocessors(dlogits.device))
+        block = min(BLOCK_N, 1 << (V - 1).bit_length())
+        launch(
+            _cross_entropy_scale_kernel, (programs,),
+            dlogits, scale, dlogits.stride(0), M, V, BLOCK_N=block,
+            num_warps=max(1, min(8, block // 512)),
+        )  # fmt: skip
+
+
+def _step(scale: Tensor | None) -> int:
+    return scale.stride(0) if scale is not None and scale.dim() else 0
+
+
+# --- ahead of time --------------------------------------------------------------------------------
+
+
+def aot_cases(arch: int) -> Iterator[Case]:
+    """Each tile of the rule, and what changes the code: options, padding, unaligned rows."""
+    every = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+    for dtype in (torch.bfloat16, torch.float32):
+        for V in (256, 2048, 50_304, 128_256):
+            yield from _cases(V, dtype, **every)
+    yield from _cases(50_304, torch.bfloat16)
+    yield from _cases(50_304, torch.float16, valid=50_257)
+    yield from _cases(50_304, torch.bfloat16, valid=50_257)
+    yield from _cases(50_257, torch.bfloat16)  # rows that are not aligned
+
+
+def _cases(V: int, dtype: torch.dtype, valid: int | None = None, **values: float) -> Iterator[Case]:
+    options = Options(valid or V, **values)
+    logits = torch.empty(4096, V, dtype=dtype, device="meta")
+    targets = torch.empty(4096, dtype=torch.int64, device="meta")
+    scale = torch.empty((), device="meta")
+
+    def apart() -> None:
+        _, stats = cross_entropy_fwd(logits, targets, options)
+        cross_entropy_bwd(logits, targets, stats, scale, logits, options)
+
+    def in_place() -> None:
+        cross_entropy_fwd_bwd_(logits, targets, scale, options)
+        if valid is None:
+            cross_entropy_scale_(logits, scale)
+
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    label = " ".join([f"V={V} {kind}", *[f"valid={valid}"] * bool(valid), *values])
+    yield Case(label, apart)
+    yield Case(f"{label} in place", in_place)

@@ -1,0 +1,320 @@
+"""Cross-entropy of logits with integer targets; softmax in fp32, whatever the logits' dtype.
+
+Shapes
+    logits: (..., V)   targets: (...) int32 | int64, the index of a column
+Math
+    With z the logits of the columns below `valid_vocab`, capped to softcap * tanh(z / softcap)
+    where a cap is given, and lse = log sum exp(z), a row's loss is
+        lse - (1 - label_smoothing) z[target] - label_smoothing mean(z) + z_loss lse**2
+    Gradient, traffic and what one pass takes: docs/kernels.md.
+Source
+    Smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7.  z_loss: Chowdhery et al. 2022,
+    arXiv:2204.02311, section 5.  Softmax in one pass: Milakov & Gimelshein 2018, arXiv:1805.02867.
+
+On CUDA, and on CPU tensors in Triton's interpreter, `kernels.cross_entropy.device` runs; anywhere
+else the plain form does. Nothing waits for the device. A gradient of a gradient raises.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..checks import DTYPES
+from ..runtime import define_op, runs_kernels, undisturbed
+from .plain import Options, losses_and_gradient_, losses_ref
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+# --- shared with linear_cross_entropy -------------------------------------------------------------
+
+
+def count(targets: Tensor, ignore_index: int) -> Tensor:
+    """How many targets count, () fp32, without waiting for them."""
+    return (targets != ignore_index).sum(dtype=torch.float32)
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """() of rows' losses, or the losses themselves; a mean over no target is NaN, as torch's."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / count(targets, ignore_index)
+
+
+def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
+    """Losses (M,); the gradient of their sum, times `scale`, takes the place of logits (M, V)."""
+    if not runs_kernels(logits.device):
+        return losses_and_gradient_(logits, targets, scale, options)
+    from .device import cross_entropy_fwd_bwd_
+
+    return cross_entropy_fwd_bwd_(logits, targets, scale, options)
+
+
+def check_options(options: Options, reduction: str, V: int) -> None:
+    """Raises ValueError for what no loss can be computed with."""
+    if not 1 <= options.valid_vocab <= V:
+        raise ValueError(f"valid_vocab: expected 1 to {V} columns, got {options.valid_vocab}")
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
+    if not options.z_loss >= 0:
+        raise ValueError(f"z_loss: expected 0 or more, got {options.z_loss}")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"softcap: expected a number above 0 or None, got {options.softcap}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def check_targets(targets: Tensor, shape: torch.Size, like: Tensor, name: str) -> None:
+    """Raises ValueError unless targets are integers of `shape` where `like`, called `name`, is."""
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"targets: expected int32 or int64, got {targets.dtype}")
+    if targets.shape != shape:
+        raise ValueError(f"targets: expected {tuple(shape)}, got {tuple(targets.shape)}")
+    if targets.device != like.device:
+        raise ValueError(f"targets: expected {like.device} as {name}, got {targets.device}")
+
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+def cross_entropy_ref(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    reduction: str = "mean",
+    inplace_grad: bool = False,
+) -> Tensor:
+    """The contract of `cross_entropy` in plain PyTorch, never in place; takes fp64 as well."""
+    valid = logits.shape[-1] if valid_vocab is None else valid_vocab
+    options = Options(valid, ignore_index, label_smoothing, z_loss, softcap)
+    return reduced(losses_ref(logits, targets, options), targets, ignore_index, reduction)
+
+
+# --- op -------------------------------------------------------------------------------------------
+
+
+def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
+    from .device import cross_entropy_fwd
+
+    options = Options(*options)
+    targets = targets.contiguous()
+    losses, stats = cross_entropy_fwd(_columns(logits), targets, options)
+    return reduced(losses, targets, options.ignore_index, reduction), stats
+
+
+def _fwd_fake(
+    logits: Tensor, targets: Tensor, reduction: str, *options: Any
+) -> tuple[Tensor, Tensor]:
+    M = logits.shape[0]
+    loss = logits.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
+    return loss, logits.new_empty((2, M), dtype=torch.float32)
+
+
+def _bwd(
+    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, reduction: str, *options: Any
+) -> Tensor:
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _write_gradient(dloss, logits, targets, stats, dlogits, reduction, Options(*options))
+    return dlogits
+
+
+def _write_gradient(
+    dloss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    dlogits: Tensor,
+    reduction: str,
+    options: Options,
+) -> None:
+    from .device import cross_entropy_bwd
+
+    if reduction == "mean":
+        dloss = dloss / count(targets, options.ignore_index)
+    cross_entropy_bwd(_columns(logits), targets.contiguous(), stats, dloss, dlogits, options)
+
+
+def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    """(M, V) logits with contiguous columns: themselves wherever possible, else a copy."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, targets, *ctx.options = inputs
+    ctx.save_for_backward(logits, targets, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
+    unused = (None,) * (1 + len(ctx.options))
+    if dloss is None:
+        return None, *unused
+    return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), *unused
+
+
+OPTIONS = (
+    "SymInt valid_vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap"
+)
+"""`Options` as a schema has them."""
+
+_cross_entropy_bwd = define_op(
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
+    f"str reduction, {OPTIONS}) -> Tensor",
+    _bwd,
+    _bwd_fake,
+)
+_cross_entropy = define_op(
+    f"cross_entropy(Tensor logits, Tensor targets, str reduction, {OPTIONS}) -> (Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+
+# --- the gradient over the logits -----------------------------------------------------------------
+
+
+class _InPlace(torch.autograd.Function):
+    """Cross-entropy whose gradient takes the logits' memory.
+
+    Where one scale serves all rows, the forward writes the gradient already: the logits go through
+    memory twice and not three times. fp16 waits for the backward, since a mean over many rows, not
+    yet multiplied by the loss's own scale, would round it to 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, /, *args: Any) -> Tensor:
+        logits, targets, reduction, options = args
+        ctx.reduction, ctx.options, ctx.spent = reduction, options, False
+        plain = not runs_kernels(logits.device)
+        ctx.early = reduction != "none" and logits.dtype != torch.float16
+        if ctx.early:
+            scale = None
+            if reduction == "mean":
+                scale = 1 / count(targets, options.ignore_index)
+            losses = in_place(logits, targets, scale, options)
+            increment_version(logits)
+            ctx.save_for_backward(logits, targets)
+        elif plain:
+            losses = losses_ref(logits, targets, options)
+            ctx.save_for_backward(logits, targets)
+        else:
+            from .device import cross_entropy_fwd
+
+            losses, stats = cross_entropy_fwd(logits, targets, options)
+            ctx.save_for_backward(logits, targets, stats)
+        return reduced(losses, targets, options.ignore_index, reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, /, *gradients: Tensor) -> tuple[Any, ...]:
+        (dloss,) = gradients
+        if ctx.spent:
+            raise RuntimeError(
+                "cross_entropy with inplace_grad: a second backward, but the first one's gradient "
+                "took the place of the logits"
+            )
+        ctx.spent = True
+        logits, targets, *stats = ctx.saved_tensors
+        if stats:
+            reduction, options = ctx.reduction, ctx.options
+            _write_gradient(dloss, logits, targets, stats[0], logits, reduction, options)
+        elif not ctx.early:
+            scale = dloss
+            if ctx.reduction == "mean":
+                scale = dloss / count(targets, ctx.options.ignore_index)
+            losses_and_gradient_(logits, targets, scale, ctx.options)
+        elif runs_kernels(logits.device):
+            from .device import cross_entropy_scale_
+
+            cross_entropy_scale_(logits, dloss)
+        else:
+            logits.mul_(dloss)
+        increment_version(logits)
+        return logits.detach(), None, None, None
+
+
+# --- public ---------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    reduction: str = "mean",
+    inplace_grad: bool = False,
+) -> Tensor:
+    """Cross-entropy in nats of each row of logits with its target.
+
+    A target that is neither a column nor `ignore_index` makes its loss and its row's gradient NaN,
+    and so the mean: nothing is read there, and nothing has to wait for the device to find it.
+
+    Args:
+        logits: (..., V), fp32 | fp16 | bf16, any strides; copied where rows are not evenly spaced
+            or their columns not contiguous.
+        targets: (...), int32 | int64, any alignment.
+        ignore_index: a target that takes no part; its row is not read and gets the gradient 0.
+        label_smoothing: the part of each target spread evenly over the valid columns.
+        z_loss: factor of the squared log-sum-exp that is added.
+        softcap: logits are first squashed to softcap * tanh(logits / softcap).
+        valid_vocab: columns from here on are padding; None: V.
+        reduction: "mean" over the targets that count (NaN where none does), "sum" or "none".
+        inplace_grad: the gradient takes the place of the logits, as early as this call; a second
+            backward raises. Under torch.compile, and wherever else calls are traced, it has memory
+            of its own.
+
+    Returns:
+        Tensor: () fp32, or (...) for "none".
+
+    Raises:
+        ValueError: a shape, dtype, device or option is not as above, or `inplace_grad` of logits
+            that would have to be copied.
+    """
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits: expected fp32, fp16 or bf16, got {logits.dtype}")
+    if logits.dim() == 0 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: expected (..., V) with V >= 1, got {tuple(logits.shape)}")
+    V = logits.shape[-1]
+    check_targets(targets, logits.shape[:-1], logits, "logits")
+    valid = V if valid_vocab is None else valid_vocab
+    options = Options(valid, ignore_index, label_smoothing, z_loss, softcap)
+    check_options(options, reduction, V)
+    flat, flat_targets = logits.reshape(-1, V), targets.reshape(-1)
+    wanted = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
+    if wanted and not torch.compiler.is_compiling() and undisturbed(logits, targets):
+        if _columns(flat) is not flat or flat.data_ptr() != logits.data_ptr() or _overlaps(flat):
+            raise ValueError(
+                "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "
+                f"got {tuple(logits.shape)} with strides {logits.stride()}"
+            )
+        loss = _InPlace.apply(flat, flat_targets.contiguous(), reduction, options)
+        return loss.view(targets.shape) if reduction == "none" else loss
+    if not runs_kernels(logits.device):
+        losses = losses_ref(flat, flat_targets, options)
+        loss = reduced(losses, flat_targets, ignore_index, reduction)
+    else:
+        loss, _ = _cross_entropy(flat, flat_targets, reduction, *options)
+    return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def _overlaps(logits: Tensor) -> bool:
+    """Whether two rows of (M, V) logits share memory."""
+    return logits.shape[0] > 1 and abs(logits.stride(0)) < logits.shape[1]

@@ -1,0 +1,312 @@
+"""Attention of a few new tokens over a cache, on the device: splits of the keys, then their sum.
+
+A program holds the queries of one key/value head, all new tokens and all heads of the group as the
+rows of one tile, so that the cache is read once for all of them. Row r is query r // GROUP and head
+r % GROUP of the group. Too few programs would leave a GPU idle where the batch is small: the keys
+are cut into splits, each with softmax statistics of its own, and a second kernel adds them up.
+
+Shapes
+    q: (B, Tq, H, D)   k, v: (B, Tmax, K, D), or (pages, PAGE, K, D) with table (B, max_pages)
+    lengths: (B,)   starts: (B, Tq)   out: (B, Tq, H, D), or with SPLIT (B, Tq, H, splits, D) fp32
+    lse: (B, Tq, H, splits) fp32, log2 of the sum of 2**score; -inf where a split sees nothing
+Source
+    Dao et al. 2023, "Flash-Decoding for long-context inference".  Pages: Kwon et al. 2023,
+    arXiv:2309.06180.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# (it takes what a @triton.jit function returns to another for NoReturn)
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..proof.compile import Case
+from ..runtime import INTERPRETING, arch, launch, multiprocessors
+
+
+@triton.jit
+def _program(num_tiles, num_splits, K: tl.constexpr):
+    """(tile of rows, split, batch, key/value head) of this program.
+
+    Tiles of the same keys follow each other: all but the first read them from L2.
+    """
+    pid = tl.program_id(0)
+    head = pid // (num_tiles * num_splits)
+    batch, kv = (head // K).to(tl.int64), (head % K).to(tl.int64)
+    return pid % num_tiles, pid // num_tiles % num_splits, batch, kv
+
+
+@triton.jit
+def _sight(lengths_ptr, starts_ptr, batch, i, last_i, mask, Tq, Tmax, STARTS: tl.constexpr):
+    """(place, start, lo, hi): query i sees [start, place], and some query of the tile [lo, hi)."""
+    # nothing beyond the cache is read, whatever the length
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), Tmax).to(tl.int32)
+    place = length - Tq + i
+    start = place * 0
+    lo, hi = 0, tl.maximum(length - Tq + last_i + 1, 0)
+    if STARTS:
+        start = tl.load(starts_ptr + batch * Tq + i, mask=mask, other=Tmax)
+        start = tl.minimum(tl.maximum(start, 0), Tmax).to(tl.int32)
+        lo = tl.minimum(tl.min(start, 0), hi)
+    return place, start, lo, hi
+
+
+@triton.jit
+def _load_keys(
+    ptr, key, page, inside, stride_page, stride_t,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Some keys, or values, as (BLOCK_N, BLOCK_D); what is not `inside` is not touched, and 0."""
+    # 64 bits: a cache may have more than 2**31 elements
+    offs = key.to(tl.int64) * stride_t
+    if PAGE:
+        offs = page * stride_page + (key % PAGE).to(tl.int64) * stride_t
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (offs_d < D)[None, :]
+    return tl.load(ptr + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["Tq", "Tmax", "num_splits", "num_pages", "max_pages"])
+def _decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, starts_ptr, table_ptr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    Tq, Tmax, num_splits, num_pages, max_pages, scale_log2,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, STARTS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, split, batch, kv = _program(tl.cdiv(Tq * GROUP, BLOCK_M), num_splits, H // GROUP)
+    offs_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    row = offs_r < Tq * GROUP
+    i, h = offs_r // GROUP, kv * GROUP + offs_r % GROUP
+    last_i = (tl.minimum((tile + 1) * BLOCK_M, Tq * GROUP) - 1) // GROUP
+    place, start, lo, hi = _sight(lengths_ptr, starts_ptr, batch, i, last_i, row, Tq, Tmax, STARTS)
+    each = tl.cdiv(tl.cdiv(hi - lo, num_splits), BLOCK_N) * BLOCK_N
+    first = lo + split * each
+    last = tl.minimum(first + each, hi)
+
+    seen = row[:, None] & (offs_d < D)[None, :]
+    offs_q = batch * stride_qb + i.to(tl.int64) * stride_qt + h * stride_qh
+    q = tl.load(q_ptr + offs_q[:, None] + offs_d[None, :], mask=seen, other=0.0)
+    k_ptr += kv * stride_kh if PAGE else batch * stride_kb + kv * stride_kh
+    v_ptr += kv * stride_vh if PAGE else batch * stride_vb + kv * stride_vh
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    for start_n in range(first, last, BLOCK_N):
+        key = start_n + tl.arange(0, BLOCK_N)
+        inside = key < last
+        page = 0
+        if PAGE:
+            page = tl.load(table_ptr + batch * max_pages + key // PAGE, mask=inside, other=0)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        k = _load_keys(k_ptr, key, page, inside, stride_kb, stride_kt, D, BLOCK_D, PAGE)
+        # scaled before the maximum is taken, so that the scale may have any sign
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        keep = inside[None, :] & (key[None, :] <= place[:, None])
+        if STARTS:
+            keep = keep & (key[None, :] >= start[:, None])
+        qk = tl.where(keep, qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(qk - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        v = _load_keys(v_ptr, key, page, inside, stride_vb, stride_vt, D, BLOCK_D, PAGE)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+
+    nothing = l_i == 0.0
+    acc = acc / tl.where(nothing, 1.0, l_i)[:, None]
+    out_row = (batch * Tq + i) * H + h
+    if SPLIT:
+        lse = tl.where(nothing, float("-inf"), m_i + tl.log2(tl.where(nothing, 1.0, l_i)))
+        tl.store(lse_ptr + out_row * num_splits + split, lse, mask=row)
+        out_row = out_row * num_splits + split
+        seen = seen & (first < last)  # of a split without keys nobody reads more than its -inf
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], out, mask=seen)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _decode_combine_kernel(
+    parts_ptr, lse_ptr, out_ptr, num_splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """out (rows, D) of parts (rows, splits, D): their mean, weighted by 2**lse."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    lse_ptr += row * num_splits
+    parts_ptr += row * num_splits * D
+    every = tl.arange(0, MAX_SPLITS)
+    lses = tl.load(lse_ptr + every, mask=every < num_splits, other=float("-inf"))
+    top = tl.max(lses, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)  # no split saw a key: -inf - -inf is NaN
+    total = tl.sum(tl.exp2(lses - top), 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        lse = tl.load(lse_ptr + offs_s, mask=offs_s < num_splits, other=float("-inf"))
+        # what an empty split did not write is not read
+        written = (lse != float("-inf"))[:, None] & (offs_d < D)[None, :]
+        part = tl.load(parts_ptr + offs_s[:, None] * D + offs_d[None, :], mask=written, other=0.0)
+        acc += tl.sum(part * tl.exp2(lse - top)[:, None], 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * D + offs_d, acc.to(out_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+LOG2E = math.log2(math.e)
+TILE_BYTES = 16 << 10
+"""Of the keys of a block. Two blocks of keys and values are then in flight, 64 KB, and two programs
+fit into an sm_80's 163 KB; 4.3 TB/s over 132 multiprocessors need 26 KB each to cover 800 ns."""
+PROGRAMS = 2
+"""On a multiprocessor at once."""
+MAX_SPLITS = 128
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, int]:
+    """Block sizes, warps and stages; no table: all follows from what is in flight.
+
+    Rows beyond 32 are another tile's, which reads the keys from L2. fp32, without tensor cores,
+    spills with 32 rows, 32 keys, or 4 warps. Where the page must be read before its keys, two
+    blocks in flight take five stages instead of three.
+    """
+    block_m = 16 if rows <= 16 or itemsize == 4 else 32
+    if arch == 0:  # interpreted: small, so that short caches show splits
+        return {"BLOCK_M": block_m, "BLOCK_N": 16}
+    most = 16 if itemsize == 4 else 64 if D < 64 else 128
+    block_n = max(16, min(most, TILE_BYTES // (_padded(D) * itemsize)))
+    warps, stages = 8 if itemsize == 4 else 4, 5 if paged else 3
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+@functools.lru_cache(1024)
+def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
+    """Into how many parts the keys are cut.
+
+    Programs run in waves of `slots`, and the last wave may be nearly empty: of the counts that fill
+    their waves within 10 % of the best one, the least, since each split is written and read again.
+    No split is shorter than two blocks. Depends on no length: those are the device's to know.
+
+    Args:
+        tiles: programs without splits.
+        keys: Tmax.
+        block_n: keys of a block.
+        slots: programs that run at once.
+
+    Returns:
+        int: 1 to MAX_SPLITS.
+    """
+    most = max(1, min(MAX_SPLITS, keys // (2 * block_n)))
+
+    def filled(count: int) -> float:
+        waves = tiles * count / slots
+        return waves / math.ceil(waves)
+
+    best = max(map(filled, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
+
+
+def _padded(D: int) -> int:
+    return max(16, 1 << (D - 1).bit_length())
+
+
+# --- launcher -------------------------------------------------------------------------------------
+
+
+def decode_attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    table: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """(B, Tq, H, D), contiguous; the arguments are those of `kernels.decode_attention`."""
+    B, Tq, H, D = q.shape
+    pages, page, K, _ = k.shape
+    Tmax = page if table is None else table.shape[1] * page
+    out = torch.empty((B, Tq, H, D), dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    if Tmax == 0 or pages == 0:
+        return out.zero_()
+    if INTERPRETING and q.dtype is torch.bfloat16:  # its bf16 products are wrong
+        q, k, v = q.float(), k.float(), v.float()
+        return decode_attention_fwd(q, k, v, lengths, starts, table, scale).bfloat16()
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    lengths = lengths.contiguous()
+    starts, table = (None if x is None else x.contiguous() for x in (starts, table))
+    rows = Tq * (H // K)
+    config = tile(rows, D, q.element_size(), table is not None, arch(q.device))
+    tiles = B * K * -(-rows // config["BLOCK_M"])
+    count = splits(tiles, Tmax, config["BLOCK_N"], PROGRAMS * multiprocessors(q.device))
+    parts, lse = out, None
+    if count > 1:
+        parts = torch.empty((B, Tq, H, count, D), dtype=torch.float32, device=q.device)
+        lse = torch.empty((B, Tq, H, count), dtype=torch.float32, device=q.device)
+    launch(
+        _decode_attention_kernel, (tiles * count,),
+        q, k, v, parts, lse, lengths, starts, table,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        Tq, Tmax, count, pages, 0 if table is None else table.shape[1], scale * LOG2E,
+        H=H, GROUP=H // K, D=D, BLOCK_D=_padded(D), PAGE=0 if table is None else page,
+        STARTS=starts is not None, SPLIT=count > 1, **config,
+    )  # fmt: skip
+    if lse is not None:
+        launch(
+            _decode_combine_kernel, (B * Tq * H,),
+            parts, lse, out, count,
+            D=D, BLOCK_D=_padded(D), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+# --- what is compiled ahead of time ---------------------------------------------------------------
+
+
+def aot_cases(arch: int) -> Iterator[Case]:
+    """The tile of each head dimension and dtype in its forms: split or not, paged, with starts."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for D in (16, 64, 80, 128, 256):
+        yield _case(D, bf16)
+    yield _case(64, bf16, B=1, Tq=4, H=32, K=8)
+    yield _case(256, fp32, B=1)
+    for D, dtype in ((64, bf16), (128, bf16), (256, bf16), (64, fp32), (256, fp32)):
+        yield _case(D, dtype, B=4, Tq=4, H=32, K=4, page=16, starts=True)
+
+
+def _case(
+    D: int, dtype: torch.dtype, *, B: int = 64, Tq: int = 1, H: int = 12, K: int = 12,
+    page: int = 0, starts: bool = False,
+) -> Case:  # fmt: skip
+    T = 4096
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run() -> None:
+        shape = (B * T // page, page, K, D) if page else (B, T, K, D)
+        table = make(B, T // page, dtype=torch.int32) if page else None
+        first = make(B, Tq, dtype=torch.int64) if starts else None
+        lengths = make(B, dtype=torch.int64)
+        q, k, v = make(B, Tq, H, D), make(*shape), make(*shape)
+        decode_attention_fwd(q, k, v, lengths, first, table, D**-0.5)
+
+    mma: dict[str, Any] = {} if dtype is torch.float32 else {"_decode_attention_kernel": "HMMA"}
+    parts = [f"D={D} {str(dtype).removeprefix('torch.')} B={B} Tq={Tq} group={H // K}"]
+    parts += [f"page={page}"] * bool(page) + ["starts"] * starts
+    return Case(" ".join(parts), run, mma)

@@ -1,0 +1,196 @@
+"""Attention of the last tokens of each sequence over a cache of keys and values.
+
+Shapes
+    B batch, Tq new tokens, Tmax places of the cache, H query heads, K key/value heads (H a multiple
+    of K), D head dim
+    q: (B, Tq, H, D)   k_cache, v_cache: (B, Tmax, K, D), or pages (pages, page, K, D) and
+    block_table: (B, max_pages)   lengths: (B,)   out: (B, Tq, H, D)
+Source
+    As `kernels.attention`; pages: Kwon et al. 2023, arXiv:2309.06180.  Splits of the keys and
+    traffic: docs/kernels.md.
+
+The new tokens are already in the cache. On CUDA, and on CPU tensors in Triton's interpreter, the
+kernels of `decode_attention_kernels` run; anywhere else the plain form does. There is no gradient.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..checks import DTYPES, INTEGERS, MAX_D, check_like
+from ..runtime import autocast_dtype, define_op, runs_kernels
+
+
+def decode_attention_ref(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The contract of `decode_attention` in plain PyTorch, scores and softmax in fp32.
+
+    Arguments, result and errors are those of `decode_attention`; fp64 is taken, too, and stays it.
+    """
+    _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
+    B, Tq, H, D = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (_whole(x, block_table).to(wide) for x in (k_cache, v_cache))
+    Tmax, K = k.shape[1:3]
+    lengths = lengths.clamp(0, Tmax).long()
+    keys = torch.arange(Tmax, device=q.device)
+    places = lengths[:, None] - Tq + torch.arange(Tq, device=q.device)  # (B, Tq)
+    seen = keys <= places[..., None]  # (B, Tq, Tmax)
+    if starts is not None:
+        seen = seen & (keys >= starts[..., None])
+    # what lies beyond a sequence may be anything, and NaN times a weight of 0 is NaN
+    unused = (keys >= lengths[:, None])[..., None, None]
+    k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    groups = q.to(wide).reshape(B, Tq, K, H // K, D)
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k) * (D**-0.5 if scale is None else scale)
+    hidden = ~seen[:, None, None]
+    # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
+    weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1).masked_fill(hidden, 0.0)
+    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v)
+    return out.reshape(B, Tq, H, D).to(q.dtype)
+
+
+def _whole(cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """The cache as (B, Tmax, K, D)."""
+    if block_table is None:
+        return cache
+    if not len(cache):
+        return cache.new_zeros(len(block_table), 0, *cache.shape[2:])
+    return cache[block_table.clamp(0, len(cache) - 1).long()].flatten(1, 2)
+
+
+# --- the op ---------------------------------------------------------------------------------------
+
+
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    block_table: Tensor | None,
+    scale: float,
+) -> Tensor:
+    # imported when first run: triton is missing on macOS and slow to import
+    from .device import decode_attention_fwd
+
+    return decode_attention_fwd(q, k, v, lengths, starts, block_table, scale)
+
+
+_decode_attention = define_op(
+    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? starts, "
+    "Tensor? block_table, float scale) -> Tensor",
+    _fwd,
+    lambda q, *_: q.new_empty(q.shape),
+)
+
+
+# --- public ---------------------------------------------------------------------------------------
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v for the last tokens of each sequence, over its cache.
+
+    Query i of a sequence stands at place p = length - Tq + i and sees the places up to p, its own
+    included. One that sees nothing gives 0. What the cache holds beyond a sequence is never used.
+    The host never reads the lengths: nothing waits, and a CUDA graph serves all of them.
+
+    Lengths beyond the cache and entries beyond the pages are taken as the largest there are,
+    negative ones as 0, so that nothing outside of the caches is read.
+
+    Args:
+        q: (B, Tq, H, D), fp32 | fp16 | bf16, D up to 256; under autocast cast to its dtype, as the
+            caches are (which copies them: keep them in it).
+        k_cache: (B, Tmax, K, D), dtype of `q`; H is a multiple of K. With a block table (pages,
+            page, K, D). Read in place where the last dimension is contiguous.
+        v_cache: shape and dtype of `k_cache`.
+        lengths: (B,) int32 | int64 on q's device: places in use, the new tokens' included.
+        starts: (B, Tq) int32 | int64: the first place that each query sees; a window or a document
+            that begins there. All see from place 0 on by default.
+        block_table: (B, max_pages) int32: place p of sequence b is in page block_table[b, p //
+            page], at p % page.
+        scale: factor on the scores; D**-0.5 by default.
+
+    Returns:
+        Tensor: (B, Tq, H, D), contiguous, dtype of `q`, or autocast's.
+
+    Raises:
+        ValueError: an argument is not as above, or a gradient is wanted: there is none.
+    """
+    q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
+    _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q: expected fp32, fp16 or bf16, got {q.dtype}")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor without gradient, or torch.no_grad(), got one that "
+                "requires it: decode_attention has no backward"
+            )
+    if not runs_kernels(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return decode_attention_ref(
+                q, k_cache, v_cache, lengths, starts=starts, block_table=block_table, scale=scale
+            )
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return _decode_attention(q, k_cache, v_cache, lengths, starts, block_table, factor)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    block_table: Tensor | None,
+    scale: float | None,
+) -> None:
+    if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_D:
+        raise ValueError(
+            f"q: expected (B, Tq, H, D) with D from 1 to {MAX_D}, got {tuple(q.shape)}"
+        )
+    B, Tq, H, D = q.shape
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        batch_fits = block_table is not None or x.dim() == 0 or x.shape[0] == B
+        if x.dim() != 4 or x.shape[3] != D or x.shape != k.shape or not batch_fits:
+            # written here alone: a size that becomes text is a constant to torch.compile
+            first = "pages, page" if block_table is not None else f"{B}, Tmax"
+            raise ValueError(
+                f"{name}: expected ({first}, K, {D}) for q {tuple(q.shape)}, the same for k_cache "
+                f"and v_cache, got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
+            )
+    if k.shape[2] == 0 or H % k.shape[2]:
+        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
+    check_like("lengths", lengths, (B,), INTEGERS, q)
+    if starts is not None:
+        check_like("starts", starts, (B, Tq), INTEGERS, q)
+    if block_table is not None:
+        if block_table.dim() != 2:
+            raise ValueError(
+                f"block_table: expected ({B}, max_pages), got {tuple(block_table.shape)}"
+            )
+        check_like("block_table", block_table, (B, block_table.shape[1]), INTEGERS[:1], q)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")

@@ -1,0 +1,336 @@
+"""LayerNorm and RMSNorm on the device: one kernel pair, optional inputs by None pointers.
+
+Shapes
+    M = rows, N = features.  x, residual, y, total, dy, dtotal, dx, dresidual: (M, N)
+    weight, bias: (N,)   stats: (2, M) fp32, mean and rstd; RMSNorm (1, M), rstd alone
+    P = programs of the backward; partials of dweight and dbias: (P, N) fp32
+The math is derived in docs/kernels.md.
+
+A pointer that is None is a constant to the compiler, and the code behind it is not there; CENTRED
+is what LayerNorm has over RMSNorm. M and P are never specialised, and no pointer depends on them:
+no recompile when they change. eps is a constexpr, because Inductor would type a float as fp64.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..proof.compile import Case
+from ..rows import _norm_sum_kernel, as_rows, row_blocks
+from ..runtime import launch, multiprocessors
+
+
+@triton.jit
+def _vector_of(ptr, offs_n, mask_n):
+    """Weight or bias in fp32, to be kept in L1: every block reads it, x passes through once."""
+    return tl.load(ptr + offs_n, mask_n, 0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, stats_ptr,
+    stride_xm, stride_rm,
+    M, N,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    x = tl.load(x_ptr + (offs_m * stride_xm)[:, None] + offs_n[None, :], mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    offs = (offs_m * N)[:, None] + offs_n[None, :]
+    if residual_ptr is not None:
+        offs_r = (offs_m * stride_rm)[:, None] + offs_n[None, :]
+        x += tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offs, total, mask=mask)
+        x = total.to(tl.float32)  # the backward sees the rounded sum: so do the statistics
+    rstd_ptr = stats_ptr
+    if CENTRED:
+        mean = tl.sum(x, axis=1) / N
+        tl.store(stats_ptr + offs_m, mean, mask=mask_m)
+        rstd_ptr += M
+        x = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + EPS)
+    tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= _vector_of(weight_ptr, offs_n, mask_n)[None, :]
+    if bias_ptr is not None:
+        y += _vector_of(bias_ptr, offs_n, mask_n)[None, :]
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_dots_kernel(
+    dy_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
+    stride_dym, stride_xm,
+    M, N,
+    CENTRED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dots: (2, M) fp32, the means over a row of dy * weight * xhat and of dy * weight."""
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(stats_ptr + row + (M if CENTRED else 0))
+    by_xhat = tl.zeros((BLOCK_N,), tl.float32)
+    by_one = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g *= _vector_of(weight_ptr, offs_n, mask_n)
+        if CENTRED:
+            x -= tl.load(stats_ptr + row)
+            by_one += g
+        by_xhat += g * x
+    tl.store(dots_ptr + row, tl.sum(by_xhat, axis=0) * rstd / N)
+    tl.store(dots_ptr + M + row, tl.sum(by_one, axis=0) / N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_bwd_kernel(  # noqa: C901 - the branches are the compiler's, none is left at run time
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
+    dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr,
+    stride_dym, stride_dtm, stride_xm,
+    M, N,
+    CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    rstd_ptr = stats_ptr + (M if CENTRED else 0)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    if weight_ptr is not None:
+        weight = _vector_of(weight_ptr, offs_n, mask_n)
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), programs, num_stages=STAGES):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        x = tl.load(x_ptr + (offs_m * stride_xm)[:, None] + offs_n[None, :], mask=mask, other=0.0)
+        offs_dy = (offs_m * stride_dym)[:, None] + offs_n[None, :]
+        dy = tl.load(dy_ptr + offs_dy, mask=mask, other=0.0).to(tl.float32)
+        # 0 in rows past the end: whatever lies there must not reach dweight
+        rstd = tl.load(rstd_ptr + offs_m, mask=mask_m, other=0.0)
+        xhat = x.to(tl.float32)
+        if CENTRED:
+            xhat -= tl.load(stats_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+        xhat *= rstd[:, None]
+        if dweight_ptr is not None:
+            dweight += dy * xhat
+        if dbias_ptr is not None:
+            dbias += dy
+        g = dy
+        if weight_ptr is not None:
+            g *= weight[None, :]
+        if dots_ptr is not None:
+            by_xhat = tl.load(dots_ptr + offs_m, mask=mask_m, other=0.0)
+            by_one = tl.load(dots_ptr + M + offs_m, mask=mask_m, other=0.0)
+        else:  # g is 0 where a column is masked, so xhat need not be
+            by_xhat = tl.sum(g * xhat, axis=1) / N
+            by_one = tl.sum(g, axis=1) / N if CENTRED else by_xhat
+        g -= xhat * by_xhat[:, None]
+        if CENTRED:
+            g -= by_one[:, None]
+        dx = g * rstd[:, None]
+        if dtotal_ptr is not None:
+            offs_dt = (offs_m * stride_dtm)[:, None] + offs_n[None, :]
+            dx += tl.load(dtotal_ptr + offs_dt, mask=mask, other=0.0).to(tl.float32)
+        offs = (offs_m * N)[:, None] + offs_n[None, :]
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
+    part = pid.to(tl.int64) * N + offs_n
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + part, tl.sum(dbias, axis=0), mask=mask_n)
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+# Above it the backward's row, with both accumulators, does not fit the registers of 1024 threads.
+WHOLE_ROW = 8_192
+PART_N = 2_048
+
+
+def fwd_tile(n: int) -> dict[str, int]:
+    """Block sizes and warps of the forward: about 4096 elements, 16 a thread.
+
+    A rule and not a table, here and below: N alone sets the sizes, the registers that
+    `python -m kernels.aot` counts set the rest, and a table would only repeat it for every N.
+    """
+    block_n, block_m = row_blocks(n, 4096)
+    warps = max(1, min(32, block_m * block_n // (16 * 32)))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
+
+
+def bwd_tile(n: int) -> dict[str, int]:
+    """Block sizes, warps and loads in flight of the backward: 8 elements a thread, 16 at N=8192.
+
+    With both accumulators and the weight that takes 64 to 118 registers on sm_90; with twice the
+    elements a thread it takes 128 or spills. Three loads in flight of 8192 fp32 elements and three
+    inputs would not fit sm_80's shared memory.
+    """
+    block_n, block_m = row_blocks(n, 1024 if n <= 512 else 2048)
+    warps = max(1, min(16, block_m * block_n // (8 * 32)))
+    stages = 3 if block_n <= 4096 else 2
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "STAGES": stages}
+
+
+def bwd_programs(device: torch.device, warps: int) -> int:
+    """As many as run at once at 128 registers a thread: 16 warps a multiprocessor."""
+    return multiprocessors(device) * max(1, 16 // warps)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y of `dtype`, total, stats); total is empty where there is no residual."""
+    N = x.shape[-1]
+    M = x.numel() // N
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    summed = () if residual is None else (x.dtype, residual.dtype)
+    total = torch.empty(
+        x.shape if summed else 0,
+        dtype=torch.promote_types(*summed) if summed else dtype,
+        device=x.device,
+    )
+    stats = torch.empty((2 if centred else 1, M), dtype=torch.float32, device=x.device)
+    if M == 0:
+        return y, total, stats
+    x = as_rows(x)
+    residual = None if residual is None else as_rows(residual)
+    config = fwd_tile(N)
+    launch(
+        _norm_fwd_kernel, (triton.cdiv(M, config["BLOCK_M"]),),
+        x, residual, _vector(weight), _vector(bias), y, total if summed else None, stats,
+        x.stride(0), 0 if residual is None else residual.stride(0),
+        M, N, EPS=eps, CENTRED=centred, **config,
+    )  # fmt: skip
+    return y, total, stats
+
+
+def _vector(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
+def norm_bwd(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dresidual, dweight, dbias); x is what was normalised, a dtype of None gives an empty.
+
+    dresidual equals dx but for its dtype.
+    """
+    N = x.shape[-1]
+    M = x.numel() // N
+
+    def empty(dtype: torch.dtype | None, *shape: int) -> Tensor:
+        shape = (0,) if dtype is None else shape
+        return torch.empty(shape, dtype=dtype or torch.float32, device=x.device)
+
+    dx, dresidual = empty(dx_dtype, *x.shape), empty(dresidual_dtype, *x.shape)
+    dweight, dbias = empty(dweight_dtype, N), empty(dbias_dtype, N)
+    if M == 0:
+        return dx, dresidual, dweight.zero_(), dbias.zero_()
+    centred = len(stats) == 2
+    dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
+    dtotal = None if dtotal is None else as_rows(dtotal)
+    dots = None
+    if N > WHOLE_ROW:
+        dots = empty(torch.float32, 2, M)
+        launch(
+            _norm_dots_kernel, (M,),
+            dy, x, weight, stats, dots, dy.stride(0), x.stride(0), M, N,
+            CENTRED=centred, BLOCK_N=PART_N, num_warps=8,
+        )  # fmt: skip
+    config = bwd_tile(N if dots is None else PART_N)
+    parts_n = triton.cdiv(N, config["BLOCK_N"])
+    programs = max(1, bwd_programs(x.device, config["num_warps"]) // parts_n)
+    programs = min(programs, triton.cdiv(M, config["BLOCK_M"]))
+    dweight_parts = empty(dweight_dtype and torch.float32, programs, N)
+    dbias_parts = empty(dbias_dtype and torch.float32, programs, N)
+    launch(
+        _norm_bwd_kernel, (programs, parts_n),
+        dy, dtotal, x, weight, stats, dots,
+        dx, _wanted(dresidual), _wanted(dweight_parts), _wanted(dbias_parts),
+        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
+        M, N, CENTRED=centred, **config,
+    )  # fmt: skip
+    if dweight_dtype or dbias_dtype:
+        launch(
+            _norm_sum_kernel, (triton.cdiv(N, 32),),
+            dweight_parts, dbias_parts, _wanted(dweight), _wanted(dbias), programs, N,
+            BLOCK_P=64, BLOCK_N=32, num_warps=8,
+        )  # fmt: skip
+    return dx, dresidual, dweight, dbias
+
+
+def _wanted(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
+
+
+# --- what python -m kernels.aot compiles ----------------------------------------------------------
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def aot_cases(arch: int) -> Iterator[Case]:
+    """Every tile of the rule in its costliest form, fp32 and all options, and what GPTs launch."""
+    for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384):
+        yield _case(n, FP32, FP32, residual=FP32)
+    for n in (768, 1600, 4096):
+        yield _case(n, BF16, BF16, residual=BF16, bias=n != 4096)
+        yield _case(n, BF16, FP32)
+    yield _case(768, BF16, FP32, residual=FP32)
+    yield _case(768, BF16, FP32, centred=False, bias=False)
+    yield _case(768, FP16, FP32, residual=FP16)
+
+
+def _case(
+    n: int,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    residual: torch.dtype | None = None,
+    *,
+    bias: bool = True,
+    centred: bool = True,
+) -> Case:
+    def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+
+    def run() -> None:
+        x = y = torch.empty(4096, n, dtype=dtype, device="meta")
+        w, b = make(weight, n), make(weight if bias else None, n)
+        r = make(residual, 4096, n)
+        _, total, stats = norm_fwd(x, r, w, b, 1e-5, centred, dtype)
+        saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
+        dtotal = None if r is None else total
+        norm_bwd(y, dtotal, saved, stats, w, dtype, other, weight, weight if bias else None)
+
+    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
+    parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
+    parts += ["bias"] * bias + [f"residual={names[residual]}"] * (residual is not None)
+    return Case(" ".join(parts), run)

@@ -1,0 +1,228 @@
+"""What is compiled ahead of time, and what the compiler makes of it; `kernels.aot` judges it."""
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import multiprocessing
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..runtime import Launch, recording
+from .sass import Loop, disassemble, instructions, loops, tensor_core_instructions
+
+SETTINGS = (
+    "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
+)  # fmt: skip
+"""Arguments of a launch that are free to choose, because they change no result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shipped configuration of one op's pass.
+
+    Args:
+        label: names the configuration within its kernels: "N=768 bf16 bias".
+        run: calls launchers with tensors on the meta device; nothing is computed.
+        mma: kernel name -> prefix of the SASS instruction that must occur: "HGMMA" (wgmma, sm_90),
+            "HMMA" (mma.sync), "UTC" (tcgen05, sm_100). A kernel that is not named needs none.
+    """
+
+    label: str
+    run: Callable[[], object]
+    mma: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the compiler is given for one launch."""
+
+    arch: int
+    label: str
+    declared: str
+    launch: Launch
+
+    @property
+    def kernel(self) -> str:
+        return self.launch.kernel.__name__
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a table or a rule chose: configurations that differ in nothing here are one."""
+        chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
+        return self.arch, self.kernel, *sorted(chosen.items())
+
+
+@dataclass(slots=True)
+class Row:
+    """What the compiler made of a `Config`."""
+
+    kernel: str
+    arch: int
+    config: str
+    warps: int = 0
+    stages: int = 0
+    registers: int = 0
+    spilled: int = 0
+    """Bytes of stack: none of our kernels has local arrays, so all of it is spilled registers."""
+    shared: int = 0
+    mma: dict[str, int] = field(default_factory=dict)
+    declared: str = ""
+    error: str = ""
+    loops: list[Loop] = field(default_factory=list)
+    instructions: int = 0
+    """In all, without padding."""
+    fingerprint: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.config}"
+
+
+# --- collect --------------------------------------------------------------------------------------
+
+
+def collect(modules: Iterable[str], archs: Iterable[int]) -> Iterator[Config]:
+    """The launches of every case, those that the compiler would not tell apart only once."""
+    seen = set()
+    for arch in archs:
+        for module in modules:
+            for case in importlib.import_module(module).aot_cases(arch):
+                with recording(arch) as launches:
+                    case.run()
+                for launch in launches:
+                    name = launch.kernel.__name__
+                    key = (arch, name, repr(specialised(launch)))
+                    if key not in seen:
+                        seen.add(key)
+                        yield Config(arch, case.label, case.mma.get(name, ""), launch)
+
+
+def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, dict[str, Any]]:
+    """(signature, constexprs, attributes, options) as Triton's launcher would derive them."""
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import native_specialize_impl
+
+    kernel = launch.kernel
+    values = dict(zip(kernel.arg_names, launch.args)) | launch.meta
+    signature, constexprs, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values.pop(param.name)
+        kind, key = "constexpr", value
+        if not param.is_constexpr:
+            kind, key = native_specialize_impl(
+                CUDABackend,
+                value,
+                False,
+                not param.do_not_specialize,
+                not param.do_not_specialize_on_alignment,
+            )
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constexprs[param.name] = key
+        elif key:
+            attributes[(i,)] = CUDABackend.parse_attr(key)
+    return signature, constexprs, attributes, values
+
+
+def fingerprint(config: Config) -> str:
+    """Of all that decides the machine code but the compiler: sources and what they are compiled
+    for. Comments, docstrings and lines that moved do not count.
+    """
+    text = repr((config.declared, specialised(config.launch), sources(config.launch.kernel)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def sources(kernel: Any) -> dict[str, str]:
+    """Source of a kernel and of all that it calls, and the values of the globals they read."""
+    found: dict[str, str] = {}
+    open_ = [kernel]
+    while open_:
+        function = open_.pop()
+        found[function.__name__] = _without_comments(function.fn)
+        for name in function.fn.__code__.co_names:
+            value = function.fn.__globals__.get(name)
+            if isinstance(value, int | float):
+                found[name] = repr(value)
+            elif hasattr(value, "fn") and name not in found:
+                open_.append(value)
+            elif type(value).__name__ == "constexpr":
+                found[name] = repr(value)
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _without_comments(function: Callable[..., object]) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.dump(tree)
+
+
+# --- compile --------------------------------------------------------------------------------------
+
+_configs: list[Config] = []
+"""What `compile_all` compiles: its processes are forks, because a kernel cannot be sent to one."""
+
+
+def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:
+    """A row for each configuration, in their order, each as soon as it is there.
+
+    Args:
+        configs: what to compile.
+        jobs: how many at a time; None is as many as there are cores.
+    """
+    global _configs
+    _configs = list(configs)
+    jobs = min(jobs or os.cpu_count() or 1, len(_configs))
+    with multiprocessing.get_context("fork").Pool(max(1, jobs)) as pool:
+        yield from pool.imap(_compile_nth, range(len(_configs)))
+
+
+def _compile_nth(n: int) -> Row:
+    return compile_config(_configs[n])
+
+
+def compile_config(config: Config) -> Row:
+    """Compiles one configuration for its arch and reads its machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constexprs, attributes, options = specialised(config.launch)
+    source = ASTSource(config.launch.kernel, signature, constexprs, attributes)
+    try:
+        target = GPUTarget("cuda", config.arch, 32)
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # of whichever of the compiler's passes: the others still get a row
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Row(config.kernel, config.arch, config.label, error=message)
+    text = disassemble(compiled.asm["cubin"])
+    usage = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    metadata: Any = compiled.metadata
+    return Row(
+        kernel=config.kernel,
+        arch=config.arch,
+        config=config.label,
+        warps=metadata.num_warps,
+        stages=metadata.num_stages,
+        registers=usage["REG"],
+        spilled=usage["STACK"] + usage["LOCAL"],
+        shared=metadata.shared,
+        mma=tensor_core_instructions(text),
+        declared=config.declared,
+        loops=loops(text),
+        instructions=len(instructions(text)),
+    )

@@ -1,0 +1,167 @@
+"""Rotary positions on the device: every pair of numbers of q and of k is turned by its angle.
+
+Shapes
+    B = batch, T = tokens, H and K = heads of q and of k, D = head dimension, HALF = D / 2 pairs
+    q, q_out: (B, T, H, D)   k, k_out: (B, T, K, D)   cos, sin: (T, HALF) fp32
+
+A program turns a block of tokens in a block of heads, so that the heads share what is loaded of cos
+and sin. The heads of k follow those of q in the grid: one launch. The backward is the same with the
+angles negated (CONJUGATE). INPLACE writes where it read: a block has as many pairs as its threads
+hold, none twice, so nothing is read after it was written.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..proof.compile import Case
+from ..runtime import launch
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _turn(
+    x_ptr, out_ptr, cos, sin, b, offs_t, offs_h, mask_t,
+    stride_xb, stride_xt, stride_xh,
+    T, HEADS: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, INPLACE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Turns one block of x; cos and sin are (tokens, 1, BLOCK_P)."""
+    offs_p = tl.arange(0, BLOCK_P)
+    mask = mask_t[:, None, None] & (offs_h < HEADS)[None, :, None]
+    offs_t, offs_h = offs_t.to(tl.int64), offs_h.to(tl.int64)
+    rows = (offs_t * stride_xt)[:, None, None] + (offs_h * stride_xh)[None, :, None]
+    x_ptr += b * stride_xb
+    if INPLACE:
+        out_rows = rows
+        out_ptr = x_ptr
+    else:
+        out_rows = (offs_t[:, None, None] * HEADS + offs_h[None, :, None]) * D
+        out_ptr += b * T * (HEADS * D)
+    kind = out_ptr.dtype.element_ty
+    if INTERLEAVED:
+        offs_d = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+        mask &= offs_d < D
+        x = tl.load(x_ptr + rows + offs_d, mask=mask, other=0.0).to(tl.float32)
+        x, y = tl.split(x.reshape(x.shape[0], x.shape[1], BLOCK_P, 2))
+        out = tl.join(x * cos - y * sin, x * sin + y * cos)
+        out = out.reshape(out.shape[0], out.shape[1], 2 * BLOCK_P)
+        tl.store(out_ptr + out_rows + offs_d, out.to(kind), mask=mask)
+    else:
+        mask &= (offs_p < D // 2)[None, None, :]
+        offs_p = offs_p[None, None, :]
+        x = tl.load(x_ptr + rows + offs_p, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + rows + D // 2 + offs_p, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + out_rows + offs_p, (x * cos - y * sin).to(kind), mask=mask)
+        tl.store(out_ptr + out_rows + D // 2 + offs_p, (x * sin + y * cos).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rotary_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    T,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CONJUGATE: tl.constexpr, INPLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    BLOCKS: tl.constexpr = Q_BLOCKS + (K + BLOCK_H - 1) // BLOCK_H
+    pid = tl.program_id(0)
+    block_h, pid = pid % BLOCKS, pid // BLOCKS
+    tiles = tl.cdiv(T, BLOCK_T)
+    b = (pid // tiles).to(tl.int64)
+    offs_t = pid % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < T
+    offs_p = tl.arange(0, BLOCK_P)
+    angles = (offs_t * (D // 2))[:, None, None] + offs_p[None, None, :]
+    mask = mask_t[:, None, None] & (offs_p < D // 2)[None, None, :]
+    cos = tl.load(cos_ptr + angles, mask=mask, other=0.0, eviction_policy="evict_last")
+    sin = tl.load(sin_ptr + angles, mask=mask, other=0.0, eviction_policy="evict_last")
+    if CONJUGATE:
+        sin = -sin
+    offs_h = tl.arange(0, BLOCK_H)
+    if block_h < Q_BLOCKS:
+        _turn(q_ptr, q_out_ptr, cos, sin, b, offs_t, block_h * BLOCK_H + offs_h, mask_t,
+              stride_qb, stride_qt, stride_qh, T, H, D, INTERLEAVED, INPLACE, BLOCK_P)  # fmt: skip
+    elif K > 0:
+        _turn(k_ptr, k_out_ptr, cos, sin, b, offs_t, (block_h - Q_BLOCKS) * BLOCK_H + offs_h,
+              mask_t, stride_kb, stride_kt, stride_kh, T, K, D, INTERLEAVED, INPLACE,
+              BLOCK_P)  # fmt: skip
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def tile(H: int, K: int, D: int) -> dict[str, int]:
+    """Block sizes: 1024 pairs, 8 a thread, of up to four heads, which share cosines and sines."""
+    block_p = max(8, 1 << (D // 2 - 1).bit_length())
+    block_h = 4 if max(H, K) > 2 else max(H, K)
+    block_t = 1024 // (block_h * block_p)
+    return {"BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK_P": block_p, "num_warps": 4}
+
+
+# --- launcher -------------------------------------------------------------------------------------
+
+
+def rotary_turn(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    *, interleaved: bool, conjugate: bool = False, inplace: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(q, k) turned: contiguous, or with `inplace` themselves, whose last strides must be 1."""
+    if not inplace:
+        q, k = _pairs(q), None if k is None else _pairs(k)
+    B, T, H, D = q.shape
+    K = 0 if k is None else k.shape[2]
+    q_out, k_out = (q, k) if inplace else (_like(q), None if k is None else _like(k))
+    outs = (None, None) if inplace else (q_out, k_out)
+    if B * T:
+        config = tile(H, K, D)
+        blocks = triton.cdiv(H, config["BLOCK_H"]) + triton.cdiv(K, config["BLOCK_H"])
+        launch(
+            _rotary_kernel, (blocks * B * triton.cdiv(T, config["BLOCK_T"]),),
+            q, k, cos.contiguous(), sin.contiguous(), *outs,
+            *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), T,
+            H=H, K=K, D=D, INTERLEAVED=interleaved, CONJUGATE=conjugate, INPLACE=inplace, **config,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """x, its last dimension contiguous: itself but for layouts hardly ever met."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+# --- what python -m kernels.aot compiles ----------------------------------------------------------
+
+
+def aot_cases(arch: int) -> Iterator[Case]:
+    """GPTs' head dimensions, both conventions, and in place."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for backward in (False, True):
+        for D in (64, 128):
+            yield _case(12, 12, D, bf16, conjugate=backward)
+        yield _case(12, 12, 64, bf16, interleaved=True, conjugate=backward)
+    yield _case(12, 4, 64, bf16, inplace=True)
+    yield _case(12, 4, 80, torch.float16)
+    yield _case(8, 1, 256, fp32, interleaved=True)
+
+
+def _case(H: int, K: int, D: int, dtype: torch.dtype, **options: bool) -> Case:
+    def run() -> None:
+        qkv = torch.empty(4, 1024, H + 2 * K, D, dtype=dtype, device="meta")
+        q, k, _ = qkv.split((H, K, K), dim=2)
+        cos = torch.empty(1024, D // 2, device="meta")
+        rotary_turn(q, k, cos, cos, **{"interleaved": False, **options})
+
+    label = [f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"]
+    label += [name for name, on in options.items() if on]
+    return Case(" ".join(label), run)
