@@ -4,66 +4,59 @@
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
 #   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
-#   ARGS="..."   handed on to train.py, pytest, bench or bench.tune
+#   ARGS="..."   handed on to the command that the target runs
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity bench bench-regress gpu tune reproduce lint fmt clean .python .fresh
+.PHONY: help setup train test test-full parity mutants bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: .check-python .new-venv
 .NOTPARALLEL:
-.SUFFIXES:
-
-fail = { echo "error: $(1)" >&2; exit 1; }
-# Old syntax, so that an old interpreter gets far enough to be refused.
-check_version = $(1) -c 'import sys; v = sys.version_info; v < (3, 11) and \
-	sys.exit("error: fastgpt needs Python 3.11 or newer; $(1) is %d.%d.%d" % v[:3])'
 
 # --- environment -------------------------------------------------------------------------------
 
-.python:
-	@command -v $(PYTHON) >/dev/null || $(call fail,$(PYTHON) was not found; name a Python: make PYTHON=python3.12)
-	@$(call check_version,$(PYTHON))
+fail = { echo "error: $(1)" >&2; exit 1; }
+
+# In syntax that an old Python understands well enough to be refused.
+.check-python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and \
+	sys.exit("error: fastgpt needs Python 3.11 or newer; $(PYTHON) is %d.%d.%d" % v[:3])'
 
 ifeq ($(VENV),none)
 
 PY := $(PYTHON)
-env = .python
+env = .check-python
 
 else
 
+# A target depends on the stamp of the extras that it needs. `.installing` is there from the first
+# write to the last and then becomes the stamp: an install that was cut short leaves no stamp, and
+# a pyproject.toml edited meanwhile is newer than it.
 PY := $(VENV)/bin/python
-# A finished install leaves the stamp $(VENV)/.fastgpt-<hash>/<extras>. BUSY holds the process that
-# installs, from the first write to the last: an install that was cut short never looks finished.
-HASH := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' -)
-BUSY := $(VENV)/.busy
-env = $(VENV)/.fastgpt-$(HASH)/$(1)
+env = $(VENV)/.installed-$(1)
 
-# The environment is used if it is not BUSY, its Python starts and has pip, and that Python is the
-# one asked for, where PYTHON was given by hand.
-version = $(shell $(1) -Ic 'import pip, sys; print(sys.hexversion)' 2>/dev/null)
-HAVE := $(if $(wildcard $(BUSY)),,$(call version,$(PY)))
-WANT := $(if $(filter file,$(origin PYTHON)),$(HAVE),$(call version,$(PYTHON)))
-USABLE := $(and $(HAVE),$(filter $(HAVE),$(WANT)))
+# An environment is used if it is whole, its Python starts, and PYTHON asks for no other version;
+# else it is made anew. Nothing but a virtual environment is written to or removed.
+asked := $(if $(filter file,$(origin PYTHON)),$(PY),$(PYTHON))
+usable := $(shell { [ -e $(VENV)/pyvenv.cfg ] && [ ! -e $(VENV)/.installing ] && $(PY) -Ic 'import pip' \
+	&& [ "$$($(PY) -V)" = "$$($(asked) -V)" ] && echo yes; } 2>/dev/null)
 
-$(call env,%): $(if $(USABLE),,.fresh)
-	@$(call check_version,$(PY))
-	@echo $$PPID >$(BUSY)
-	@[ -d $(@D) ] || rm -rf $(VENV)/.fastgpt-*
-	$(PY) -m pip install -c constraints.txt '.$(if $(filter-out core,$*),[$*])'
-	@mkdir -p $(@D) && touch $(@D)/core $@ && rm $(BUSY)
+$(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
+	@echo $$PPID >$(VENV)/.installing
+	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])'
+	@mv $(VENV)/.installing $@ && touch -r $@ $(call env,core)
 
-# Nothing but an environment is ever removed to make room for one.
-.fresh: .python
+.new-venv: .check-python
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || $(call fail,$(PYTHON) has no venv or no ensurepip \
 	(Debian and Ubuntu: apt install python3-venv). Or install the dependencies yourself and use VENV=none)
-	@[ $(VENV) = .venv ] || [ ! -e $(VENV) ] || [ -e $(VENV)/pyvenv.cfg ] || [ -e $(BUSY) ] \
+	@[ ! -e $(VENV) ] || [ -e $(VENV)/pyvenv.cfg ] || [ -e $(VENV)/.installing ] \
 	|| $(call fail,VENV=$(VENV) exists and is not a virtual environment; choose another)
-	@! kill -0 $$(cat $(BUSY) 2>/dev/null) 2>/dev/null \
+	@! kill -0 $$(cat $(VENV)/.installing 2>/dev/null) 2>/dev/null \
 	|| $(call fail,another make is installing into $(VENV); if none is: rm -r $(VENV))
-	@[ ! -e $(VENV) ] || echo "$(VENV) is incomplete, broken or of another Python: making it anew"
-	@rm -rf $(VENV) && mkdir -p $(VENV) && echo $$PPID >$(BUSY)
+	@mkdir -p $(VENV) && echo $$PPID >$(VENV)/.installing
+	rm -rf $(VENV)/bin $(VENV)/lib* $(call env,*)
 	$(PYTHON) -m venv $(VENV)
 
 endif
@@ -88,6 +81,9 @@ test-full: $(call env,dev) ## run all tests that this machine can run
 
 parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and says so, without it
 	$(PY) -m pytest -q -rs -m gpu -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+
+mutants: $(call env,dev) ## do the tests catch seeded faults?
+	$(PY) -m tests.mutants $(ARGS)
 
 bench: $(call env,core) ## ops and training steps beside peers: a record, docs/benchmarks.md (~3 min)
 	$(PY) -m bench $(ARGS)

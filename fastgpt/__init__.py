@@ -1,3 +1,46 @@
 """fastgpt: a small, fast trainer for GPT-2-class language models."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
+    from fastgpt.config import Config as Config
+    from fastgpt.config import ModelConfig as ModelConfig
+    from fastgpt.config import OpsConfig as OpsConfig
+    from fastgpt.errors import UserError as UserError
+    from fastgpt.evaluate import encode_prompt as encode_prompt
+    from fastgpt.evaluate import sample_text as sample_text
+    from fastgpt.lecture import build_model as build_model
+    from fastgpt.model import GPT as GPT
+    from fastgpt.recipes import RECIPES as RECIPES
+    from fastgpt.sample import load_run as load_run
+    from fastgpt.trainer import Trainer as Trainer
+
+# Imported when first asked for: `import fastgpt` must not take the seconds that torch takes.
+_MODULES = {
+    "Config": "config",
+    "GPT": "model",
+    "ModelConfig": "config",
+    "OpsConfig": "config",
+    "RECIPES": "recipes",
+    "Trainer": "trainer",
+    "UserError": "errors",
+    "build_model": "lecture",
+    "encode_prompt": "evaluate",
+    "load_run": "sample",
+    "sample_text": "evaluate",
+}
+
+
+if not TYPE_CHECKING:  # which would take every name for one of them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"fastgpt.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,7 +1,8 @@
-"""The command line: `train.py [recipe] [--section.field value ...]` to a `Config`."""
+"""The command line: `python train.py [recipe] [--section.field value ...]`, or `fastgpt-train`."""
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -10,10 +11,24 @@ from typing import Any
 import torch
 import tyro
 
+from fastgpt import distributed
 from fastgpt.config import Config
-from fastgpt.errors import UserError, unknown_name
+from fastgpt.display import command
+from fastgpt.errors import UserError, shown_in_one_line, unknown_name
 from fastgpt.recipes import RECIPES
 from fastgpt.run import find_run, saved_config
+
+
+def main() -> None:
+    """Trains what the process's command line asks for."""
+    try:
+        with shown_in_one_line():
+            config = parse(sys.argv[1:])
+            from fastgpt.trainer import Trainer  # after --help and wrong flags had their answer
+
+            Trainer(config).fit()
+    finally:
+        distributed.stop()
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -55,7 +70,7 @@ def _flags(default: Config, flags: list[str]) -> Config:
     recipes = "\n".join(f"  {name:<24}{about}" for name, (about, _) in RECIPES.items())
     config, unknown = tyro.cli(
         Config,
-        prog="python train.py [recipe]",
+        prog=f"{command('python train.py')} [recipe]",
         description="Trains a GPT. Recipes (none named: gpt2-124m with CUDA, baby without):\n\n"
         + recipes,
         default=default,
@@ -65,7 +80,8 @@ def _flags(default: Config, flags: list[str]) -> Config:
     if unknown:
         name = unknown[0].split("=")[0]
         if name in RECIPES:
-            raise UserError(f"recipe {name!r} comes first: python train.py {name} --flag value ...")
+            start = f"{command('python train.py')} {name}"
+            raise UserError(f"recipe {name!r} comes first: {start} --flag value ...")
         near = difflib.get_close_matches(name.replace("_", "-"), _flag_names(default), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists the fields"
         raise UserError(f"unknown argument {name!r}; {hint}")

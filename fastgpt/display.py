@@ -1,8 +1,11 @@
 """What a person sees: a live bar with rich on a terminal, plain lines everywhere else."""
 
 import io
+import shlex
+import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +26,14 @@ QUIET_S = 3
 """Text that is prepared in less than this is not worth a word."""
 LINE_S = 10
 """Between two lines where there is no terminal to draw a bar on."""
+
+
+def command(uninstalled: str) -> str:
+    """The console command that was typed, such as `fastgpt-train`; `uninstalled` if none was."""
+    typed = Path(sys.argv[0])
+    if not typed.name.startswith("fastgpt-"):
+        return uninstalled
+    return typed.name if shutil.which(typed.name) else shlex.quote(str(typed))
 
 
 class Display:

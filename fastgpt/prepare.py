@@ -13,7 +13,7 @@ import tyro
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.preparing import prepare
 from fastgpt.data.request import SHARD_TOKENS
-from fastgpt.display import Preparing
+from fastgpt.display import Preparing, command
 from fastgpt.errors import UserError, shown_in_one_line
 
 
@@ -50,7 +50,7 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
-    arguments = tyro.cli(Arguments, args=argv, prog="python -m fastgpt.prepare")
+    arguments = tyro.cli(Arguments, args=argv, prog=command("python -m fastgpt.prepare"))
     with shown_in_one_line():
         with Preparing() as shown:
             out = prepare(

@@ -22,6 +22,7 @@ from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, ModelConfig, from_json, to_json
 from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, same_tokenizer
+from fastgpt.display import command
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
 
@@ -190,8 +191,13 @@ def _fields(section: str, old: ModelConfig, new: ModelConfig) -> list[tuple[str,
 
 def resume_command(run_dir: Path, ranks: int) -> str:
     """What to type to go on with a run."""
-    start = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
-    return f"{start} train.py --resume {shlex.quote(str(run_dir))}"
+    script = command("train.py")
+    if ranks > 1:
+        no_python = "" if script == "train.py" else "--no-python "
+        start = f"torchrun --nproc_per_node={ranks} {no_python}{script}"
+    else:
+        start = command("python train.py")
+    return f"{start} --resume {shlex.quote(str(run_dir))}"
 
 
 def saved_config(run: Path) -> Config:
@@ -237,11 +243,12 @@ def _commit() -> str | None:
 
     Outside of a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
     """
-    here = Path(__file__).parent
+    root = Path(__file__).parents[1]
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, check=True,
+            cwd=root, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)},
+            capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("FASTGPT_COMMIT") or None

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgpt import checkpoint, device, ops
 from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.data.tokenizer import Tokenizer, load_tokenizer
+from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.lecture import build_model
@@ -67,11 +68,26 @@ class SampleConfig:
             raise UserError(f"--top-p is {self.top_p}: expected a number in (0, 1]")
 
 
-def load_model(found: checkpoint.Checkpoint, asked: OpsConfig, on: str) -> GPT:
-    """The model of a checkpoint, in evaluation mode on device `on`."""
-    model = build_model(saved_config(found.path).model, ops.select(asked, on, compiled=False))
+def load_run(
+    path: Path | str, on: str = "cpu", asked: OpsConfig | None = None
+) -> tuple[GPT, Tokenizer]:
+    """A trained model in evaluation mode, and its tokenizer.
+
+    Args:
+        path: a run's directory (its newest good checkpoint is taken) or a checkpoint's.
+        on: the device.
+        asked: implementations of the model's ops; by default those that fit the device.
+
+    Raises:
+        UserError: there is no good checkpoint.
+    """
+    found, complaints = checkpoint.find(str(path))
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
+    selected = ops.select(asked or OpsConfig(), on, compiled=False)
+    model = build_model(saved_config(found.path).model, selected)
     model.load_state_dict(found.weights)
-    return model.to(on).eval()
+    return model.to(on).eval(), load_tokenizer(found.path / "tokenizer.json")
 
 
 def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]:
@@ -90,14 +106,10 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]
 
 
 def main(argv: list[str]) -> None:
-    config = tyro.cli(SampleConfig, prog="python -m fastgpt.sample", args=argv)
+    config = tyro.cli(SampleConfig, prog=command("python -m fastgpt.sample"), args=argv)
     on = device.pick_device(config.device, "--device")
-    found, complaints = checkpoint.find(str(config.run))
-    for complaint in complaints:
-        print(f"warning: {complaint}", file=sys.stderr)
-    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    model, tokenizer = load_run(config.run, on, OpsConfig(decode=config.decode))
     prompts = encode_prompts(config.prompt, tokenizer)
-    model = load_model(found, OpsConfig(decode=config.decode), on)
     with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
         texts = sample_text(
             model,
@@ -114,6 +126,11 @@ def main(argv: list[str]) -> None:
     print("\n---\n".join(texts))
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """The console command `fastgpt-sample`."""
     with shown_in_one_line():
         main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    console()

@@ -101,7 +101,7 @@ def test_wrong_recipe_field_or_value(error, argv, said, tmp_path, monkeypatch):
 def test_value_of_another_type_exits_with_its_name(argv, capfd):
     """tyro's own message: a box with the help of the field, not one line."""
     with pytest.raises(SystemExit) as stopped:
-        train.cli.parse(["baby", *argv.split()])
+        parse(["baby", *argv.split()])
     assert stopped.value.code == 2
     assert argv.split()[0] in capfd.readouterr().err
 

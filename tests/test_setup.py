@@ -16,76 +16,52 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # The stand-in answers one-liners with the real Python, under the version it claims to have;
-# `-m venv` copies it into the environment, `-m pip` runs the test's own hook.
+# `-m venv` copies it into the environment, over nothing that is there, as the real one does. A file
+# `pip` or `venv` beside the log is run with those.
 STAND_IN = """#!/bin/sh
-case "$1 $2" in
-    "-c "* | "-Ic "*)
-        exec '{python}' -c "import sys
-for name in 'pip', 'ensurepip', 'venv':
-    sys.modules[name] = sys
-sys.version_info = {version}
-sys.hexversion = int('%02x%02x' % sys.version_info[:2], 16)
-$2"
-        ;;
+case "$1" in
+    -V) echo '{version}'; exit ;;
+    -c | -Ic) exec '{python}' -c "import sys
+sys.modules.update(pip=sys, venv=sys, ensurepip={ensurepip}); sys.version_info = {version}
+$2" ;;
 esac
-echo "$*" >>'{log}'
-case "$2" in
-    venv)
-        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg"
-        ;;
-    pip)
-        . '{log}.pip'
-        ;;
-esac
+echo "$*" >>'{folder}/log'
+[ "$2" != venv ] || [ -e "$3/bin" ] || {{ mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }}
+[ ! -e '{folder}/'"$2" ] || . '{folder}/'"$2"
+[ "$2" != venv ] || touch "$3/pyvenv.cfg"
 """
+PYTHONS = {"python3": (3, 11, 9), "new": (3, 12, 1), "old": (3, 8, 18), "bare": (3, 11, 9)}
+VENV, PIP = "-m venv .venv", "-m pip install -c constraints.txt -e "
+CORE, DEV, BOTH = f"{PIP}.", f"{PIP}.[dev]", f"{PIP}.[dev,data]"
+TRAIN, TEST = "train.py baby", "-m pytest -q -m not slow -n auto --maxprocesses 4"
+TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 class Checkout:
     """A copy of the files that a set-up reads, in a folder whose name holds a space."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = folder / "a checkout"
+        self.folder, self.root, self.bin = folder, folder / "a checkout", folder / "bin"
         self.root.mkdir()
-        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-            shutil.copy(ROOT / name, self.root)
-        self.log = folder / "log"
-        self.pip_does("exit 0")
-        self.bin = folder / "bin"
         self.bin.mkdir()
-        self.python = self.stand_in("python3", (3, 11, 9))
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+            os.utime(shutil.copy(ROOT / name, self.root), (1e9, 1e9))
+        for name, version in PYTHONS.items():
+            said = {"version": version, "ensurepip": "None" if name == "bare" else "sys"}
+            script = STAND_IN.format(python=sys.executable, folder=folder, **said)
+            (self.bin / name).write_text(script)
+            (self.bin / name).chmod(0o755)
 
-    def stand_in(self, name: str, version: tuple[int, int, int]) -> Path:
-        path = self.bin / name
-        path.write_text(STAND_IN.format(python=sys.executable, version=version, log=self.log))
-        path.chmod(0o755)
-        return path
-
-    def pip_does(self, script: str) -> None:
-        Path(f"{self.log}.pip").write_text(script)
-
-    def make(self, *args: str, fails: bool = False, **env: str) -> str:
-        """Runs `make` and returns what it printed; what Python was asked to do is in `calls`."""
-        self.log.write_text("")
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in {"VENV", "PYTHON", "EXTRAS", "ARGS"} and not name.startswith("MAKE")
-        }
-        done = subprocess.run(
-            ["make", *args],
-            cwd=self.root,
-            env={**inherited, "PATH": f"{self.bin}:{os.environ['PATH']}", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode != 0) == fails, done.stdout
-        return done.stdout
-
-    @property
-    def calls(self) -> list[str]:
-        return self.log.read_text().splitlines()
+    def make(self, args: str, fails: str | None = None) -> list[str]:
+        """What `make` asked of Python; with `fails` it must fail and print that."""
+        (self.folder / "log").write_text("")
+        env = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
+        command = ["make", *args.split()]
+        done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True)
+        self.printed = done.stdout + done.stderr
+        assert (done.returncode != 0) == (fails is not None), self.printed
+        assert (fails or "") in self.printed
+        return (self.folder / "log").read_text().splitlines()
 
 
 @pytest.fixture
@@ -93,183 +69,100 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def install(extras: str) -> str:
-    return f"-m pip install -c constraints.txt .{extras}"
-
-
-TRAIN = "train.py baby"
-TEST = "-m pytest -q -m not slow -n auto --maxprocesses 4"
-
-
-def test_train_installs_the_core_once(checkout):
-    checkout.make("train")
-    assert checkout.calls == ["-m venv .venv", install(""), TRAIN]
-    checkout.make("train")
-    assert checkout.calls == [TRAIN]
-
-
-def test_test_adds_dev_to_an_environment_once(checkout):
-    checkout.make("train")
-    checkout.make("test")
-    assert checkout.calls == [install("[dev]"), TEST]
-    checkout.make("test")
-    assert checkout.calls == [TEST]
-
-
-def test_an_environment_made_for_the_tests_serves_train(checkout):
-    checkout.make("test")
-    checkout.make("train")
-    assert checkout.calls == [TRAIN]
-
-
-def test_setup_installs_and_runs_nothing(checkout):
-    checkout.make("setup", "EXTRAS=dev,data")
-    assert checkout.calls == ["-m venv .venv", install("[dev,data]")]
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("train", [VENV, CORE, TRAIN]), ("train", [TRAIN]), ("test", [DEV, TEST])],
+        [("test", [VENV, DEV, TEST]), ("test", [TEST]), ("train", [TRAIN])],
+        [("setup EXTRAS=dev,data", [VENV, BOTH]), ("train", [TRAIN]), ("test", [DEV, TEST])],
+        [("setup PYTHON=new", [VENV, DEV]), ("setup", []), ("setup PYTHON=new", [])],
+        [("setup", [VENV, DEV]), ("setup PYTHON=python3", []), ("setup PYTHON=new", [VENV, DEV])],
+    ],
+)
+def test_what_is_there_is_not_installed_again(checkout, steps):
+    assert [checkout.make(args) for args, _ in steps] == [calls for _, calls in steps]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_change_of_the_requirements_installs_again(checkout, name):
     checkout.make("setup")
-    path = checkout.root / name
-    before = path.read_text()
-    path.write_text(before + "# changed\n")
-    checkout.make("setup")
-    assert checkout.calls == [install("[dev]")]
-    # The environment is no longer what it was at first, so going back is a change too.
-    path.write_text(before)
-    checkout.make("setup")
-    assert checkout.calls == [install("[dev]")]
+    (checkout.root / name).touch()
+    (checkout.folder / "pip").write_text(f"sleep 0.1; touch {name}")  # changed during the install
+    assert checkout.make("setup") == [DEV]
+    (checkout.folder / "pip").unlink()
+    assert checkout.make("setup") == [DEV]
+    assert checkout.make("setup") == []
 
 
-def test_a_failed_install_is_done_again_from_scratch(checkout):
-    checkout.pip_does("exit 1")
-    checkout.make("train", fails=True)
-    assert checkout.calls == ["-m venv .venv", install("")]
-    checkout.pip_does("exit 0")
-    checkout.make("train")
-    assert checkout.calls == ["-m venv .venv", install(""), TRAIN]
-
-
-def test_an_install_killed_over_a_finished_one_is_done_again_from_scratch(checkout):
-    checkout.make("train")
-    checkout.pip_does("kill -KILL $PPID $$")
-    checkout.make("test", fails=True)
-    checkout.pip_does("exit 0")
-    checkout.make("train")
-    assert checkout.calls == ["-m venv .venv", install(""), TRAIN]
+@pytest.mark.parametrize("before", ["clean", "test"])
+@pytest.mark.parametrize("end", ["exit 1", "kill -KILL $PPID $$"])
+@pytest.mark.parametrize(("step", "args"), [("pip", "EXTRAS=data"), ("venv", "PYTHON=new")])
+def test_what_was_cut_short_is_done_again_from_scratch(checkout, step, args, end, before):
+    checkout.make(before)
+    (checkout.folder / step).write_text(f"mkdir -p .venv/lib/half-a-package; {end}")
+    checkout.make(f"setup {args}", fails="")
+    (checkout.folder / step).unlink()
+    assert checkout.make("train") == [VENV, CORE, TRAIN]
+    assert not (checkout.root / ".venv" / "lib").exists()
+    assert checkout.make("test") == [DEV, TEST]
 
 
 def test_a_second_make_keeps_out_of_a_running_install(checkout):
-    checkout.pip_does("[ -e second ] || ! make train >second 2>&1")
-    checkout.make("train")
-    assert checkout.calls == ["-m venv .venv", install(""), TRAIN]
-    output = (checkout.root / "second").read_text()
-    assert "error: another make is installing into .venv" in output
+    (checkout.folder / "pip").write_text("[ -e second ] || ! make train >second 2>&1")
+    assert checkout.make("train") == [VENV, CORE, TRAIN]
+    assert "another make is installing" in (checkout.root / "second").read_text()
+
+
+@pytest.mark.parametrize("damage", ["rm bin/python", "echo '#!/nowhere' >bin/python", "rm -r bin"])
+def test_a_broken_environment_is_made_anew(checkout, damage):
+    checkout.make("setup")
+    subprocess.run(damage, shell=True, cwd=checkout.root / ".venv", check=True)
+    assert checkout.make("setup") == [VENV, DEV]
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS - {"help", "clean"}))
+def test_venv_and_python_are_honoured(checkout, target):
+    made, _, *work = checkout.make(f"{target} VENV=env")
+    assert made == "-m venv env"
+    (checkout.bin / "python3").unlink()
+    work = [call.replace("env/bin/python", str(checkout.bin / "new")) for call in work]
+    assert checkout.make(f"{target} VENV=none PYTHON=new") == work
+    assert not (checkout.root / ".venv").exists()
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("args", "message"),
     [
-        pytest.param(lambda venv: (venv / "bin" / "python").unlink(), id="no-python"),
-        pytest.param(
-            lambda venv: (venv / "bin" / "python").write_text("#!/nowhere"), id="dead-python"
-        ),
-        pytest.param(lambda venv: shutil.rmtree(venv / "bin"), id="no-bin"),
+        ("PYTHON=old", "error: fastgpt needs Python 3.11 or newer; old is 3.8.18\n"),
+        ("PYTHON=old VENV=none", "error: fastgpt needs Python 3.11 or newer; old is 3.8.18\n"),
+        ("PYTHON=bare", "error: bare has no venv or no ensurepip (Debian and Ubuntu: apt install"),
+        ("PYTHON=nowhere", "nowhere: "),
+        ("VENV=thesis", "error: VENV=thesis exists and is not a virtual environment"),
+        ("VENV=", "error: VENV= exists and is not a virtual environment"),
     ],
 )
-def test_a_broken_environment_is_made_anew(checkout, damage):
-    checkout.make("setup", "VENV=env")
-    damage(checkout.root / "env")
-    assert "making it anew" in checkout.make("setup", "VENV=env")
-    assert checkout.calls == ["-m venv env", install("[dev]")]
-
-
-def test_another_python_asked_for_makes_the_environment_anew(checkout):
-    checkout.make("setup")
-    newer = checkout.stand_in("newer", (3, 12, 1))
-    checkout.make("setup", f"PYTHON={newer}")
-    assert checkout.calls == ["-m venv .venv", install("[dev]")]
-    checkout.make("setup", f"PYTHON={newer}")
-    assert checkout.calls == []
-
-
-def test_the_default_python_takes_the_environment_as_it_is(checkout):
-    checkout.make("setup")
-    checkout.stand_in("python3", (3, 12, 1))
-    checkout.make("setup")
-    assert checkout.calls == []
-    checkout.make("setup", PYTHON="python3")
-    assert checkout.calls == ["-m venv .venv", install("[dev]")]
-
-
-@pytest.mark.parametrize("target", ["setup", "train", "test", "test-full", "parity", "lint", "fmt"])
-def test_venv_and_python_are_honoured(checkout, target):
-    checkout.make(target, "VENV=env")
-    assert checkout.calls[0] == "-m venv env"
-    assert not (checkout.root / ".venv").exists()
-    work = checkout.calls[2:]
-    named = checkout.stand_in("named", (3, 11, 9))
-    checkout.python.unlink()
-    checkout.make(target, "VENV=none", f"PYTHON={named}")
-    assert checkout.calls == [call.replace("env/bin/python", str(named)) for call in work]
-
-
-@pytest.mark.parametrize("venv", [".venv", "none"])
-def test_an_old_python_is_refused_before_anything_is_made(checkout, venv):
-    old = checkout.stand_in("old", (3, 8, 18))
-    output = checkout.make("train", f"PYTHON={old}", f"VENV={venv}", fails=True)
-    assert f"error: fastgpt needs Python 3.11 or newer; {old} is 3.8.18\n" in output
-    assert checkout.calls == []
-    assert not (checkout.root / ".venv").exists()
-
-
-def test_a_missing_python_is_named(checkout):
-    output = checkout.make("train", "PYTHON=no-such-python", fails=True)
-    assert "error: no-such-python was not found" in output
-
-
-def test_a_python_without_ensurepip_is_told_so(checkout):
-    real = checkout.python.read_text()
-    lacking = real.replace(
-        "\nsys.version_info", "\nsys.modules['ensurepip'] = None\nsys.version_info"
-    )
-    assert lacking != real
-    checkout.python.write_text(lacking)
-    output = checkout.make("train", fails=True)
-    assert "has no venv or no ensurepip" in output
-    assert not (checkout.root / ".venv").exists()
-
-
-def test_a_folder_that_is_no_environment_is_left_alone(checkout):
-    folder = checkout.root / "thesis"
-    folder.mkdir()
-    (folder / "chapter1.txt").write_text("dear to me")
-    output = checkout.make("setup", "VENV=thesis", fails=True)
-    assert "error: VENV=thesis exists and is not a virtual environment" in output
-    assert (folder / "chapter1.txt").read_text() == "dear to me"
+def test_what_cannot_be_is_said_before_anything_is_touched(checkout, args, message):
+    bin = checkout.root / "thesis" / "bin"
+    bin.mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", bin / "python")
+    before = sorted(checkout.root.rglob("*"))
+    assert checkout.make(f"train {args}", fails=message) == []
+    assert sorted(checkout.root.rglob("*")) == before
 
 
 def test_help_is_the_default_and_lists_every_target(checkout):
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", makefile, re.MULTILINE))
-    assert {"setup", "train", "test", "lint"} <= targets
-    listed = re.findall(r"^make ([\w-]+) +\w", checkout.make(), re.MULTILINE)
-    assert sorted(listed) == sorted(targets)
+    checkout.make("")
+    assert set(re.findall(r"^make ([\w-]+) +\w", checkout.printed, re.MULTILINE)) == TARGETS
 
 
 def test_every_requirement_is_pinned_exactly_once():
-    def name(requirement: str) -> str:
-        return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+    def names(requirements: list[str]) -> list[str]:
+        return [re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in requirements]
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    names = [name(pin) for pin in pins]
+    pins = re.findall(r"^[^#].*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
-    assert len(set(names)) == len(names)
-    wanted = [
-        *project["project"]["dependencies"],
-        *(r for extra in project["project"]["optional-dependencies"].values() for r in extra),
-    ]
-    assert {name(requirement) for requirement in wanted} <= set(names)
+    assert len(set(names(pins))) == len(pins)
+    extras = project["project"]["optional-dependencies"].values()
+    assert set(names(sum(extras, project["project"]["dependencies"]))) <= set(names(pins))
     assert set(project["build-system"]["requires"]) <= set(pins)

@@ -1,0 +1,201 @@
+"""The project as a package: what is installed, and whose `kernels` a program gets.
+
+Hugging Face has a distribution with the name of our folder, `kernels`. Installed, ours are
+`fastgpt.kernels` alone. In the repository's root `import kernels` finds our folder first, which
+stands for `fastgpt.kernels` and leads to the other distribution for what is not ours.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fastgpt
+from fastgpt import run
+
+ROOT = Path(__file__).resolve().parent.parent
+OTHERS = {  # another distribution's `kernels`, which imports itself by that name
+    "__init__.py": "from kernels.hub import get_kernel\nattention = 'theirs'\n",
+    "hub/__init__.py": "from kernels.version import NUMBER\ndef get_kernel(): return NUMBER\n",
+    "version.py": "NUMBER = 17\n",
+}
+THEIRS_AND_OURS = """
+import fastgpt, sys
+assert "torch" not in sys.modules
+import kernels
+from fastgpt.kernels import attention
+assert kernels.get_kernel() == 17
+print(kernels.attention is attention, fastgpt.GPT.__name__, fastgpt.__file__)
+"""
+
+
+def finish(*command: str | Path, cwd: Path, **env: str) -> str:
+    """What a process prints that starts in `cwd`; it must end well."""
+    env = {**os.environ, "PYTHONPATH": "", **env}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def add_others(folder: Path) -> str:
+    for name, source in OTHERS.items():
+        path = folder / "kernels" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return str(folder)
+
+
+# --- installed ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of the repository, since building writes into it."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("fastgpt", "kernels", "bench", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "LICENSE", "train.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source) -> Path:
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    finish(*pip, "-w", "dist", ".", cwd=source)
+    [path] = (source / "dist").iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(request, source, wheel, tmp_path_factory) -> Path:
+    """The folder of commands of a new environment with the project and another's `kernels`.
+
+    All that is installed where the tests run, torch say, is seen in it as well.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    finish(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+    [site] = folder.glob("lib/python*/site-packages")
+    here = sysconfig.get_path("purelib")
+    pip = [sys.executable, "-m", "pip", "--python", folder, "install", "--no-deps", "--no-index"]
+    if request.param == "wheel":
+        finish(*pip, wheel, cwd=folder)
+    else:
+        finish(*pip, "--no-build-isolation", "-e", source, cwd=folder, PYTHONPATH=here)
+    (site / "here.pth").write_text(here)
+    add_others(site)
+    return folder / "bin"
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [*source.glob("fastgpt/**/*"), *source.glob("kernels/**/*")]
+    paths = [str(file.relative_to(source)) for file in files if file.suffix in (".py", ".json")]
+    assert "kernels/attention/tuning/default.json" in paths
+    assert names == {re.sub("^kernels/", "fastgpt/kernels/", path) for path in paths}
+
+
+@pytest.mark.parametrize(
+    "installed", ["wheel", pytest.param("editable", marks=pytest.mark.slow)], indirect=True
+)
+def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed, source, tmp_path):
+    answers = finish(installed / "python", "-c", THEIRS_AND_OURS, cwd=tmp_path).split()
+    assert answers[:2] == ["False", "GPT"]
+    assert ROOT not in Path(answers[2]).parents
+    answers = finish(installed / "python", "-c", THEIRS_AND_OURS, cwd=source).split()
+    assert answers == ["True", "GPT", str(source / "fastgpt" / "__init__.py")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
+def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tmp_path):
+    def command(name: str, *argv: str | Path) -> str:
+        path = f"{installed}:{os.environ['PATH']}"
+        return finish(installed / name, *argv, cwd=tmp_path, PATH=path)
+
+    for name in ("fastgpt-train", "fastgpt-sample", "fastgpt-prepare"):
+        assert f"usage: {name}" in command(name, "--help")
+    command("fastgpt-prepare", text, "--out", "data", "--tokenizer", "bytes")
+    command("fastgpt-train", *tiny("--steps 4 --data.source data"))
+    assert command("fastgpt-sample", "run", "--prompt", "the", "--tokens", "4")[:3] == "the"
+    two = ("--nproc_per_node=2", "--no-python", "fastgpt-train", *tiny("--steps 6 --resume auto"))
+    out = command("python", "-m", "torch.distributed.run", "--standalone", *two)
+    assert "done: " in out
+    [example] = re.findall(
+        r"```python\n(import fastgpt\n.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    example = example.replace("runs/baby-20261120-101500", "run").replace("def main(", "the")
+    assert finish(installed / "python", "-c", example, cwd=tmp_path).startswith("the")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks", "said"),
+    [
+        ("train.py", 1, "python train.py --resume 'a run'"),
+        ("train.py", 2, "torchrun --nproc_per_node=2 train.py --resume 'a run'"),
+        ("/usr/bin/fastgpt-train", 1, "fastgpt-train --resume 'a run'"),
+        ("/not on PATH/fastgpt-train", 1, "'/not on PATH/fastgpt-train' --resume 'a run'"),
+        ("/bin/fastgpt-train", 2, "torchrun --nproc_per_node=2 --no-python fastgpt-train --resume"),
+    ],
+)
+def test_the_command_to_go_on_with_is_the_one_that_was_typed(typed, ranks, said, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [typed])
+    monkeypatch.setattr("shutil.which", lambda name: name if "bin" in typed else None)
+    assert run.resume_command(Path("a run"), ranks).startswith(said)
+
+
+def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):
+    monkeypatch.setattr(run, "__file__", str(ROOT / "docs" / "benchmarks" / "run.py"))
+    monkeypatch.setenv("FASTGPT_COMMIT", "abc")
+    assert run.provenance()["commit"] == "abc"
+
+
+def test_names_for_type_checkers_are_those_that_are_there():
+    tree = ast.parse((ROOT / "fastgpt" / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named = {a.asname: node.module for node in imports for a in node.names if a.asname}
+    assert named == {name: f"fastgpt.{module}" for name, module in fastgpt._MODULES.items()}
+    assert set(named) <= set(dir(fastgpt))
+    for name, module in named.items():
+        assert getattr(fastgpt, name) is getattr(sys.modules[module], name)
+    with pytest.raises(AttributeError, match="module 'fastgpt' has no attribute 'nothing'"):
+        _ = fastgpt.nothing
+
+
+# --- from the repository's root -------------------------------------------------------------------
+
+FROM_THE_ROOT = """
+import sys
+import kernels, kernels.proof.compile
+from kernels import attention, get_kernel
+import fastgpt.kernels.proof.compile
+from fastgpt import kernels as ours
+assert get_kernel() == kernels.hub.get_kernel() == 17
+assert attention is kernels.attention is ours.attention
+assert sys.modules["kernels.attention.op"] is sys.modules["fastgpt.kernels.attention.op"]
+assert sys.modules["kernels.proof.compile"] is fastgpt.kernels.proof.compile
+assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.compile"
+assert not hasattr(ours, "get_kernel")
+print(hasattr(kernels, "nothing"))
+"""
+ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
+
+
+def test_kernels_is_ours_and_leads_to_the_others(tmp_path):
+    others = add_others(tmp_path)
+    assert finish(sys.executable, "-c", FROM_THE_ROOT, cwd=ROOT, PYTHONPATH=others) == "False\n"
+    module = (sys.executable, "-m", "kernels.aot", "--help")
+    assert finish(*module, cwd=ROOT, PYTHONPATH=others).startswith("usage: python -m kernels.aot")
+
+
+@pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")
+def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
+    assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
