@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import contenders, parts, records, step, trainers
-from bench.contenders import Contender, plain_ops, triton_ops, write_text
+from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
@@ -135,13 +135,12 @@ def test_only_memory_ends_the_search_for_the_largest_batch(monkeypatch, reason, 
             pass
 
     monkeypatch.setattr(step, "Contender", Some)
-    config = RECIPES["gpt2-124m"][1]
-    plan = contenders.Plan(config=config, on="cuda", precision="bf16")
+    plan = contenders.Plan(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
     if largest:
-        assert step.largest_batch(config, plan, Path()) == largest
+        assert step.largest_batch(plan, Path()) == largest
     else:
         with pytest.raises(UserError, match=reason):
-            step.largest_batch(config, plan, Path())
+            step.largest_batch(plan, Path())
 
 
 @pytest.fixture
@@ -221,10 +220,10 @@ def test_a_process_that_dies_is_noticed(monkeypatch):
 
 
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
-    ops = triton_ops()
+    ops = TRITON_OPS
     assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
     assert ops.dropout == "auto"
-    assert set(asdict(plain_ops()).values()) == {"torch"}
+    assert set(asdict(PLAIN_OPS).values()) == {"torch"}
 
 
 @pytest.mark.parametrize("vocab", [65, 50_257])
