@@ -6,7 +6,6 @@ steps are `bench.step`'s, which has more to choose from. Exits 1 where one of ou
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from bench import goals, measure, peers, records, report, step
 from bench.cases import Case, cases
@@ -113,16 +112,15 @@ def run_cases(
     seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
     rows: list[measure.Row] = []
     before = records.state(timer.on)
-    for case in _with_progress(todo):
+    for case in track(todo, "cases", console=Console(stderr=True)):
+        about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
         if time.perf_counter() > end:
-            about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
             writer.write("missing", {**about, "reason": f"the {bench.budget:.0f} s were over"})
             continue
         roof = roof_of(rates, case.dtype)
         try:
             found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
         except Exception as error:  # what is measured already is kept, and the rest measured
-            about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
             found = [("refused", {**about, "reason": measure.in_one_line(error)})]
         after = records.state(timer.on)
         for kind, row in found:
@@ -130,16 +128,6 @@ def run_cases(
         rows += found
         before = after
     return rows
-
-
-def _with_progress(todo: list[Case]) -> Iterator[Case]:
-    columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(todo))
-        for case in todo:
-            progress.update(task, description=case.name)
-            yield case
-            progress.advance(task)
 
 
 def print_rows(rows: list[measure.Row]) -> None:

@@ -121,14 +121,10 @@ def _every_op(*wanted: str) -> OpsConfig:
     return OpsConfig(**names)
 
 
-def triton_ops() -> OpsConfig:
-    """Every op that has kernels of ours, by them."""
-    return _every_op("triton", "chunked")
-
-
-def plain_ops() -> OpsConfig:
-    """Every op as PyTorch's own operations."""
-    return _every_op("torch")
+TRITON_OPS = _every_op("triton", "chunked")
+"""Every op that has kernels of ours, by them."""
+PLAIN_OPS = _every_op("torch")
+"""Every op as PyTorch's own operations."""
 
 
 def _reference(plan: Plan, *, compiled: bool) -> Built:
@@ -148,7 +144,7 @@ def _nanogpt(plan: Plan, precision: str) -> Built:
 
 CONTENDERS: dict[str, Callable[[Plan], Built]] = {
     "fastgpt": lambda plan: _fastgpt(plan, plan.config.ops),
-    "fastgpt triton": lambda plan: _fastgpt(plan, triton_ops()),
+    "fastgpt triton": lambda plan: _fastgpt(plan, TRITON_OPS),
     "eager": lambda plan: _reference(plan, compiled=False),
     "compiled": lambda plan: _reference(plan, compiled=True),
     "nanogpt": lambda plan: _nanogpt(plan, plan.precision),

@@ -15,7 +15,7 @@ import torch
 import tyro
 
 from bench import records
-from bench.contenders import TINY, plain_ops, triton_ops
+from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
 from fastgpt import device
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
@@ -71,7 +71,7 @@ def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[
     """(losses of each run, the ops it ran)."""
     engines = {
         name: Engine(replace(config, ops=ops), warn=lambda _: None)
-        for name, ops in (("triton", triton_ops()), ("torch", plain_ops()))
+        for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))
     }
     losses: dict[str, list[float]] = {name: [] for name in engines}
     end = time.perf_counter() + budget

@@ -19,9 +19,9 @@ class Goal:
     case: str
     which: str
     device: str
+    peer: str
     kind: str
     wanted: float
-    peer: str
     stretch: float | None
 
     @property
@@ -52,12 +52,9 @@ def read(path: Path = GOALS) -> list[Goal]:
         kinds = [kind for kind in (*AT_MOST, *AT_LEAST) if kind in table]
         if len(kinds) != 1:
             raise ValueError(f"{path}: {table} has {kinds}: expected one kind of goal")
-        goals.append(
-            Goal(
-                table["case"], table.get("pass", ""), table.get("device", ""), kinds[0],
-                table[kinds[0]], table.get("peer", ""), table.get("stretch"),
-            )
-        )  # fmt: skip
+        which, device, peer = (table.get(key, "") for key in ("pass", "device", "peer"))
+        wanted, stretch = table[kinds[0]], table.get("stretch")
+        goals.append(Goal(table["case"], which, device, peer, kinds[0], wanted, stretch))
     return goals
 
 
@@ -68,36 +65,35 @@ def seconds(row: dict[str, Any]) -> float:
 def judge(goal: Goal, rows: Rows) -> Verdict:
     """Holds the rows of one run of the goal's case against it."""
     rows = [r for r in rows if r["case"] == goal.case and r.get("pass", "") == goal.which]
-    ours = [r for r in rows if r["implementation"] == "ours" or _is_fastgpt(r)]
-    if not ours:
-        return Verdict(None, 0.0, "not measured")
-    best = min(ours, key=seconds)
+    best = min((r for r in rows if is_ours(r)), key=seconds, default=None)
     peer = next((r for r in rows if r["implementation"] == goal.peer), None)
-    if goal.peer and peer is None:
+    if best and goal.peer and peer is None:
         return Verdict(None, 0.0, f"{goal.peer} could not be run")
-    value = _value(goal.kind, best, peer)
+    value = _value(goal.kind, best, peer) if best else None
     if value is None:
         return Verdict(None, 0.0, "not measured")
-    if goal.kind in AT_MOST:
-        return Verdict(value, goal.wanted / value - 1)
-    return Verdict(value, value / goal.wanted - 1)
+    ratio = goal.wanted / value if goal.kind in AT_MOST else value / goal.wanted
+    return Verdict(value, ratio - 1)
 
 
-def _is_fastgpt(row: dict[str, Any]) -> bool:
-    return row["kind"] == "step" and row["implementation"].startswith("fastgpt")
+def is_ours(row: dict[str, Any]) -> bool:
+    """True for our op, and for any of fastgpt's training steps."""
+    return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
 
 
 def _value(kind: str, ours: dict[str, Any], peer: dict[str, Any] | None) -> float | None:
-    peak = ours.get("peak_bytes")
-    if kind == "ratio":
-        return seconds(peer or ours) / seconds(ours)
-    if kind == "memory_ratio":
-        of_peer = (peer or {}).get("peak_bytes")
-        return peak / of_peer if peak and of_peer else None
-    if kind == "gb":
-        return None if peak is None else peak / 1e9
-    if kind == "share":
-        return ours["bytes"] / seconds(ours) / ours["roof"]["copy"]
-    if kind == "host_us":
-        return ours["host_s"]["p50"] * 1e6
-    return seconds(ours) * 1e3 if kind == "ms" else ours["tok_per_s"]
+    peak, of_peer = (row.get("peak_bytes") for row in (ours, peer or {}))
+    match kind:
+        case "ratio":
+            return seconds(peer or ours) / seconds(ours)
+        case "memory_ratio":
+            return peak / of_peer if peak and of_peer else None
+        case "gb":
+            return None if peak is None else peak / 1e9
+        case "share":
+            return ours["bytes"] / seconds(ours) / ours["roof"]["copy"]
+        case "host_us":
+            return ours["host_s"]["p50"] * 1e6
+        case "ms":
+            return seconds(ours) * 1e3
+    return ours[kind]

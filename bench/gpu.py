@@ -87,10 +87,6 @@ class Stage:
 # --- the stages -----------------------------------------------------------------------------------
 
 
-def _env(context: Context, _: float) -> list[str]:
-    return _myself(context, "--environment")
-
-
 def _myself(context: Context, *task: str) -> list[str]:
     rehearse = ["--rehearse"] if context.rehearse else []
     return ["-m", "bench.gpu", *rehearse, "--out", str(context.out), *task]
@@ -135,9 +131,8 @@ def _bench(context: Context, seconds: float) -> list[str]:
 def _step(context: Context, seconds: float) -> list[str]:
     command = ["-m", "bench.step", "--out", str(context.out), "--explain"]
     if context.rehearse:
-        names = ["fastgpt triton", "eager"]
-        tiny = ["--device", "cpu", "--tiny", "--rounds", "1", "--batch", "2"]
-        return [*command, *tiny, "--contenders", *names]
+        command += ["--device", "cpu", "--tiny", "--rounds", "1", "--batch", "2"]
+        return [*command, "--contenders", "fastgpt triton", "eager"]
     given = {flag: os.environ.get(flag.upper()) for flag in ("nanogpt", "llmc")}
     command += [word for flag, path in given.items() if path for word in (f"--{flag}", path)]
     if context.full:
@@ -163,12 +158,9 @@ def _tests(rows: list[Row]) -> str:
 def _measured(rows: list[Row]) -> str:
     """The number of rows of ours, and attention's first rate, which is of its forward."""
     ours = [row for row in rows if row["implementation"] == "ours"]
-    rates = (
-        f"; {row['case']} {row['pass']} {row['tflops']:.3g} TFLOP/s"
-        for row in ours
-        if row["op"] == "attention"
-    )
-    return f"{len(ours)} rows of ours{next(rates, '')}"
+    first = next((row for row in ours if row["op"] == "attention"), None)
+    rate = f"; {first['case']} {first['pass']} {first['tflops']:.3g} TFLOP/s" if first else ""
+    return f"{len(ours)} rows of ours{rate}"
 
 
 def _steps(rows: list[Row]) -> str:
@@ -182,7 +174,7 @@ def _steps(rows: list[Row]) -> str:
 
 
 STAGES = (
-    Stage("env", 15, _env),
+    Stage("env", 15, lambda context, _: _myself(context, "--environment")),
     Stage("aot", 25, _aot),
     Stage("parity", 150, _parity, "test", _tests),
     Stage("bench", 150, _bench, "op", _measured),
@@ -283,13 +275,9 @@ def run_stage(stage: Stage, context: Context) -> Row:
     elif status:
         key = f"exit status {status}; {key}"
     return {
-        "stage": stage.name,
-        "passed": status == 0,
-        "key": key[:300],
-        "seconds": took,
-        "budget": None if context.full else stage.budget,
-        "command": command[1:],
-    }
+        "stage": stage.name, "passed": status == 0, "key": key[:300], "seconds": took,
+        "budget": None if context.full else stage.budget, "command": command[1:],
+    }  # fmt: skip
 
 
 def _end(process: subprocess.Popen) -> None:

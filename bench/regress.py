@@ -26,32 +26,23 @@ from fastgpt.storage import cache_dir
 SLOWER = "min:10%"
 ROUNDS, WARMUP_ROUNDS = 40, 3
 BASELINE = "baseline"
+ON = device.pick_device("auto")
 
 
 # --- what pytest runs -----------------------------------------------------------------------------
 
 
-def on_this_machine() -> str:
-    return device.pick_device("auto")
-
-
-def chosen() -> list[Case]:
-    """Of each op its first case."""
-    return [*cases(on_this_machine(), quick=True)]
-
-
-@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases(ON, quick=True)], ids=lambda case: case.name)
 def test_is_no_slower(case: Case, benchmark: Any) -> None:
-    on = on_this_machine()
     try:
-        call = case.implementations["ours"](on)
+        call = case.implementations["ours"](ON)
     except MissingError as reason:
         pytest.skip(str(reason))
-    timed = timed_pass(case, call, "both", case.inputs(on))
+    timed = timed_pass(case, call, "both", case.inputs(ON))
 
     def synchronized(state: Any) -> None:
         timed.call(state)
-        if on == "cuda":
+        if ON == "cuda":
             torch.cuda.synchronize()
 
     def setup() -> tuple[tuple[Any], dict[str, Any]]:
@@ -63,7 +54,7 @@ def test_is_no_slower(case: Case, benchmark: Any) -> None:
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
     """The name of the host is nobody's business; the device is what counts."""
     machine_info["node"] = ""
-    machine_info["device"] = device.device_name(on_this_machine())
+    machine_info["device"] = device.device_name(ON)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -80,37 +71,24 @@ def has_baseline(folder: Path) -> bool:
     return any((folder / get_machine_id()).glob(f"*_{BASELINE}.json"))
 
 
-def arguments(folder: Path, *, save: bool, compare: bool) -> list[str]:
-    """pytest's, for the set above."""
-    common = ["-q", "-p", "no:cacheprovider", "-p", "bench.regress", str(Path(__file__))]
-    common += [f"--benchmark-storage=file://{folder}", "--benchmark-columns=min,median,rounds"]
-    if save:
-        return [*common, f"--benchmark-save={BASELINE}"]
-    if compare:
-        return [*common, "--benchmark-compare", f"--benchmark-compare-fail={SLOWER}"]
-    return common
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.regress", description=__doc__)
-    parser.add_argument(
-        "--save", action="store_true", help="make this machine's times its baseline"
-    )
+    parser.add_argument("--save", action="store_true", help="make these times the baseline")
     parser.add_argument("-k", default="", help="only cases whose names contain this")
     args = parser.parse_args(argv)
-    name = device.device_name(on_this_machine())
+    name = device.device_name(ON)
     folder = storage(name)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "bench.regress", __file__]
+    command += [f"--benchmark-storage=file://{folder}", "--benchmark-columns=min,median,rounds"]
+    command += ["-k", args.k] if args.k else []
     compare = not args.save and has_baseline(folder)
     if args.save:
         for old in folder.glob(f"*/*_{BASELINE}.json"):
             old.unlink()
-    pytest_arguments = arguments(folder, save=args.save, compare=compare)
-    if args.k:
-        pytest_arguments += ["-k", args.k]
-    root = Path(__file__).parents[1]
-    status = subprocess.run(
-        [sys.executable, "-m", "pytest", *pytest_arguments], cwd=root
-    ).returncode
+        command += [f"--benchmark-save={BASELINE}"]
+    elif compare:
+        command += ["--benchmark-compare", f"--benchmark-compare-fail={SLOWER}"]
+    status = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1]).returncode
     if not args.save and not compare:
         print(f"no baseline for {name}: nothing was compared; --save makes one")
     return status

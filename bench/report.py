@@ -132,9 +132,8 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         group = [row for row in rows if row["case"] == case]
-        fastgpts = [r for r in group if r["implementation"].startswith("fastgpt")]
-        ours = min(fastgpts, key=seconds, default=None)
-        best = min((r for r in group if r not in fastgpts), key=seconds, default=None)
+        ours = min(filter(goals.is_ours, group), key=seconds, default=None)
+        best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
         for row in group:
             first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
             if not row.get("first_step_alone", True):

@@ -17,17 +17,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from bench import parts, records
-from bench.contenders import (
-    CONTENDERS,
-    OUT_OF_MEMORY,
-    TINY,
-    Contender,
-    Plan,
-    expect_gpt2,
-    take_turns,
-    write_text,
-)
+from bench import contenders, parts, records
+from bench.contenders import TINY, Contender, Plan
+from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import nanogpt_module, run_llmc
 from fastgpt import device
@@ -91,29 +83,27 @@ def base_config(bench: StepBench, on: str, text: Path) -> Config:
     if name not in RECIPES:
         raise unknown_name("recipe", name, RECIPES)
     config = RECIPES[name][1]
-    vocab = config.model.vocab_size or VOCABULARY
-    model = replace(config.model, vocab_size=vocab)
+    vocab = (not bench.tiny and config.model.vocab_size) or VOCABULARY
+    model = replace(config.model, vocab_size=vocab, **(TINY if bench.tiny else {}))
     if bench.dropout is not None:
         model = replace(model, dropout=bench.dropout)
-    if bench.tiny:
-        model = replace(model, vocab_size=VOCABULARY, **TINY)
-        vocab = VOCABULARY
     if not text.exists():
-        write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
+        contenders.write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
     data = DataConfig(source=str(text), tokenizer="chars")
     train = replace(config.train, compile=bench.compile, device=on, batch_tokens=2**20)
     return replace(config, model=model, data=data, train=train)
 
 
-def with_batch(config: Config, batch: int) -> Config:
-    tokens = batch * config.model.context
-    return replace(config, train=replace(config.train, batch_tokens=tokens, micro_batch=batch))
+def with_batch(plan: Plan, batch: int) -> Plan:
+    tokens = batch * plan.config.model.context
+    train = replace(plan.config.train, batch_tokens=tokens, micro_batch=batch)
+    return replace(plan, config=replace(plan.config, train=train))
 
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     """The contenders that were asked for, or all that make sense on the device."""
-    if unknown := [name for name in bench.contenders if name not in CONTENDERS]:
-        raise unknown_name("contender", unknown[0], CONTENDERS)
+    if unknown := [name for name in bench.contenders if name not in contenders.CONTENDERS]:
+        raise unknown_name("contender", unknown[0], contenders.CONTENDERS)
     if wanted := [n for n in bench.contenders if n.startswith("nanogpt") and not bench.nanogpt]:
         raise UserError(f"contender {wanted[0]}: expected --nanogpt, the path of a checkout")
     if bench.contenders:
@@ -137,7 +127,7 @@ def check(bench: StepBench, on: str) -> None:
         nanogpt_module(bench.nanogpt)
 
 
-def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
+def largest_batch(plan: Plan, caches: Path) -> int:
     """The largest power of two with which fastgpt takes a step, from 128 sequences upwards.
 
     Raises:
@@ -145,19 +135,15 @@ def largest_batch(config: Config, plan: Plan, caches: Path) -> int:
     """
     fits = 64
     while fits < 4096:
-        contender = Contender("fastgpt triton", _planned(plan, config, 2 * fits), caches)
+        contender = Contender("fastgpt triton", with_batch(plan, 2 * fits), caches)
         contender.begin()
         contender.stop()
-        if contender.failed == OUT_OF_MEMORY:
+        if contender.failed == contenders.OUT_OF_MEMORY:
             break
         if contender.failed:
             raise UserError(contender.failed)
         fits *= 2
     return fits
-
-
-def _planned(plan: Plan, config: Config, batch: int) -> Plan:
-    return replace(plan, config=with_batch(config, batch))
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -181,12 +167,12 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
         try:
             if time.perf_counter() > end:
                 raise UserError(f"the {bench.budget:.0f} s were over")
-            batch = asked or largest_batch(config, plan, folder / "largest")
+            batch = asked or largest_batch(plan, folder / "largest")
         except UserError as error:
             case = f"step/{config.recipe}/B={asked or 'largest'}"
             yield "missing", {**about, "case": case, "implementation": "all", "reason": str(error)}
             continue
-        now = _planned(plan, config, batch)
+        now = with_batch(plan, batch)
         about |= {
             "case": f"step/{config.recipe}/B={batch}",
             "shape": {"B": batch, "T": config.model.context},
@@ -210,7 +196,7 @@ def _contenders(
     before = records.state(plan.on)
     how = {"alternating": not about["largest"], "first_step_alone": not bench.parallel_start}
     for group in [(name,) for name in names] if about["largest"] else [names]:
-        found = take_turns(
+        found = contenders.take_turns(
             group, plan, caches, rounds=bench.rounds, starts=bench.starts,
             parallel_start=bench.parallel_start,
         )  # fmt: skip
@@ -227,11 +213,9 @@ def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[st
     tok_per_s = plan.tokens / found["seconds"]["p50"]
     flops = flops_per_token(plan.config.model)
     rates = {
-        "tok_per_s": tok_per_s,
-        "mfu": tok_per_s * flops / roof["matmul"],
-        "mfu_convention": MFU_CONVENTION,
-        "roof": roof,
-    }
+        "tok_per_s": tok_per_s, "mfu": tok_per_s * flops / roof["matmul"],
+        "mfu_convention": MFU_CONVENTION, "roof": roof,
+    }  # fmt: skip
     if "parts" in found:
         size = 4 if plan.precision == "fp32" else 2
         rates["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
@@ -241,11 +225,11 @@ def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[st
 def _llmc(
     bench: StepBench, plan: Plan, roof: dict[str, float], about: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    config = plan.config
+    config, row = plan.config, {**about, "implementation": "llm.c"}
     corpus = open_corpus(config.data.source, tokenizer="chars", val_fraction=0.1)
     assert bench.llmc is not None
     try:
-        expect_gpt2(config.model)
+        contenders.expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
             raise UserError(f"its vocabulary is GPT-2's, not {config.model.vocab_size} tokens")
         found = run_llmc(
@@ -253,19 +237,9 @@ def _llmc(
             batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
         )  # fmt: skip
     except UserError as error:
-        return "missing", {**about, "implementation": "llm.c", "reason": str(error)}
+        return "missing", {**row, "reason": str(error)}
     facts = {"optimizer": "adamw", "alternating": False, "precision": "bf16"}
-    return "step", {
-        **about,
-        **facts,
-        "implementation": "llm.c",
-        **found,
-        **_rates(plan, found, roof),
-    }
-
-
-def is_ours(row: dict[str, Any]) -> bool:
-    return row["implementation"].startswith("fastgpt")
+    return "step", {**row, **facts, **found, **_rates(plan, found, roof)}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -38,36 +39,31 @@ def wrong_output(q, k, v):
     return 1.01 * peers.attention_eager(q, k, v)
 
 
-def wrong_gradient(q, k, v):
-    return peers.attention_eager(q, backward_only(k, 1.01), v)
-
-
 def not_a_number(q, k, v):
     return peers.attention_eager(q, k, v) * float("nan")
 
 
-def another_shape(q, k, v):
-    return peers.attention_eager(q, k, v)[..., :-1]
+def raises(error: Exception):
+    def call(*_):
+        raise error
 
-
-def raises(q, k, v):
-    raise RuntimeError("no kernel image\nis available")
-
-
-def says_nothing(q, k, v):
-    raise AssertionError
+    return call
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (says_nothing, "AssertionError"),
         (wrong_output, "wrong: output 0"),
-        (wrong_gradient, "wrong: gradient of k"),
+        (
+            lambda q, k, v: peers.attention_eager(q, backward_only(k, 1.01), v),
+            "wrong: gradient of k",
+        ),
         (not_a_number, "wrong: output 0"),
-        (another_shape, "RuntimeError: Mismatch in shape"),
-        (raises, "RuntimeError: no kernel image"),
+        (lambda *qkv: peers.attention_eager(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
+        (raises(RuntimeError("no kernel image\nis available")), "RuntimeError: no kernel image"),
+        (raises(AssertionError()), "AssertionError"),
     ],
+    ids=["output", "gradient", "nan", "shape", "raises", "says nothing"],
 )
 def test_a_kernel_made_wrong_is_refused_a_time(wrong, why):
     found = rows_of(case_of("attention", ours=always(wrong)))
@@ -97,22 +93,15 @@ def test_peers_that_cannot_run_are_listed_with_the_reason():
 
 
 def test_an_installation_that_is_broken_costs_nobody_else_a_time():
-    def broken(on):
-        raise AttributeError("module 'peer' has no attribute 'attend'")
-
-    found = rows_of(case_of("attention", ours=RIGHT, broken=broken))
+    found = rows_of(case_of("attention", ours=RIGHT, broken=raises(AttributeError("no attend"))))
     assert [kind for kind, _ in found["ours"]] == ["op"] * 3
-    assert [(kind, row["reason"]) for kind, row in found["broken"]] == [
-        ("refused", "AttributeError: module 'peer' has no attribute 'attend'")
-    ]
+    ((kind, row),) = found["broken"]
+    assert (kind, row["reason"]) == ("refused", "AttributeError: no attend")
 
 
 @pytest.mark.parametrize("name", [n for n in peers.ATTENTION if n.startswith("flash-attn")])
 def test_a_package_that_is_not_installed_is_named(name, monkeypatch):
-    def absent(module):
-        raise ModuleNotFoundError(f"No module named {module!r}")
-
-    monkeypatch.setattr(peers.importlib, "import_module", absent)
+    monkeypatch.setattr(peers.importlib, "import_module", raises(ModuleNotFoundError("none")))
     with pytest.raises(MissingError, match=r"flash-attn \d is not installed"):
         peers.ATTENTION[name]("cuda")
 
@@ -194,6 +183,8 @@ def test_inputs_are_random_and_the_same_for_all():
 
 # --- the command ----------------------------------------------------------------------------------
 
+TINY = ("--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out")
+
 
 def test_names_are_patterns():
     names = [case.name for case in cases("cuda", only=("attention/*",))]
@@ -212,9 +203,8 @@ def test_every_gpt2_size_and_long_sequences_are_there():
 
 
 def test_a_run_writes_a_record_that_the_report_reads(tmp_path, capsys):
-    out = tmp_path / "results" / "machine"
-    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(out)]
-    command.main([*asked, "--only", "attention/*/fp32", "--only", "layer_norm/*/fp32"])
+    out = str(tmp_path / "results" / "machine")
+    command.main([*TINY, out, "--only", "attention/*/fp32", "--only", "layer_norm/*/fp32"])
     assert "attention/tiny/fp32" in capsys.readouterr().out
     rows = records.read(tmp_path / "results")
     kinds = {row["kind"] for row in rows}
@@ -246,8 +236,7 @@ def test_a_kernel_of_ours_that_is_refused_fails_the_command(
 ):
     case = case_of("attention", **{"ours": RIGHT, name: always(not_a_number)})
     monkeypatch.setattr(command, "chosen", lambda bench, on: [case])
-    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(tmp_path)]
-    assert command.main(asked) == status
+    assert command.main([*TINY, str(tmp_path)]) == status
     assert "refused: wrong: output 0" in capsys.readouterr().out
 
 
@@ -257,8 +246,7 @@ def test_a_step_that_is_not_measured_here_is_named(tmp_path):
 
 
 def test_what_the_budget_leaves_out_is_said(tmp_path, capsys):
-    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--out", str(tmp_path)]
-    command.main([*asked, "--budget", "0", "--only", "rms_norm/*"])
+    command.main([*TINY, str(tmp_path), "--budget", "0", "--only", "rms_norm/*"])
     rows = [row for row in records.read(tmp_path) if row["kind"] == "missing"]
     assert [row["reason"] for row in rows] == ["the 0 s were over"] * len(rows) != []
 
@@ -275,31 +263,21 @@ def test_the_commit_may_come_from_the_environment(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("visible", "index"), [(None, "1"), ("3,5", "5")])
 def test_the_gpu_whose_clocks_are_read_is_the_one_that_runs(visible, index, monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        raise OSError
-
+    run = mock.Mock(side_effect=OSError)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(records.subprocess, "run", run)
     assert records.state("cuda") == {}
-    assert commands[0][-2:] == ["-i", index]
+    assert run.call_args.args[0][-2:] == ["-i", index]
 
 
 def test_an_op_without_a_gradient_is_checked_and_timed_forward():
-    op = replace(
-        OPS["attention"],
-        passes=("fwd",),
-        implementations={
-            "ours": RIGHT,
-            "eager": RIGHT,
-            "wrong": always(lambda *a: RIGHT("")(*a) * 2),
-        },
-    )
+    op = case_of("attention", ours=RIGHT, wrong=always(lambda *a: RIGHT("")(*a) * 2)).op
+    names = ("ours", "eager", "wrong")
+    implementations = {name: op.implementations[name] for name in names}
+    op = replace(op, passes=("fwd",), implementations=implementations)
     case = Case(op, "tiny", op.shapes["tiny"]["tiny"], "fp32")
     assert not any(x.requires_grad for x in case.inputs("cpu").values())
     found = {name: [kind for kind, _ in rows] for name, rows in rows_of(case).items()}

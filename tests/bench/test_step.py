@@ -1,14 +1,16 @@
 """The training step's bench: contenders in processes of their own, llm.c's output, parts."""
 
 import multiprocessing
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from bench import contenders, parts, records, step, trainers
-from bench.contenders import Contender, plain_ops, triton_ops, write_text
+from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
@@ -16,26 +18,15 @@ from fastgpt.recipes import RECIPES
 # A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
 STAND_IN = """
 import os
-from dataclasses import dataclass
+from types import SimpleNamespace as GPTConfig
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(nn.Module):
+class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
         os.mkdir(__file__ + ".built")
-        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
 
     def configure_optimizers(self, decay, lr, betas, device):
         return torch.optim.AdamW(self.parameters(), lr=lr, betas=betas)
@@ -79,12 +70,27 @@ def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_
     assert f"{failed['implementation']}: missing: FileExistsError" in printed
 
 
-def test_without_any_figure_the_command_fails(tmp_path, monkeypatch):
-    row = {"case": "step/baby/B=1", "implementation": "fastgpt", "reason": "out of memory"}
-    monkeypatch.setattr(step, "measure", lambda *_: iter([("missing", row)]))
-    with pytest.raises(UserError, match="no contender took a step"):
-        step.run(asked(tmp_path))
-    assert records.read(tmp_path / "out")[0]["reason"] == "out of memory"
+FIGURES = {"seconds": {"p20": 1.0, "p50": 1.0, "p80": 1.0}, "tok_per_s": 1.0, "mfu": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "row", "message"),
+    [
+        (("fastgpt",), ("missing", "fastgpt", {"reason": "out of memory"}), "no contender took a"),
+        (("fastgpt", "eager"), ("step", "eager", FIGURES), "fastgpt took no step"),
+        (("eager",), ("step", "eager", FIGURES), ""),
+    ],
+)
+def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
+    tmp_path, monkeypatch, capsys, asked_for, row, message
+):
+    kind, name, figures = row
+    row = {"case": "step/baby/B=1", "implementation": name, **figures}
+    monkeypatch.setattr(step, "measure", lambda *_: iter([(kind, row)]))
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        step.run(asked(tmp_path, *asked_for))
+    assert "1.00x" not in capsys.readouterr().out
+    assert records.read(tmp_path / "out")[0]["kind"] == kind
 
 
 @pytest.mark.parametrize(
@@ -103,18 +109,6 @@ def test_bad_requests_are_refused_before_anything_runs(tmp_path, options, messag
         step.run(bench)
 
 
-def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
-    tmp_path, monkeypatch, capsys
-):
-    figures = {"seconds": {"p20": 1.0, "p50": 1.0, "p80": 1.0}, "tok_per_s": 1.0, "mfu": 0.1}
-    row = {"case": "step/baby/B=1", "implementation": "eager", **figures}
-    monkeypatch.setattr(step, "measure", lambda *_: iter([("step", row)]))
-    with pytest.raises(UserError, match="fastgpt took no step"):
-        step.run(asked(tmp_path, "fastgpt", "eager"))
-    assert "1.00x" not in capsys.readouterr().out
-    step.run(asked(tmp_path, "eager"))
-
-
 def test_peers_with_another_network_are_refused():
     for name in ("gpt2-124m", "shakespeare-char", "shakespeare-cpu"):
         contenders.expect_gpt2(RECIPES[name][1].model)
@@ -122,87 +116,77 @@ def test_peers_with_another_network_are_refused():
         contenders.expect_gpt2(RECIPES["gpt2-124m-modern"][1].model)
 
 
-@pytest.mark.parametrize(("reason", "largest"), [("out of memory", 128), ("a bug", None)])
-def test_only_memory_ends_the_search_for_the_largest_batch(monkeypatch, reason, largest):
-    class Some:
-        def __init__(self, name, plan, caches):
-            self.batch, self.failed = plan.config.train.micro_batch, ""
+class Scripted(Contender):
+    """One without a process, which answers as it is told to."""
 
-        def begin(self):
-            self.failed = reason if self.batch > 128 else ""
+    answers: ClassVar[dict] = {}
+    asked: ClassVar[list] = []
 
-        def stop(self):
-            pass
+    def _start(self):
+        pass
 
-    monkeypatch.setattr(step, "Contender", Some)
-    config = RECIPES["gpt2-124m"][1]
-    plan = contenders.Plan(config=config, on="cuda", precision="bf16")
-    if largest:
-        assert step.largest_batch(config, plan, Path()) == largest
-    else:
-        with pytest.raises(UserError, match=reason):
-            step.largest_batch(config, plan, Path())
+    def stop(self):
+        pass
+
+    def ask(self, word=""):
+        self.asked.append(self.name + word)
+        answer = self.answers.get(word, {"failed": f"no {word}"})
+        answer = answer(self) if callable(answer) else answer
+        self.failed = answer.get("failed", "")
+        return {} if self.failed else answer
 
 
 @pytest.fixture
-def contender(monkeypatch):
-    """One whose process gives the answers that are put into `answers`, by what it is asked."""
-    answers = {"turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]}, "peak": {"peak_bytes": 5}}
-    monkeypatch.setattr(Contender, "_start", lambda self: None)
-    found = Contender("eager", None, Path())
-    found.answers = answers
-
-    def ask(word):
-        answer = answers.get(word, {"failed": f"no {word}"})
-        found.failed = answer.get("failed", "")
-        return {} if found.failed else answer
-
-    found.ask = ask
-    return found
+def scripted(monkeypatch):
+    answers = {
+        "": {"first_step_s": 9.0},
+        "turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]},
+        "peak": {"peak_bytes": 5},
+    }
+    monkeypatch.setattr(Scripted, "answers", answers)
+    monkeypatch.setattr(Scripted, "asked", [])
+    for module in (contenders, step):
+        monkeypatch.setattr(module, "Contender", Scripted)
+    return Scripted
 
 
-def test_times_stand_without_their_parts(contender):
-    contender.turn(counts=False)
-    contender.turn(counts=True)
-    figures = contender.figures()
+PLAN = contenders.Plan(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
+
+
+@pytest.mark.parametrize(("reason", "largest"), [("out of memory", 128), ("a bug", None)])
+def test_only_memory_ends_the_search_for_the_largest_batch(scripted, reason, largest):
+    def first_step(contender):
+        too_large = contender.plan.config.train.micro_batch > 128
+        return {"failed": reason} if too_large else {"first_step_s": 1.0}
+
+    scripted.answers[""] = first_step
+    with nullcontext() if largest else pytest.raises(UserError, match=reason):
+        assert step.largest_batch(PLAN, Path()) == largest
+
+
+def test_turns_alternate_the_first_does_not_count_and_times_stand_without_parts(scripted):
+    found = dict(contenders.take_turns(("A", "B"), PLAN, Path(), rounds=2))
+    assert scripted.asked[:8] == [
+        "A", "B", "Bturn", "Aturn", "Aturn", "Bturn", "Bturn", "Aturn",
+    ]  # fmt: skip
+    figures = found["A"]
     assert (figures["no_parts"], figures["peak_bytes"]) == ("no parts", 5)
-    assert figures["all_seconds"] == [2.0, 4.0]
+    assert figures["all_seconds"] == [2.0, 4.0] * 2
     assert (figures["seconds"]["p50"], figures["host_s"]["p50"]) == (3.0, 1.0)
 
 
-def test_one_that_fails_before_its_figures_are_whole_has_none(contender):
-    contender.turn(counts=True)
-    del contender.answers["peak"]
-    assert contender.figures() == {"reason": "no peak"}
+def test_one_that_fails_before_its_figures_are_whole_has_none(scripted):
+    del scripted.answers["peak"]
+    assert dict(contenders.take_turns(("A",), PLAN, Path(), rounds=1)) == {
+        "A": {"reason": "no peak"}
+    }
 
 
-def test_turns_alternate_and_the_first_round_does_not_count(monkeypatch):
-    asked = []
-
-    class Some(Contender):
-        def _start(self):
-            pass
-
-        def ask(self, word=""):
-            asked.append(self.name + word)
-            return {"device_s": [1.0], "host_s": [1.0]} if word == "turn" else {"said": word}
-
-        def stop(self):
-            pass
-
-    monkeypatch.setattr(contenders, "Contender", Some)
-    plan = contenders.Plan(config=RECIPES["gpt2-124m"][1], on="cpu", precision="fp32")
-    found = dict(contenders.take_turns(("A", "B"), plan, Path(), rounds=2))
-    assert asked[:8] == ["A", "B", "Bturn", "Aturn", "Aturn", "Bturn", "Bturn", "Aturn"]
-    assert found["A"]["all_seconds"] == [1.0, 1.0]
-
-
-def test_of_two_starts_the_second_is_warm(contender, monkeypatch):
+def test_of_two_starts_the_second_is_warm(scripted):
     seconds = iter([9.0, 2.0])
-    monkeypatch.setattr(contender, "ask", lambda word="": {"first_step_s": next(seconds)})
-    monkeypatch.setattr(contender, "stop", lambda: None)
-    contender.begin(2)
-    assert contender.facts == {"first_step_s": 9.0, "first_step_warm_s": 2.0}
+    scripted.answers[""] = lambda _: {"first_step_s": next(seconds)}
+    found = dict(contenders.take_turns(("A",), PLAN, Path(), rounds=1, starts=2))["A"]
+    assert (found["first_step_s"], found["first_step_warm_s"]) == (9.0, 2.0)
 
 
 def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
@@ -221,10 +205,10 @@ def test_a_process_that_dies_is_noticed(monkeypatch):
 
 
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
-    ops = triton_ops()
+    ops = TRITON_OPS
     assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
     assert ops.dropout == "auto"
-    assert set(asdict(plain_ops()).values()) == {"torch"}
+    assert set(asdict(PLAIN_OPS).values()) == {"torch"}
 
 
 @pytest.mark.parametrize("vocab", [65, 50_257])
@@ -293,33 +277,37 @@ def test_llmc_that_fails_is_an_error_in_one_line(binary, tmp_path, monkeypatch, 
 # --- parts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "GEMM"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", "GEMM"),
-        ("aten::addmm", "GEMM"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
-        ("_attention_bwd_dkv_kernel", "attention"),
-        ("aten::bmm", "attention"),
-        ("aten::_softmax", "attention"),
-        ("_norm_fwd_kernel", "norm"),
-        ("triton_per_fused_add_native_layer_norm_3", "norm"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<>", "norm"),
-        ("aten::_log_softmax", "loss"),
-        ("_cross_entropy_fwd_bwd_kernel", "loss"),
-        ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
-         "optimizer"),
-        ("aten::_fused_adamw_", "optimizer"),
-        ("triton_poi_fused_gelu_4", "other"),
-        ("aten::embedding", "other"),
+NAMES = {
+    "GEMM": [
+        "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>",
+        "aten::addmm",
     ],
-)  # fmt: skip
-def test_kernels_are_told_apart_by_name(name, part):
-    assert parts.part_of(name) == part
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma",
+        "_attention_bwd_dkv_kernel", "aten::bmm", "aten::_softmax",
+    ],
+    "norm": [
+        "_norm_fwd_kernel", "triton_per_fused_add_native_layer_norm_3",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<>",
+    ],
+    "loss": [
+        "aten::_log_softmax", "_cross_entropy_fwd_bwd_kernel",
+        "triton_red_fused__log_softmax_nll_loss_forward_7",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
+        "aten::_fused_adamw_",
+    ],
+    "other": ["triton_poi_fused_gelu_4", "aten::embedding"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", NAMES)
+def test_kernels_are_told_apart_by_name(part):
+    assert {name: parts.part_of(name) for name in NAMES[part]} == dict.fromkeys(NAMES[part], part)
 
 
 def test_time_that_kernels_share_is_covered_once():
