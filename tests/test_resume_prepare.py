@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from fastgpt.data import batches, build, documents, request, writer
+from fastgpt.data.corpus import MANIFEST
 from fastgpt.data.preparing import prepare
-from fastgpt.data.request import MANIFEST, PROGRESS
+from fastgpt.data.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.prepared import contents, write_documents
 

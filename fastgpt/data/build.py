@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.batches import SPLITS, Encoded, Place, batches, encode
+from fastgpt.data.batches import Encoded, Place, batches, encode
+from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
 from fastgpt.data.documents import read_pieces, scan, source_size
 from fastgpt.data.download import sha256_of
 from fastgpt.data.request import (
-    FORMAT_VERSION,
-    MANIFEST,
     PROGRESS,
     Progress,
     Request,

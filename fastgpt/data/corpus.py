@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from fastgpt.data.download import sha256_of
-from fastgpt.data.request import FORMAT_VERSION, MANIFEST
 from fastgpt.data.shards import LARGE, Tokens
 from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
 from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, same_tokenizer
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError
 
+SPLITS = ("train", "val")
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+"""Version of a prepared directory; a part of every request, so that older ones are made anew."""
 SAMPLED_BYTES = 4096
 """Of the beginning and end of each shard, to tell one set of another program from the next."""
 

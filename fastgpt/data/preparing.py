@@ -17,8 +17,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fastgpt.data.build import Report, build
-from fastgpt.data.corpus import Corpus, open_shards, read_prepared
-from fastgpt.data.request import MANIFEST, PROGRESS, SHARD_TOKENS, Request
+from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
+from fastgpt.data.request import PROGRESS, SHARD_TOKENS, Request
 from fastgpt.data.sources import HUB, HUB_PREFIX, Source, find_source
 from fastgpt.data.tokenizer import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once

@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.batches import SPLITS, Encoded, Place
+from fastgpt.data.batches import Encoded, Place
+from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
 from fastgpt.data.shards import MAX_TOKENS
 from fastgpt.data.sources import Source
 from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
 from fastgpt.data.tokenizer import KINDS, SIZED
 from fastgpt.errors import UserError
 
-FORMAT_VERSION = 2
-"""Of the prepared directory; part of what a build is asked for, so old ones are made anew."""
-MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 SHARD_TOKENS = 100_000_000
 """As llm.c's and modded-nanogpt's."""
