@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench import nanogpt, records
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.preparing import open_corpus
+from fastgpt.data.prepare import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir

@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 
 from fastgpt.data.corpus import read_manifest
-from fastgpt.data.preparing import prepare
-from fastgpt.data.request import SHARD_TOKENS
+from fastgpt.data.prepare import prepare
+from fastgpt.data.prepare.request import SHARD_TOKENS
 from fastgpt.display import Preparing
 from fastgpt.errors import UserError, shown_in_one_line
 

@@ -10,7 +10,7 @@ import pytest
 from bench import arena, contenders, llmc, parts, records, step
 from bench.arena import Contender, FailedError
 from bench.contenders import plain_ops, triton_ops, write_text
-from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
 

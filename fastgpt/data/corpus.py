@@ -15,8 +15,8 @@ import numpy as np
 
 from fastgpt.data.download import sha256_of
 from fastgpt.data.shards import LARGE, Tokens
-from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
-from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import FILE_NAME as TOKENIZER
+from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, same_tokenizer
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError
 

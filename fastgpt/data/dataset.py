@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgpt.config import DataConfig
-from fastgpt.data.build import Report
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.order import Mixture, SampleOrder
-from fastgpt.data.preparing import open_corpus
-from fastgpt.data.tokenizer import Tokenizer, same_tokenizer
+from fastgpt.data.prepare import open_corpus
+from fastgpt.data.prepare.write import Report
+from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 
 

@@ -11,10 +11,10 @@ from itertools import groupby
 import numpy as np
 
 from fastgpt.data.corpus import SPLITS
-from fastgpt.data.documents import Piece, read_pieces
+from fastgpt.data.prepare.documents import Piece, read_pieces
+from fastgpt.data.prepare.sources import Source
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.sources import Source
-from fastgpt.data.tokenizer import ByteTokenizer, Tokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
 
 BATCH_CHARACTERS = 2**19
 """Text that one thread tokenizes at a time."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from fastgpt.data.download import fetch
-from fastgpt.data.files import File, folder_files, named_files
-from fastgpt.data.hub import hub_files
+from fastgpt.data.prepare.files import File, folder_files, named_files
+from fastgpt.data.prepare.hub import hub_files
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.storage import cache_dir, data_dir
 

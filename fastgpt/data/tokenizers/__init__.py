@@ -181,7 +181,7 @@ def make_tokenizer(
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "gpt2":
-        from fastgpt.data.tokenizer_gpt2 import GPT2Tokenizer
+        from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer.published()
     if kind not in KINDS:
@@ -231,16 +231,16 @@ def _restore(saved: dict[str, Any]) -> Tokenizer:
     if kind == "chars":
         return CharTokenizer(saved["chars"])
     if kind == "gpt2":
-        from fastgpt.data.tokenizer_gpt2 import GPT2Tokenizer
+        from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer.from_base64(saved["tokens"])
     raise unknown_name("tokenizer", kind, ("bytes", "chars", "gpt2"))
 
 
 def _json_module(what: str) -> ModuleType:
-    """`fastgpt.data.tokenizer_json`, which needs a package that training alone does not."""
+    """`fastgpt.data.tokenizers.huggingface`, which needs a package that training alone does not."""
     try:
-        from fastgpt.data import tokenizer_json
+        from fastgpt.data.tokenizers import huggingface
     except ModuleNotFoundError as error:
         if error.name != "tokenizers":
             raise
@@ -248,7 +248,7 @@ def _json_module(what: str) -> ModuleType:
             f"{what} needs the tokenizers package, which the extra `data` brings:"
             " make setup EXTRAS=dev,data"
         ) from error
-    return tokenizer_json
+    return huggingface
 
 
 # --- shared by the tokenizers ---------------------------------------------------------------------

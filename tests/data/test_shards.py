@@ -16,7 +16,7 @@ from fastgpt.data.shards import LARGE, SMALL, Tokens, read_shard, write_shard
 from fastgpt.errors import UserError
 from fastgpt.storage import write_atomically
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # llm.c's two formats, written down a second time with nothing but struct: magic, version, letter
 FORMATS = {"uint16": (20240520, 1, "H"), "uint32": (20240801, 7, "I")}

@@ -12,11 +12,11 @@ import pytest
 from matplotlib.image import imread
 
 from fastgpt.data.__main__ import main
-from fastgpt.data.preparing import open_corpus, prepare
+from fastgpt.data.prepare import open_corpus, prepare
 from fastgpt.data.shards import write_shard
-from tests.data_sets import prepared, texts
+from tests.data.data_sets import prepared, texts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = texts(120, longest=30)
 
 

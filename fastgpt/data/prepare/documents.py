@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from fastgpt.data.files import CHUNK_BYTES, File, opened, pyarrow
-from fastgpt.data.hub import open_split
-from fastgpt.data.sources import Source
+from fastgpt.data.prepare.files import CHUNK_BYTES, File, opened, pyarrow
+from fastgpt.data.prepare.hub import open_split
+from fastgpt.data.prepare.sources import Source
 from fastgpt.errors import UserError
 
 MAX_PIECE = 2**24

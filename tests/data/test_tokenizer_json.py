@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
-from fastgpt.data.tokenizer import load_tokenizer, make_tokenizer, same_tokenizer
-from fastgpt.data.tokenizer_json import EOT_TOKENS, JsonTokenizer
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers.huggingface import EOT_TOKENS, JsonTokenizer
 from fastgpt.errors import UserError
 
 PIECES = [
@@ -112,14 +112,14 @@ def test_an_error_in_the_corpus_ends_the_training():
 def test_training_is_deterministic(bpe, wordpiece, threads):
     script = f"""
 import hashlib
-from fastgpt.data.tokenizer import make_tokenizer
+from fastgpt.data.tokenizers import make_tokenizer
 for kind, size in (("bpe", 500), ("wordpiece", 400)):
     tokenizer = make_tokenizer(kind, lambda: {PIECES!r}, vocab_size=size)
     print(hashlib.sha256(tokenizer.to_json().encode()).hexdigest())
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
         env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
     )  # fmt: skip
     here = [hashlib.sha256(t.to_json().encode()).hexdigest() for t in (bpe, wordpiece)]

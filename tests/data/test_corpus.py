@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastgpt.data import preparing, sources
-from fastgpt.data.build import build
-from fastgpt.data.preparing import open_corpus, prepare
+from fastgpt.data import prepare as preparing
+from fastgpt.data.prepare import open_corpus, prepare, sources
+from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
+from fastgpt.data.prepare.write import build
 from fastgpt.data.shards import write_shard
-from fastgpt.data.sources import SHAKESPEARE_SHA256
-from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, data_dir
-from tests.prepared import read_ids
+from tests.data.prepared import read_ids
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
 
@@ -276,11 +276,11 @@ def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, builds
 
 def test_two_processes_prepare_at_once(text_file):
     code = (
-        "import sys; from fastgpt.data.preparing import open_corpus; "
+        "import sys; from fastgpt.data.prepare import open_corpus; "
         "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
     )
     command = [sys.executable, "-c", code, str(text_file)]
-    root = Path(preparing.__file__).parents[2]
+    root = Path(__file__).parents[2]
     running = [
         subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

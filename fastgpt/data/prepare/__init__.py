@@ -16,11 +16,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fastgpt.data.build import Report, build
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
-from fastgpt.data.request import PROGRESS, SHARD_TOKENS, Request
-from fastgpt.data.sources import HUB, HUB_PREFIX, Source, find_source
-from fastgpt.data.tokenizer import check_kind, make_tokenizer
+from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request
+from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
+from fastgpt.data.prepare.write import Report, build
+from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import cache_dir, sync_directory

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from fastgpt.data.preparing import prepare
+from fastgpt.data.prepare import prepare
 
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
 

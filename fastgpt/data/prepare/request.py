@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.batches import Encoded, Place
 from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
+from fastgpt.data.prepare.batches import Encoded, Place
+from fastgpt.data.prepare.sources import Source
 from fastgpt.data.shards import MAX_TOKENS
-from fastgpt.data.sources import Source
-from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
-from fastgpt.data.tokenizer import KINDS, SIZED
+from fastgpt.data.tokenizers import FILE_NAME as TOKENIZER
+from fastgpt.data.tokenizers import KINDS, SIZED
 from fastgpt.errors import UserError
 
 PROGRESS = "progress.json"

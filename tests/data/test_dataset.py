@@ -11,13 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastgpt.config import DataConfig
 from fastgpt.data.dataset import open_data
 from fastgpt.data.order import Mixture
-from fastgpt.data.preparing import open_corpus
+from fastgpt.data.prepare import open_corpus
 from fastgpt.data.shards import LARGE, write_shard
-from fastgpt.data.tokenizer import ByteTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir
-from tests.data_sets import prepared, texts
+from tests.data.data_sets import prepared, texts
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fastgpt.data
-from fastgpt.data.tokenizer import (
+import fastgpt.data.tokenizers
+from fastgpt.data.tokenizers import (
     KINDS,
     ByteTokenizer,
     CharTokenizer,
@@ -160,8 +160,8 @@ def test_kinds_pass_and_win_over_paths(tmp_path, monkeypatch):
 
 
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.delattr(fastgpt.data, "tokenizer_json", raising=False)
-    monkeypatch.delitem(sys.modules, "fastgpt.data.tokenizer_json", raising=False)
+    monkeypatch.delattr(fastgpt.data.tokenizers, "huggingface", raising=False)
+    monkeypatch.delitem(sys.modules, "fastgpt.data.tokenizers.huggingface", raising=False)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"bpe tokenizer needs the tokenizers package.*`data`"):
         check_kind("bpe")

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data import batches, build
-from fastgpt.data.preparing import prepare
+from fastgpt.data.prepare import batches, prepare, write
+from fastgpt.data.prepare.writer import ShardWriter
 from fastgpt.data.shards import LARGE, SMALL, read_header
-from fastgpt.data.tokenizer import load_tokenizer
-from fastgpt.data.writer import ShardWriter
+from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError
-from tests.prepared import contents, gpt2_files, read_ids, split_ids, write_documents
+from tests.data.prepared import contents, gpt2_files, read_ids, split_ids, write_documents
 
 # None is alike, or their hashes would keep them together; some are long, some in other scripts.
 DOCUMENTS = [
@@ -70,14 +69,14 @@ def test_number_of_workers_changes_no_byte(prepared, name, tokenizer):
 
 
 def test_late_batches_are_written_in_the_order_of_the_text(prepared, monkeypatch):
-    encode = build.encode
+    encode = write.encode
 
     def uneven(parts, **options):
         time.sleep(0.02 * (zlib.crc32(repr(parts).encode()) % 3))
         return encode(parts, **options)
 
     expected = contents(prepared(tokenizer="bytes", workers=1))
-    monkeypatch.setattr(build, "encode", uneven)
+    monkeypatch.setattr(write, "encode", uneven)
     assert contents(prepared(tokenizer="bytes", workers=8)) == expected
 
 
@@ -85,7 +84,7 @@ def test_how_a_text_is_cut_changes_no_token(prepared, monkeypatch):
     gpt2_files()
     text = ["".join(DOCUMENTS)]
     whole = prepared(text, name="x.txt", tokenizer="gpt2")
-    monkeypatch.setattr("fastgpt.data.documents.CHUNK_BYTES", 11)
+    monkeypatch.setattr("fastgpt.data.prepare.documents.CHUNK_BYTES", 11)
     cut = prepared(text, name="x.txt", tokenizer="gpt2")
     for split in ("train", "val"):
         assert split_ids(cut, split).tolist() == split_ids(whole, split).tolist()

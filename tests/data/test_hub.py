@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from fastgpt.data import documents, hub
-from fastgpt.data.documents import read_pieces, source_size
-from fastgpt.data.sources import find_source
+from fastgpt.data.prepare import documents, hub
+from fastgpt.data.prepare.documents import read_pieces, source_size
+from fastgpt.data.prepare.sources import find_source
 from fastgpt.errors import UserError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data import documents
-from fastgpt.data.documents import read_pieces, scan, source_size
-from fastgpt.data.files import opened
-from fastgpt.data.sources import find_source
-from fastgpt.data.tokenizer import make_tokenizer
+from fastgpt.data.prepare import documents
+from fastgpt.data.prepare.documents import read_pieces, scan, source_size
+from fastgpt.data.prepare.files import opened
+from fastgpt.data.prepare.sources import find_source
+from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.errors import UserError
-from tests.prepared import gpt2_files, write_documents
+from tests.data.prepared import gpt2_files, write_documents
 
 DOCUMENTS = [
     "One two three.", "Zwölf Boxkämpfer\njagen.\r\n", "京都の\U0001f469‍\U0001f467 寺 ", "",

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.data import sources
-from fastgpt.data.files import File
-from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
+from fastgpt.data.prepare import sources
+from fastgpt.data.prepare.files import File
+from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, data_dir
-from tests.prepared import write_documents
+from tests.data.prepared import write_documents
 
 
 @pytest.fixture(autouse=True)

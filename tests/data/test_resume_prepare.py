@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.data import batches, build, documents, request, writer
 from fastgpt.data.corpus import MANIFEST
-from fastgpt.data.preparing import prepare
-from fastgpt.data.request import PROGRESS
+from fastgpt.data.prepare import batches, documents, prepare, request, write, writer
+from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
-from tests.prepared import contents, write_documents
+from tests.data.prepared import contents, write_documents
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
 NEVER = 1e9
 
@@ -83,7 +82,7 @@ def test_killed_wherever_it_touches_the_disk_it_goes_on_to_the_same_bytes(tmp_pa
         source = write_documents(tmp_path / "y.jsonl", DOCUMENTS[:12])
         options |= {"tokenizer": "bpe", "vocab_size": 280}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.killed_prepare", source, tmp_path, json.dumps(options)],
+        [sys.executable, "-m", "tests.data.killed_prepare", source, tmp_path, json.dumps(options)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -98,12 +97,12 @@ PAUSE_S = "0.02"
 SLOW = """
 import sys, time
 from pathlib import Path
-from fastgpt.data import batches, build
-from fastgpt.data.preparing import prepare
-def slow(*args, encode=build.encode, **options):
+from fastgpt.data.prepare import batches, write
+from fastgpt.data.prepare import prepare
+def slow(*args, encode=write.encode, **options):
     time.sleep(float(sys.argv[3]))
     return encode(*args, **options)
-build.encode, batches.BATCH_CHARACTERS = slow, 300
+write.encode, batches.BATCH_CHARACTERS = slow, 300
 print("ready", flush=True)
 prepare(sys.argv[1], Path(sys.argv[2]), tokenizer="bytes", val_fraction=0.3, shard_tokens=800,
         workers=2, save_every_s=0.02)
@@ -156,7 +155,7 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
     given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
     whole = contents(preparing("whole", given))
-    watched = {module.__file__ for module in (build, request, writer)}
+    watched = {module.__file__ for module in (write, request, writer)}
 
     def stop_at(line):
         left = line

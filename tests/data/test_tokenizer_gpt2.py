@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Tokenizer as TheirTokenizer
 
-from fastgpt.data import download, tokenizer_gpt2
-from fastgpt.data.tokenizer import load_tokenizer, make_tokenizer, same_tokenizer
-from fastgpt.data.tokenizer_gpt2 import GPT2_SHA256, GPT2_URL
+from fastgpt.data import download
+from fastgpt.data.tokenizers import gpt2 as gpt2_module
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers.gpt2 import GPT2_SHA256, GPT2_URL
 from fastgpt.errors import UserError
 
 FAMILY = "\U0001f469‍\U0001f469‍\U0001f467‍\U0001f466"
@@ -160,7 +161,7 @@ def test_files_are_downloaded_once_into_the_cache(files, gpt2, nowhere, monkeypa
         shutil.copy(files / url.removeprefix(GPT2_URL), path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer_gpt2, "fetch", fetch)
+        patch.setattr(gpt2_module, "fetch", fetch)
         assert same_tokenizer(make_tokenizer("gpt2", None), gpt2)
     assert asked == [GPT2_URL + name for name in GPT2_SHA256]
     assert {path.name for path in nowhere[1].iterdir()} == set(GPT2_SHA256)

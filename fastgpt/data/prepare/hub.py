@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.files import File
+from fastgpt.data.prepare.files import File
 from fastgpt.errors import UserError
 
 NAME = re.compile(

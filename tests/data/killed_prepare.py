@@ -1,7 +1,7 @@
 """Prepares a corpus in processes that kill themselves wherever they touch the disk.
 
-`python -m tests.killed_prepare SOURCE FOLDER OPTIONS` prints what was found, as JSON. A process of
-its own, because it forks: what forks must have no threads.
+`python -m tests.data.killed_prepare SOURCE FOLDER OPTIONS` prints what was found, as JSON. A process
+of its own, because it forks: what forks must have no threads.
 """
 
 import builtins
@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data import batches, documents
-from fastgpt.data.preparing import prepare
-from fastgpt.data.request import PROGRESS
+from fastgpt.data.prepare import batches, documents, prepare
+from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.data.shards import read_header
-from tests.prepared import contents
+from tests.data.prepared import contents
 
 CHUNK_BYTES, BATCH_CHARACTERS = 40, 60
 

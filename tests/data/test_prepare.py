@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from fastgpt import prepare
-from fastgpt.data import batches
-from fastgpt.data.preparing import open_corpus
-from tests.prepared import contents, gpt2_files, split_ids, write_documents
+from fastgpt.data.prepare import batches, open_corpus
+from tests.data.prepared import contents, gpt2_files, split_ids, write_documents
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = "One two three, four five six.\n" * 20
 
 
@@ -122,11 +121,12 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkey
     source = write_documents(tmp_path / "x.jsonl", texts)
     flags = ["--tokenizer", "bytes", "--val-fraction", "0.3", "--workers", "1"]
     slow = (
-        "import sys, time; from fastgpt import prepare; from fastgpt.data import batches, build\n"
-        "encode = build.encode\n"
+        "import sys, time; from fastgpt import prepare\n"
+        "from fastgpt.data.prepare import batches, write\n"
+        "encode = write.encode\n"
         "def slow(*args, **options):\n"
         "    print('at work', flush=True); time.sleep(0.05); return encode(*args, **options)\n"
-        "batches.BATCH_CHARACTERS = 10_000; build.encode = slow; prepare.main(sys.argv[1:])"
+        "batches.BATCH_CHARACTERS = 10_000; write.encode = slow; prepare.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", slow, source, "--out", tmp_path / "out", *flags]
     with subprocess.Popen(
@@ -181,7 +181,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
 MEMORY = """
 import re, sys
 from pathlib import Path
-from fastgpt.data.preparing import prepare
+from fastgpt.data.prepare import prepare
 for size in ("small", "large"):
     [path] = Path(size).glob("x.*")
     prepare(str(path), Path(size, "out"), tokenizer=sys.argv[1], workers=2)

@@ -17,19 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.batches import Encoded, Place, batches, encode
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.documents import read_pieces, scan, source_size
 from fastgpt.data.download import sha256_of
-from fastgpt.data.request import (
+from fastgpt.data.prepare.batches import Encoded, Place, batches, encode
+from fastgpt.data.prepare.documents import read_pieces, scan, source_size
+from fastgpt.data.prepare.request import (
     PROGRESS,
     Progress,
     Request,
     load_progress,
 )
+from fastgpt.data.prepare.writer import ShardWriter
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
-from fastgpt.data.tokenizer import (
+from fastgpt.data.tokenizers import FILE_NAME as TOKENIZER
+from fastgpt.data.tokenizers import (
     SIZED,
     ByteTokenizer,
     Tokenizer,
@@ -37,7 +38,6 @@ from fastgpt.data.tokenizer import (
     make_tokenizer,
 )
 from fastgpt.data.verify import checksums
-from fastgpt.data.writer import ShardWriter
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import cores, write_atomically
 
