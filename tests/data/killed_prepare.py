@@ -1,7 +1,7 @@
 """Prepares a corpus in processes that kill themselves wherever they touch the disk.
 
-`python -m tests.data.killed_prepare SOURCE FOLDER OPTIONS` prints what was found, as JSON. A process
-of its own, because it forks: what forks must have no threads.
+`python -m tests.data.killed_prepare SOURCE FOLDER OPTIONS` prints what was found, as JSON: a
+process of its own, because it forks, and what forks must have no threads.
 """
 
 import builtins

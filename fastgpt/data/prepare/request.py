@@ -12,8 +12,8 @@ from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
 from fastgpt.data.prepare.batches import Encoded, Place
 from fastgpt.data.prepare.sources import Source
 from fastgpt.data.shards import MAX_TOKENS
-from fastgpt.data.tokenizers import FILE_NAME as TOKENIZER
 from fastgpt.data.tokenizers import KINDS, SIZED
+from fastgpt.data.tokenizers.base import tokenizer_file
 from fastgpt.errors import UserError
 
 PROGRESS = "progress.json"
@@ -52,8 +52,7 @@ class Request:
         files = values["source"].pop("files")
         values["files"] = [[*file.values(), *_stamp(file["path"])] for file in files]
         if self.tokenizer not in KINDS:
-            path = Path(self.tokenizer).expanduser()
-            path = path / TOKENIZER if path.is_dir() else path
+            path = tokenizer_file(Path(self.tokenizer).expanduser())
             values["tokenizer"] = [self.tokenizer, *_stamp(str(path))]
         return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
 

@@ -29,9 +29,9 @@ from fastgpt.data.prepare.request import (
 )
 from fastgpt.data.prepare.writer import ShardWriter
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers import FILE_NAME as TOKENIZER
 from fastgpt.data.tokenizers import (
     SIZED,
+    TOKENIZER_FILE,
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -113,11 +113,11 @@ class _Build:
     def _tokenizer(self, *, fresh: bool) -> Tokenizer:
         """The one of the earlier call, else a new one, trained where it has to be."""
         if not fresh:
-            return load_tokenizer(self.out / TOKENIZER)
+            return load_tokenizer(self.out / TOKENIZER_FILE)
         tokenizer = make_tokenizer(
             self.request.tokenizer, self._texts, vocab_size=self.request.vocab_size
         )
-        tokenizer.save(self.out / TOKENIZER)
+        tokenizer.save(self.out / TOKENIZER_FILE)
         return tokenizer
 
     def _texts(self) -> Iterator[str]:
@@ -226,7 +226,7 @@ class _Build:
             "tokenizer": self.tokenizer.kind,
             "vocab_size": self.tokenizer.vocab_size,
             "eot_id": self.tokenizer.eot_id,
-            "tokenizer_sha256": sha256_of(self.out / TOKENIZER),
+            "tokenizer_sha256": sha256_of(self.out / TOKENIZER_FILE),
             "val_fraction": None if source.split == "named" else self.request.val_fraction,
             "splits": splits,
         }

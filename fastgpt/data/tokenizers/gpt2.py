@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken.load
 
 from fastgpt.data.download import fetch, sha256_of
-from fastgpt.data.tokenizers import Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, data_dir
 

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers import REPLACEMENT, Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError
 
 EOT_TOKENS = (
