@@ -1,8 +1,8 @@
-import hashlib
 from pathlib import Path
 
 import pytest
 
+from fastgpt.data import download
 from fastgpt.data.prepare import sources
 from fastgpt.data.prepare.files import File
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
@@ -16,8 +16,8 @@ def nowhere(tmp_path, monkeypatch):
     """An empty cache, no files, and a network that must not be asked."""
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    for name in ("fetch", "hub_files"):
-        monkeypatch.setattr(sources, name, None)
+    monkeypatch.setattr(download, "fetch", None)
+    monkeypatch.setattr(sources, "hub_files", None)
 
 
 @pytest.fixture
@@ -58,32 +58,19 @@ def test_builtin_without_sources_says_so(tmp_path):
         stdlib_source(tmp_path / "python311.zip")
 
 
-@pytest.mark.parametrize("place", ["mine", "cache"])
-def test_wrong_shakespeare_names_both_hashes(tmp_path, place):
-    (tmp_path / place).mkdir()
-    (tmp_path / place / "tinyshakespeare.txt").write_text("To be")
-    found = hashlib.sha256(b"To be").hexdigest()
-    with pytest.raises(UserError, match=rf"tinyshakespeare\.txt.*{found}.*{SHAKESPEARE_SHA256}"):
+def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(download, "fetch", lambda *args, **options: asked.append((args, options)))
+    [file] = find_source("shakespeare").files
+    [((url, path), options)] = asked
+    assert url.endswith("/tinyshakespeare/input.txt")
+    assert str(path) == file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
+    assert options["sha256"] == SHAKESPEARE_SHA256
+    assert "that file, as tinyshakespeare.txt, can be put into" in options["instead"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tinyshakespeare.txt").write_text("To be")
+    with pytest.raises(UserError, match=r"tinyshakespeare\.txt is not tiny shakespeare"):
         find_source("shakespeare")
-
-
-def test_shakespeare_is_fetched_once_with_its_hash_and_the_alternative(tmp_path, monkeypatch):
-    text, asked = b"To be, or not", []
-
-    def fetch(url, path, *, sha256, instead):
-        asked.append((sha256, instead))
-        path.parent.mkdir()
-        path.write_bytes(text)
-
-    monkeypatch.setattr(sources, "fetch", fetch)
-    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
-    for _ in range(2):
-        [file] = find_source("shakespeare").files
-        assert file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
-    [(sha256, instead)] = asked
-    assert sha256 == hashlib.sha256(text).hexdigest()
-    assert str(tmp_path / "mine" / "tinyshakespeare.txt") in instead
-    assert "FASTGPT_DATA" in instead
 
 
 @pytest.mark.parametrize("name", sources.HUB)

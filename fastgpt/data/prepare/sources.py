@@ -6,7 +6,6 @@ texts cut at a separator, a data set of the Hugging Face hub) holds out document
 Files whose names say train and validation are split as they say.
 """
 
-import hashlib
 import os
 import platform
 import sysconfig
@@ -15,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fastgpt.data.download import fetch
+from fastgpt.data.download import published_file
 from fastgpt.data.prepare.files import File, folder_files, named_files
 from fastgpt.data.prepare.hub import hub_files
 from fastgpt.errors import UserError, unknown_name
-from fastgpt.storage import cache_dir, data_dir
+from fastgpt.storage import data_dir
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -110,9 +109,11 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
     if source == "builtin":
         return stdlib_source(Path(sysconfig.get_path("stdlib")))
     if source == "shakespeare":
-        return Source(
-            name=source, given=source, files=(File(path=str(_shakespeare()), format="text"),)
-        )
+        path = published_file(
+            SHAKESPEARE_FILE, SHAKESPEARE_URL, sha256=SHAKESPEARE_SHA256, what="tiny shakespeare",
+            instead=f"that file, as {SHAKESPEARE_FILE},",
+        )  # fmt: skip
+        return Source(name=source, given=source, files=(File(path=str(path), format="text"),))
     if source in HUB:
         return _named_set(source, separator, field)
     if source.startswith(HUB_PREFIX):
@@ -155,25 +156,6 @@ def _stdlib_files(root: Path) -> Iterator[str]:
                 and not name.startswith(STDLIB_SKIPPED_PREFIXES)
             ):
                 yield path
-
-
-def _shakespeare() -> Path:
-    local, cached = data_dir() / SHAKESPEARE_FILE, cache_dir() / SHAKESPEARE_FILE
-    for path in (local, cached):
-        if path.is_file():
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
-            if found != SHAKESPEARE_SHA256:
-                raise UserError(
-                    f"{path} is not tiny shakespeare: its sha256 is {found}, expected"
-                    f" {SHAKESPEARE_SHA256}"
-                )
-            return path
-    instead = (
-        f"get that file another way and put it at {local}, or set FASTGPT_DATA to the folder that"
-        f" has {SHAKESPEARE_FILE}"
-    )
-    fetch(SHAKESPEARE_URL, cached, sha256=SHAKESPEARE_SHA256, instead=instead)
-    return cached
 
 
 def _named_set(name: str, separator: str | None, field: str) -> Source:

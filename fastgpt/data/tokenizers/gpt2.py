@@ -5,16 +5,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import tiktoken
 import tiktoken.load
 
-from fastgpt.data.download import fetch, sha256_of
+from fastgpt.data.download import published_file
 from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
-from fastgpt.errors import UserError
-from fastgpt.storage import cache_dir, data_dir
 
 EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/"
@@ -68,7 +65,13 @@ class GPT2Tokenizer(Tokenizer):
             UserError: `encoder.json` or `vocab.bpe` is another file of that name, or is missing
                 and cannot be downloaded.
         """
-        paths = {name: _published_file(name) for name in GPT2_SHA256}
+        paths = {
+            name: published_file(
+                name, GPT2_URL + name, sha256=sha256, what="GPT-2's",
+                instead="encoder.json and vocab.bpe, as OpenAI published them,",
+            )
+            for name, sha256 in GPT2_SHA256.items()
+        }  # fmt: skip
         ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
             vocab_bpe_file=str(paths["vocab.bpe"]),
             encoder_json_file=str(paths["encoder.json"]),
@@ -131,18 +134,3 @@ def _cut_long_runs(text: str) -> list[str]:
     """
     cuts = (match.end() for match in _LONG_RUN.finditer(text))
     return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text)))]
-
-
-def _published_file(name: str) -> Path:
-    local, cached = data_dir() / name, cache_dir() / name
-    expected = GPT2_SHA256[name]
-    if not local.is_file():
-        instead = (
-            f"get encoder.json and vocab.bpe, as OpenAI published them, another way and put them"
-            f" in {data_dir()}, or set FASTGPT_DATA to the folder that has them"
-        )
-        fetch(GPT2_URL + name, cached, sha256=expected, instead=instead)
-        return cached
-    if (found := sha256_of(local)) != expected:
-        raise UserError(f"{local} is not GPT-2's: its sha256 is {found}, expected {expected}")
-    return local
