@@ -13,7 +13,7 @@ import tyro
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.prepare import prepare
 from fastgpt.data.prepare.request import SHARD_TOKENS
-from fastgpt.display import Preparing
+from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, shown_in_one_line
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     arguments = tyro.cli(Arguments, args=argv, prog="python -m fastgpt.prepare")
     with shown_in_one_line():
-        with Preparing() as shown:
+        with PrepareProgress() as shown:
             out = prepare(
                 arguments.source,
                 arguments.out,

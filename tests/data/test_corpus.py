@@ -13,7 +13,7 @@ import pytest
 from fastgpt.data import prepare as preparing
 from fastgpt.data.prepare import open_corpus, prepare, sources
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
-from fastgpt.data.prepare.write import build
+from fastgpt.data.prepare.write import write_directory
 from fastgpt.data.shards import write_shard
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
@@ -55,17 +55,17 @@ def text_of(corpus):
 
 
 @pytest.fixture
-def builds(monkeypatch):
-    """What is built, one entry a time."""
-    calls = []
+def written(monkeypatch):
+    """The entries that are prepared, in order."""
+    names = []
 
     def counted(request, out, **options):
-        calls.append(out.name)
+        names.append(out.name)
         time.sleep(0.1)  # so that whoever does not wait is seen
-        build(request, out, **options)
+        write_directory(request, out, **options)
 
-    monkeypatch.setattr(preparing, "build", counted)
-    return calls
+    monkeypatch.setattr(preparing, "write_directory", counted)
+    return names
 
 
 # --- splitting and tokenizing ---------------------------------------------------------------------
@@ -188,11 +188,11 @@ def test_prepared_shard_of_another_length_is_named(text_file, tmp_path):
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def test_second_time_nothing_is_prepared(text_file, builds):
+def test_second_time_nothing_is_prepared(text_file, written):
     assert [opened(text_file).path for _ in range(3)] == [
         cache_dir() / "corpora" / entries()[0]
     ] * 3
-    assert len(builds) == len(entries()) == 1
+    assert len(written) == len(entries()) == 1
 
 
 def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
@@ -264,14 +264,14 @@ def test_interrupted_preparation_leaves_nothing_that_looks_whole(text_file, monk
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, builds):
+def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, written):
     if damaged:
         (opened(text_file).path / "manifest.json").write_text("{")
-        builds.clear()
+        written.clear()
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
     assert texts == [TEXT] * 6
-    assert len(builds) == len(entries()) == 1
+    assert len(written) == len(entries()) == 1
 
 
 def test_two_processes_prepare_at_once(text_file):

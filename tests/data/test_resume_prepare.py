@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastgpt.data.corpus import MANIFEST
-from fastgpt.data.prepare import batches, documents, prepare, request, write, writer
+from fastgpt.data.prepare import batches, documents, prepare, request, write
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.data.prepared import contents, write_documents
@@ -97,8 +97,7 @@ PAUSE_S = "0.02"
 SLOW = """
 import sys, time
 from pathlib import Path
-from fastgpt.data.prepare import batches, write
-from fastgpt.data.prepare import prepare
+from fastgpt.data.prepare import batches, prepare, write
 def slow(*args, encode=write.encode, **options):
     time.sleep(float(sys.argv[3]))
     return encode(*args, **options)
@@ -155,7 +154,7 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
     given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
     whole = contents(preparing("whole", given))
-    watched = {module.__file__ for module in (write, request, writer)}
+    watched = {module.__file__ for module in (write, request)}
 
     def stop_at(line):
         left = line

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpt.data.prepare import batches, prepare, write
-from fastgpt.data.prepare.writer import ShardWriter
+from fastgpt.data.prepare.write import ShardWriter
 from fastgpt.data.shards import LARGE, SMALL, read_header
 from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError

@@ -1,7 +1,14 @@
-"""From a source to a prepared directory: once, whole or absent, by one process at a time.
+"""Prepares text for training: once, whole or absent, by one process at a time.
 
-A directory is built beside its place, in `NAME.incomplete`, and renamed when it is complete.
-`open_corpus` keeps such directories in the cache, `prepare` writes one where it is told to.
+Words
+    source              files of text, and how to read them: what a name or a path means
+    request             a source and settings, which decide every byte of what is prepared
+    prepare             to make what is requested; `prepare` makes it where it is told to,
+                        `open_corpus` in the cache
+    prepared directory  the result: token shards, their tokenizer and a manifest
+    progress            how far a request is, kept in the directory until it is complete
+
+A directory is written beside its place, in `NAME.incomplete`, and renamed when it is complete.
 """
 
 import hashlib
@@ -19,7 +26,7 @@ from filelock import FileLock, Timeout
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
 from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request
 from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
-from fastgpt.data.prepare.write import Report, build
+from fastgpt.data.prepare.write import Report, write_directory
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
 from fastgpt.errors import UserError, writing
@@ -46,7 +53,7 @@ def open_corpus(
             bytes for other text.
         val_fraction: in (0, 1), what is held out for validation. What has been split already keeps
             its split.
-        report: see `build`.
+        report: see `write_directory`.
     Raises:
         UserError: nothing to read there, it cannot be split or tokenized as asked, or a shard is
             damaged or holds an id that the tokenizer does not know.
@@ -63,7 +70,7 @@ def open_corpus(
         if (cached := _read_if_whole(entry)) is not None:
             return cached
         shutil.rmtree(entry, ignore_errors=True)
-        _build_whole(request, entry, report=report)
+        _prepare_whole(request, entry, report=report)
     return read_prepared(entry)
 
 
@@ -90,7 +97,7 @@ def prepare(
         separator: what stands between documents in text files.
         field: the field or column of text in JSON lines, Parquet and the hub's data sets.
         shard_tokens: tokens in each shard but the last.
-        options: `workers`, `report` and `save_every_s` of `build`.
+        options: `workers`, `report` and `save_every_s` of `write_directory`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
     """
@@ -118,7 +125,7 @@ def prepare(
     with writing(out), _locked(out, wait=False):
         if renamed:
             os.replace(out, _unfinished(out))
-        _build_whole(request, out, **options)
+        _prepare_whole(request, out, **options)
     return out
 
 
@@ -138,17 +145,17 @@ def _request(
     return Request(source=source, tokenizer=tokenizer, val_fraction=val_fraction, **settings)
 
 
-def _build_whole(request: Request, out: Path, **options: Any) -> None:
-    """Builds beside `out`, where a build that was broken off goes on, and renames."""
+def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
+    """Writes beside `out`, where what was broken off goes on, and renames."""
     unfinished = _unfinished(out)
-    build(request, unfinished, **options)
+    write_directory(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
     (out / PROGRESS).unlink()  # until here, or what was finished could not be told from anything
 
 
 def _unfinished(out: Path) -> Path:
-    """Where what will be `out` is built."""
+    """Where what will be `out` is written."""
     return out.with_name(f"{out.name}.incomplete")
 
 

@@ -1,6 +1,6 @@
 """Texts gathered into batches, and a batch turned into tokens.
 
-Batches are cut by the text alone: a build that goes on at the end of one makes the same next ones.
+Batches are cut by the text alone: reading on from the end of one gives the same next ones.
 """
 
 import hashlib

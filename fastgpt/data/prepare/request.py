@@ -1,4 +1,4 @@
-"""What a prepared directory is to hold, and how far a build of it is."""
+"""What somebody asks to have prepared, and how far that is."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be built. Two equal requests give the same bytes."""
+    """The source and the settings. Two equal requests give the same bytes."""
 
     source: Source
     tokenizer: str
@@ -71,7 +71,7 @@ def _no_tokens() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a build is: all that is kept of it but the tokens themselves."""
+    """How far a request is: all that is kept of it but the tokens themselves."""
 
     place: Place = field(default_factory=Place)
     digest: str = ""

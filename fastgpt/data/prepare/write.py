@@ -1,13 +1,14 @@
-"""Turns a source into a directory of token shards: on all cores, in bounded memory, and resumable.
+"""Writes a prepared directory: on all cores, in bounded memory, and resumable.
 
 One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
 in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
-shards are synced and `progress.json` says how far they are: a build that was killed at any moment
-cuts the shards back to that point and goes on from there. The manifest is written last.
+shards are synced and `progress.json` says how far they are: whatever was killed at any moment cuts
+the shards back to that point and goes on from there. The manifest is written last.
 """
 
 import itertools
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
 from fastgpt.data.download import sha256_of
@@ -27,8 +30,7 @@ from fastgpt.data.prepare.request import (
     Request,
     load_progress,
 )
-from fastgpt.data.prepare.writer import ShardWriter
-from fastgpt.data.shards import token_dtype
+from fastgpt.data.shards import HEADER_BYTES, shard_header, token_dtype
 from fastgpt.data.tokenizers import (
     SIZED,
     TOKENIZER_FILE,
@@ -39,7 +41,7 @@ from fastgpt.data.tokenizers import (
 )
 from fastgpt.data.verify import checksums
 from fastgpt.errors import UserError, writing
-from fastgpt.storage import cores, write_atomically
+from fastgpt.storage import cores, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8
@@ -47,7 +49,7 @@ LEARNT_CHARACTERS = 10**8
 with the distinct words."""
 
 
-def build(
+def write_directory(
     request: Request,
     out: Path,
     *,
@@ -55,11 +57,11 @@ def build(
     report: Report | None = None,
     save_every_s: float = 5.0,
 ) -> None:
-    """Fills `out`, going on with what an earlier call for the same request left there.
+    """Writes what is requested to `out`, going on with what an earlier call left there.
 
     Args:
-        request: what to build.
-        out: a directory for this build alone.
+        request: what to prepare.
+        out: a directory for this request alone.
         workers: threads that tokenize; None: one for each core this process may use. The bytes
             written do not depend on it.
         report: is told after each batch how many tokens there are, and the share of the source
@@ -79,10 +81,12 @@ def build(
         if progress is not None and (out / MANIFEST).exists():
             return  # whole, but for its name
         (out / MANIFEST).unlink(missing_ok=True)
-        _Build(request, out, progress, workers or cores(), report, save_every_s).run()
+        _Directory(request, out, progress, workers or cores(), report, save_every_s).run()
 
 
-class _Build:
+class _Directory:
+    """The work of `write_directory`, and how far it is."""
+
     def __init__(
         self,
         request: Request,
@@ -240,3 +244,89 @@ def _tail_start(length: int, val_fraction: float) -> int:
             f" {'train on' if cut == 0 else 'validate on'}"
         )
     return cut
+
+
+class ShardWriter:
+    """Appends tokens to the shards of one split: each but the last holds `shard_tokens`.
+
+    What the files hold is a function of the tokens appended so far, however they were cut and
+    whatever was appended and lost again. A shard gets its header when it is complete.
+
+    Args:
+        out: the folder of the shards.
+        split: `train` or `val`, the beginning of their names.
+        dtype: `SMALL` or `LARGE`.
+        shard_tokens: tokens in a shard.
+        tokens: how many are there to go on from; files are cut back to them.
+    """
+
+    def __init__(
+        self, out: Path, split: str, dtype: np.dtype, shard_tokens: int, tokens: int
+    ) -> None:
+        self.out, self.split, self.dtype, self.shard_tokens = out, split, dtype, shard_tokens
+        self.tokens = 0
+        self.file = None
+        self._cut_back(tokens)
+
+    def _path(self, number: int) -> Path:
+        return self.out / f"{self.split}_{number:06d}.bin"
+
+    def _cut_back(self, tokens: int) -> None:
+        """To the first `tokens` tokens, whatever was written after them."""
+        full, rest = divmod(tokens, self.shard_tokens)
+        for path in self.out.glob(f"{self.split}_*.bin"):
+            if path.name > self._path(full).name or (path == self._path(full) and not rest):
+                path.unlink()
+        self.tokens = tokens
+        for number, count in enumerate(self.counts()):
+            self._check_size(number, count)
+        if rest:
+            self.file = self._path(full).open("r+b")
+            self.file.write(bytes(HEADER_BYTES))  # it is not whole any more
+            self.file.truncate(HEADER_BYTES + rest * self.dtype.itemsize)
+            self.file.seek(0, os.SEEK_END)
+
+    def _check_size(self, number: int, count: int) -> None:
+        path, least = self._path(number), HEADER_BYTES + count * self.dtype.itemsize
+        size = path.stat().st_size if path.exists() else 0
+        if size < least or (count == self.shard_tokens and size > least):
+            raise UserError(
+                f"{path} has {size:,} bytes, not the {least:,} that were written: remove"
+                f" {self.out} and start again"
+            )
+
+    def append(self, tokens: np.ndarray) -> None:
+        while tokens.size:
+            full, rest = divmod(self.tokens, self.shard_tokens)
+            if self.file is None:
+                self.file = self._path(full).open("xb")
+                self.file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - rest])
+            self.file.write(part.data)
+            self.tokens += part.size
+            if self.tokens % self.shard_tokens == 0:
+                self._close(self.shard_tokens)
+
+    def _close(self, count: int) -> None:
+        """Writes the header: until then the file is not a shard."""
+        assert self.file is not None
+        self.file.seek(0)
+        self.file.write(shard_header(count, self.dtype))
+        self.sync()
+        self.file.close()
+        self.file = None
+
+    def sync(self) -> None:
+        if self.file is not None:
+            sync(self.file)
+
+    def counts(self) -> list[int]:
+        """Tokens in each shard."""
+        full, rest = divmod(self.tokens, self.shard_tokens)
+        return [self.shard_tokens] * full + [rest] * (rest > 0)
+
+    def finish(self) -> list[Path]:
+        """Completes the last shard; all of them, in order."""
+        if self.file is not None:
+            self._close(self.tokens % self.shard_tokens)
+        return [self._path(number) for number in range(len(self.counts()))]
