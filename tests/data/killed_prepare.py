@@ -18,7 +18,7 @@ from typing import Any
 from fastgpt.data.prepare import batches, documents, prepare
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.data.shards import read_header
-from tests.data.prepared import contents
+from tests.data.sets import contents
 
 CHUNK_BYTES, BATCH_CHARACTERS = 40, 60
 

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from fastgpt.data.__main__ import main
 from fastgpt.data.prepare import open_corpus, prepare
 from fastgpt.data.shards import write_shard
-from tests.data.data_sets import prepared, texts
+from tests.data.sets import prepared, texts
 
 ROOT = Path(__file__).parents[2]
 TEXTS = texts(120, longest=30)

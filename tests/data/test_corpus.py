@@ -18,7 +18,7 @@ from fastgpt.data.shards import write_shard
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, data_dir
-from tests.data.prepared import read_ids
+from tests.data.sets import read_ids
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
 

@@ -17,7 +17,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir
-from tests.data.data_sets import prepared, texts
+from tests.data.sets import prepared, texts
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from fastgpt.data.prepare.files import opened
 from fastgpt.data.prepare.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.errors import UserError
-from tests.data.prepared import gpt2_files, write_documents
+from tests.data.sets import gpt2_files, write_documents
 
 DOCUMENTS = [
     "One two three.", "Zwölf Boxkämpfer\njagen.\r\n", "京都の\U0001f469‍\U0001f467 寺 ", "",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fastgpt.data.loader import IGNORED, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.errors import UserError
+from tests.data.test_loader import EOT, of_texts, padded
 
 
 def scored(num_tokens, *, context, micro_batch, world_size, max_tokens=0):
@@ -76,8 +77,6 @@ def test_split_without_a_target_is_refused_at_once(num_tokens):
 
 # --- documents ------------------------------------------------------------------------------------
 
-EOT = 999
-
 
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=2, max_size=20), context=st.integers(1, 25),
@@ -85,11 +84,7 @@ EOT = 999
 )  # fmt: skip
 def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batch, world_size):
     texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
-    tokens = np.array([token for text in texts for token in (EOT, *text)])
-    order = SampleOrder(
-        len(tokens), context=context, seed=0, align="document",
-        documents=np.flatnonzero(tokens == EOT),
-    )  # fmt: skip
+    tokens, order = of_texts(texts, context=context, align="document")
     scored = []
     for rank in range(world_size):
         for x, y in eval_batches(
@@ -98,12 +93,7 @@ def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batc
         ):  # fmt: skip
             rows = zip(x.tolist(), y.tolist())
             scored += [(a, b) for a, b in rows if b != [IGNORED] * context]
-    expected = []
-    for text in texts:
-        sample = [EOT, *text, EOT][: context + 1]
-        fill = context + 1 - len(sample)
-        expected.append((sample[:-1] + [EOT] * fill, sample[1:] + [IGNORED] * fill))
-    assert sorted(scored) == sorted(expected)
+    assert sorted(scored) == sorted(padded(text, context) for text in texts)
 
 
 def test_part_of_the_documents_is_spread():

@@ -8,7 +8,7 @@ from fastgpt.data.prepare import files
 from fastgpt.data.prepare.files import folder_files, named_files, opened
 from fastgpt.data.shards import shard_header, token_dtype
 from fastgpt.errors import UserError
-from tests.data.prepared import PACKERS, write_documents
+from tests.data.sets import PACKERS, write_documents
 
 CONTENT = "One line, naïve.\r\nAnother.\n".encode() * 50
 

@@ -105,17 +105,3 @@ def test_shares_make_the_mean_of_means_the_mean_over_all_targets(
     for step in range(2):
         mean = (means[step] * shares[step]).mean()
         assert mean == pytest.approx(losses[step].mean(), rel=1e-12, abs=1e-12)
-
-
-def test_each_epoch_is_whole_though_batches_straddle_its_end():
-    order = SampleOrder(5_000, context=16, seed=3, sampling="epoch")
-    case = (lambda state: Mixture([order], [1.0], state), [np.arange(5_000)], 16)
-    batches, *_ = read(case, 100, world_size=2, accumulation=2, size=20)
-    starts, begin = batches[:, :, 0].ravel(), 0
-    for epoch in range(3):
-        size = order.epoch_size(epoch)
-        assert size % 20  # the batch at this end does straddle
-        windows = np.sort(starts[begin : begin + size])
-        assert (np.diff(windows) == 16).all()
-        assert windows[0] < 16
-        begin += size

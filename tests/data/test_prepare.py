@@ -11,7 +11,7 @@ import requests
 
 from fastgpt import prepare
 from fastgpt.data.prepare import batches, open_corpus
-from tests.data.prepared import contents, gpt2_files, split_ids, write_documents
+from tests.data.sets import contents, gpt2_files, split_ids, write_documents
 
 ROOT = Path(__file__).parents[2]
 TEXT = "One two three, four five six.\n" * 20

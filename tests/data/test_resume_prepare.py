@@ -16,7 +16,7 @@ from fastgpt.data.corpus import MANIFEST
 from fastgpt.data.prepare import batches, documents, prepare, request, write
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
-from tests.data.prepared import contents, write_documents
+from tests.data.sets import contents, write_documents
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]

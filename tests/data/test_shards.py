@@ -1,8 +1,6 @@
 import os
 import random
 import struct
-import subprocess
-import sys
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -12,74 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.data import shards
-from fastgpt.data.shards import LARGE, SMALL, Tokens, read_shard, write_shard
+from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError
 from fastgpt.storage import write_atomically
-
-ROOT = Path(__file__).parents[2]
-
-# llm.c's two formats, written down a second time with nothing but struct: magic, version, letter
-FORMATS = {"uint16": (20240520, 1, "H"), "uint32": (20240801, 7, "I")}
-DTYPES = {"uint16": SMALL, "uint32": LARGE}
-
-
-def llmc_bytes(ids, kind="uint16", magic=None, version=None, count=None):
-    """A shard as llm.c writes it; what is given instead of the header's own numbers is wrong."""
-    known_magic, known_version, letter = FORMATS[kind]
-    header = struct.pack(
-        "<3i", magic or known_magic, version or known_version, len(ids) if count is None else count
-    )
-    return header.ljust(1024, b"\0") + struct.pack(f"<{len(ids)}{letter}", *ids)
-
-
-def llmc_read(path):
-    """The kind and the ids of a shard, as llm.c reads them."""
-    data = path.read_bytes()
-    magic, version, count = struct.unpack_from("<3i", data)
-    [(kind, letter)] = [
-        (kind, letter) for kind, (m, v, letter) in FORMATS.items() if (m, v) == (magic, version)
-    ]
-    assert len(data) == 1024 + count * struct.calcsize(letter)
-    assert not any(data[12:1024])
-    return kind, list(struct.unpack_from(f"<{count}{letter}", data, 1024))
-
-
-@pytest.fixture
-def shard(tmp_path):
-    path = tmp_path / "train_000000.bin"
-    write_shard(path, np.arange(100))
-    return path
-
-
-@pytest.fixture
-def three_thousand(tmp_path):
-    """3,000 shards of 5 tokens, which are 0, 1, 2, ... as one sequence."""
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(3_000):
-        (folder / f"train_{i:06d}.bin").write_bytes(llmc_bytes(range(5 * i, 5 * i + 5)))
-    return folder
-
+from tests.data.sets import FORMATS, python, shard_bytes, write_shard
 
 # --- one shard ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@given(data=st.data())
-def test_files_are_llmc_files_both_ways(tmp_path_factory, kind, data):
-    largest = np.iinfo(DTYPES[kind]).max
-    ids = data.draw(st.lists(st.integers(0, int(largest)), min_size=1, max_size=50))
-    folder = tmp_path_factory.mktemp("shards")
-    write_shard(folder / "ours.bin", np.array(ids), DTYPES[kind])
-    assert llmc_read(folder / "ours.bin") == (kind, ids)
-    (folder / "theirs.bin").write_bytes(llmc_bytes(ids, kind))
-    tokens = read_shard(folder / "theirs.bin")
-    assert (tokens.dtype, tokens.tolist()) == (DTYPES[kind], ids)
-
-
-def test_shard_is_mapped_and_read_only(shard):
-    tokens = read_shard(shard)
-    with open(shard, "r+b") as file:
+def test_shard_is_mapped_and_read_only(tmp_path):
+    path = write_shard(tmp_path / "x.bin", range(100))
+    tokens = Tokens([path])[:]
+    with open(path, "r+b") as file:
         file.seek(1024)
         file.write(struct.pack("<H", 7))
     assert tokens[0] == 7  # a copy would not see what is written to the file
@@ -87,58 +29,33 @@ def test_shard_is_mapped_and_read_only(shard):
         tokens[0] = 1
 
 
-def test_strided_and_big_endian_tokens_are_written_in_order(tmp_path):
-    tokens = np.arange(20, dtype=">i4")[::2]
-    write_shard(tmp_path / "x.bin", tokens)
-    assert read_shard(tmp_path / "x.bin").tolist() == tokens.tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "bad"), [("uint16", -1), ("uint16", 65_536), ("uint32", -1), ("uint32", 2**32)]
-)
-def test_id_that_does_not_fit_is_named(tmp_path, kind, bad):
-    with pytest.raises(UserError, match=rf"x\.bin: token 2 is {bad},"):
-        write_shard(tmp_path / "x.bin", np.array([0, 65_535, bad, bad]), DTYPES[kind])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_empty_shard_is_refused(tmp_path):
-    with pytest.raises(UserError, match="not 0"):
-        write_shard(tmp_path / "x.bin", np.empty(0, np.uint16))
-
-
-@pytest.mark.parametrize("read", [read_shard, lambda path: Tokens([path])], ids=["one", "many"])
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (b"", "0 bytes, too short"),
-        (llmc_bytes([])[:-1], "1023 bytes, too short"),
-        (llmc_bytes([1, 2], magic=7), "magic 7 at byte 0, expected 20240520 or 20240801"),
-        (llmc_bytes([1, 2], version=7), "version 7 at byte 4, expected 1"),
-        (llmc_bytes([1, 2], "uint32", version=1), "version 1 at byte 4, expected 7"),
+        (shard_bytes([])[:-1], "1023 bytes, too short"),
+        (shard_bytes([1, 2], magic=7), "magic 7 at byte 0, expected 20240520 or 20240801"),
+        (shard_bytes([1, 2], version=7), "version 7 at byte 4, expected 1"),
+        (shard_bytes([1, 2], "uint32", version=1), "version 1 at byte 4, expected 7"),
         # uint16 tokens under the header of uint32
-        (llmc_bytes([1, 2], magic=20240801, version=7), r"2 tokens at byte 8 \(1,032 bytes\)"),
+        (shard_bytes([1, 2], magic=20240801, version=7), r"2 tokens at byte 8 \(1,032 bytes\)"),
         (
-            llmc_bytes([1, 2], count=3),
+            shard_bytes([1, 2], count=3),
             r"promises 3 tokens at byte 8 \(1,030 bytes\), the file ends at byte 1,028",
         ),
-        (llmc_bytes([1, 2], count=1), "promises 1 tokens"),
-        (llmc_bytes([1, 2])[:-1], "the file ends at byte 1,027"),
-        (llmc_bytes([1, 2], "uint32")[:-2], "the file ends at byte 1,030"),
-        (llmc_bytes([]), "promises 0 tokens"),
-        (llmc_bytes([], count=-1), "promises -1 tokens"),
+        (shard_bytes([1, 2], count=1), "promises 1 tokens"),
+        (shard_bytes([1, 2])[:-1], "the file ends at byte 1,027"),
+        (shard_bytes([1, 2], "uint32")[:-2], "the file ends at byte 1,030"),
+        (shard_bytes([]), "promises 0 tokens"),
+        (shard_bytes([], count=-1), "promises -1 tokens"),
+        (None, "no such shard"),
     ],
 )
-def test_damaged_shard_is_named(tmp_path, content, complaint, read):
-    path = tmp_path / "val_000000.bin"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"val_000000\.bin: .*{complaint}"):
-        read(path)
-
-
-def test_missing_shard_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"x\.bin: no such shard"):
-        read_shard(tmp_path / "x.bin")
+def test_damaged_shard_is_named(tmp_path, content, complaint):
+    if content is not None:
+        (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(UserError, match=rf"x\.bin: .*{complaint}"):
+        Tokens([tmp_path / "x.bin"])
 
 
 # --- many as one ----------------------------------------------------------------------------------
@@ -150,22 +67,20 @@ def test_missing_shard_is_named(tmp_path):
 )  # fmt: skip
 def test_shards_are_read_as_their_concatenation(tmp_path_factory, lengths, kind, data):
     folder = tmp_path_factory.mktemp("shards")
-    ids = np.random.default_rng(0).integers(0, 65_536, sum(lengths))
+    ids = np.random.default_rng(0).integers(0, np.iinfo(kind).max, sum(lengths), endpoint=True)
     for i, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]).tolist())):
-        (folder / f"{i}.bin").write_bytes(llmc_bytes(ids[start:stop].tolist(), kind))
+        write_shard(folder / f"{i}.bin", ids[start:stop], kind)
     tokens = Tokens(sorted(folder.iterdir()))
-    assert (len(tokens), tokens.counts.tolist(), tokens.dtype) == (len(ids), lengths, DTYPES[kind])
+    assert (len(tokens), tokens.counts.tolist(), tokens.dtype) == (len(ids), lengths, kind)
     bound = st.none() | st.integers(-len(ids) - 2, len(ids) + 2)
     for _ in range(10):
         window = slice(data.draw(bound), data.draw(bound))
         assert tokens[window].tolist() == ids[window].tolist()
-        assert tokens[window].dtype == DTYPES[kind]
+        assert tokens[window].dtype == kind
 
 
 def test_slice_of_one_shard_is_no_copy(tmp_path):
-    for name in "ab":
-        write_shard(tmp_path / name, np.arange(5))
-    tokens = Tokens([tmp_path / "a", tmp_path / "b"])
+    tokens = Tokens([write_shard(tmp_path / name, range(5)) for name in "ab"])
     views = {
         (start, stop)
         for start, stop in combinations(range(11), 2)
@@ -175,10 +90,8 @@ def test_slice_of_one_shard_is_no_copy(tmp_path):
 
 
 def test_shards_of_two_dtypes_are_refused(tmp_path):
-    paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
-    for path, kind in zip(paths, FORMATS):
-        path.write_bytes(llmc_bytes([1, 2], kind))
-    with pytest.raises(UserError, match=r"b\.bin holds uint32, but .*a\.bin uint16"):
+    paths = [write_shard(tmp_path / f"{kind}.bin", [1, 2], kind) for kind in FORMATS]
+    with pytest.raises(UserError, match=r"uint32\.bin holds uint32, but .*uint16\.bin uint16"):
         Tokens(paths)
     with pytest.raises(UserError, match="no token shards"):
         Tokens([])
@@ -202,13 +115,12 @@ print("fine")
 """
 
 
-def test_thousands_of_shards_need_few_file_descriptors(three_thousand, tmp_path):
+def test_thousands_of_shards_need_few_file_descriptors(tmp_path):
     """200 are allowed; each map keeps one."""
-    environment = {**os.environ, "FASTGPT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_FILES, str(three_thousand)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    (tmp_path / "many").mkdir()
+    for i in range(3_000):
+        write_shard(tmp_path / "many" / f"train_{i:06d}.bin", range(5 * i, 5 * i + 5))
+    done = python("-c", MANY_FILES, tmp_path / "many")
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
 
@@ -224,11 +136,8 @@ def mapped_bytes():
 def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
     """Of 64 MiB that are read all over; a read maps 64 KiB to 2 MiB, as the page cache lies."""
     monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
-    paths = [tmp_path / f"{i}.bin" for i in range(count)]
-    size = 2**25 // count
-    for path in paths:
-        write_shard(path, np.ones(size, np.uint16))
-    tokens = Tokens(paths)
+    ones = np.ones(2**25 // count)
+    tokens = Tokens([write_shard(tmp_path / f"{i}.bin", ones) for i in range(count)])
     before, highest = mapped_bytes(), 0
     for i in range(4_000):
         start = random.randrange(len(tokens) - 1_025)
@@ -242,16 +151,15 @@ def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count)
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_failed_write_leaves_the_old_file_and_nothing_else(shard, monkeypatch, failing):
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    write_atomically(tmp_path / "x", b"old")
     monkeypatch.setattr(os, failing, full)
     with pytest.raises(OSError, match="No space"):
-        write_shard(shard, np.arange(5))
-    monkeypatch.undo()
-    assert read_shard(shard).size == 100
-    assert list(shard.parent.iterdir()) == [shard]
+        write_atomically(tmp_path / "x", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 def test_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from fastgpt.data.prepare.write import ShardWriter
 from fastgpt.data.shards import LARGE, SMALL, read_header
 from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError
-from tests.data.prepared import contents, gpt2_files, read_ids, split_ids, write_documents
+from tests.data.sets import contents, gpt2_files, read_ids, split_ids, write_documents
 
 # None is alike, or their hashes would keep them together; some are long, some in other scripts.
 DOCUMENTS = [
