@@ -1,25 +1,17 @@
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import requests
 
 from fastgpt import prepare
 from fastgpt.data.prepare import batches, open_corpus
-from tests.data.sets import contents, gpt2_files, split_ids, write_documents
+from tests.data.sets import ROOT, contents, gpt2_files, python, split_ids, write_documents
 
-ROOT = Path(__file__).parents[2]
 TEXT = "One two three, four five six.\n" * 20
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -79,8 +71,7 @@ def test_separator_is_taken_as_a_shell_hands_it_over(tmp_path, main, flag, separ
 
 
 def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
-    command = [sys.executable, "-m", "fastgpt.prepare", str(text_file), "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-m", "fastgpt.prepare", text_file, "--out", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
@@ -95,7 +86,12 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
         ('{"text": "a"}\n', r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ('{"text": "a"}\n', "--tokenizer words", "unknown tokenizer 'words'"),
         ('{"text": "a"}\n', "--vocab-size 5", "vocab_size 5 for the tokenizer bytes"),
-        ('{"text": "a"}\n', "--workers 0", "workers is 0"),
+        ('{"text": "a"}\n', "--workers 0", "workers is 0: expected 1 or more"),
+        ('{"text": "a"}\n', "--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
+        *(
+            ('{"text": "a"}\n', f"--val-fraction={n}", "val_fraction must lie between 0 and 1, not")
+            for n in ("0", "1", "-0.1", "1.5", "nan")
+        ),
     ],
 )
 def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, content, flags, said):
@@ -180,8 +176,9 @@ import re, sys
 from pathlib import Path
 from fastgpt.data.prepare import prepare
 for size in ("small", "large"):
-    [path] = Path(size).glob("x.*")
-    prepare(str(path), Path(size, "out"), tokenizer=sys.argv[1], workers=2)
+    folder = Path(sys.argv[1], size)
+    [path] = folder.glob("x.*")
+    prepare(str(path), folder / "out", tokenizer=sys.argv[2], workers=2)
     # not ru_maxrss, which starts at the peak of the process that started this one
     print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
@@ -196,11 +193,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path, name, tokenizer):
         (tmp_path / size).mkdir()
         lines = [f"{i} {'some words and numbers; ' * 40}" for i in range(megabytes * 2**10)]
         write_documents(tmp_path / size / name, lines, separator="\n")
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, tokenizer],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = python("-c", MEMORY, tmp_path, tokenizer)
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.split())
     assert large - small < 24 * 1024  # KiB, for 48 MiB more; read whole, 48 MiB at the least

@@ -1,32 +1,26 @@
 import gc
 import json
 import os
-import random
 import resource
 import shutil
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fastgpt.data.corpus import MANIFEST
 from fastgpt.data.prepare import batches, documents, prepare, request, write
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
-from tests.data.sets import contents, write_documents
+from tests.data.sets import contents, python, write_documents
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
 NEVER = 1e9
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path, monkeypatch):
+def small(monkeypatch):
     """Batches so small that a short text has many."""
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
 
@@ -81,59 +75,13 @@ def test_killed_wherever_it_touches_the_disk_it_goes_on_to_the_same_bytes(tmp_pa
         pytest.importorskip("tokenizers")
         source = write_documents(tmp_path / "y.jsonl", DOCUMENTS[:12])
         options |= {"tokenizer": "bpe", "vocab_size": 280}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.data.killed_prepare", source, tmp_path, json.dumps(options)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = python("-m", "tests.data.killed_prepare", source, tmp_path, json.dumps(options))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["kills"] > 70
     assert found["again"] > 20
     assert len(found["files"]) >= 5
-
-
-PAUSE_S = "0.02"
-SLOW = """
-import sys, time
-from pathlib import Path
-from fastgpt.data.prepare import batches, prepare, write
-def slow(*args, encode=write.encode, **options):
-    time.sleep(float(sys.argv[3]))
-    return encode(*args, **options)
-write.encode, batches.BATCH_CHARACTERS = slow, 300
-print("ready", flush=True)
-prepare(sys.argv[1], Path(sys.argv[2]), tokenizer="bytes", val_fraction=0.3, shard_tokens=800,
-        workers=2, save_every_s=0.02)
-"""
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path, preparing, kills):
-    # about 0.3 s of work for each life, which lasts 0.2 s
-    source = write_documents(tmp_path / "long.jsonl", DOCUMENTS * kills)
-    whole = contents(preparing("whole", source))
-    out, unfinished = tmp_path / "out", tmp_path / "out.incomplete"
-    command = [sys.executable, "-c", SLOW, source, out, PAUSE_S]
-    draws, done = random.Random(0), [0]
-    for _ in range(kills):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        process.stdout.readline()
-        time.sleep(draws.uniform(0, 0.4))
-        process.kill()
-        process.communicate()
-        assert process.returncode == -9  # it was not done
-        assert not out.exists()
-        if (unfinished / PROGRESS).exists():
-            progress = json.loads((unfinished / PROGRESS).read_text())["progress"]
-            done.append(sum(progress["tokens"].values()))
-    subprocess.run([*command[:-1], "0"], cwd=ROOT, check=True, timeout=60)
-    assert contents(out) == whole
-    assert not unfinished.exists()
-    assert done == sorted(done)
-    # most kills were amid the work: each such life brought it further, and none to its end
-    assert len(set(done)) > kills // 2
-    assert done[-1] < sum(e["tokens"] for e in json.loads(whole[MANIFEST])["splits"].values())
 
 
 # --- Ctrl-C and errors ----------------------------------------------------------------------------
@@ -314,27 +262,6 @@ def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_pat
     assert contents(out) == contents(preparing("whole"))
 
 
-def test_nothing_looks_whole_before_it_is(preparing, tmp_path):
-    unfinished, headers = tmp_path / "out.incomplete", set()
-
-    def look(*_):
-        assert not (tmp_path / "out").exists()
-        assert not (unfinished / MANIFEST).exists()
-        last = {
-            split: max(unfinished.glob(f"{split}_*"), default=None) for split in ("train", "val")
-        }
-        for path in unfinished.glob("*.bin"):
-            begun = path.stat().st_size < 1024 + 2 * 800
-            header = path.read_bytes()[:4]
-            assert path in last.values() if begun else header != bytes(4)
-            assert not begun or header in (b"", bytes(4))
-            headers.add(begun)
-
-    preparing(report=look, save_every_s=0)
-    assert headers == {True, False}
-    assert not unfinished.exists()
-
-
 def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
     preparing()
     (tmp_path / "empty").mkdir()
@@ -362,9 +289,3 @@ def test_link_to_a_folder_is_written_through(preparing, tmp_path):
     assert preparing() == tmp_path / "elsewhere"
     assert contents(tmp_path / "out") == contents(preparing("whole"))
     assert (tmp_path / "out").is_symlink()
-
-
-def test_fraction_that_held_nothing_out_leaves_nothing_in_the_way(preparing, tmp_path):
-    with pytest.raises(UserError, match=r"val_fraction 1e-09 of x .* leaves nothing to validate"):
-        preparing(val_fraction=1e-9)
-    assert contents(preparing()) == contents(preparing("whole"))

@@ -24,9 +24,8 @@ DOCUMENTS = [
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path, monkeypatch):
+def small(monkeypatch):
     """Batches so small that a short text has many."""
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 500)
 
 
@@ -121,27 +120,14 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
     assert (manifest["val_fraction"], manifest["source"]["held_out"]) == (None, "named")
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_split_that_leaves_nothing_is_refused_and_not_written(prepared, tmp_path, fraction):
-    missing = "validate" if fraction < 0.5 else "train"
-    with pytest.raises(UserError, match=rf"of x \(200 documents\) leaves nothing to {missing} on"):
-        prepared(tokenizer="bytes", val_fraction=fraction)
-    assert [path.suffix for path in tmp_path.glob("out*")] == [".incomplete"]
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"val_fraction": 1.5}, "val_fraction must lie between 0 and 1, not 1.5"),
-        ({"shard_tokens": 0}, "shard_tokens is 0: expected 1 to 2,147,483,647"),
-        ({"workers": 0}, "workers is 0: expected 1 or more"),
-        ({"vocab_size": 500}, "vocab_size 500 for the tokenizer bytes"),
-        ({"tokenizer": "words"}, "unknown tokenizer 'words'"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(prepared, options, complaint):
-    with pytest.raises(UserError, match=complaint):
-        prepared(**{"tokenizer": "bytes", **options})
+@pytest.mark.parametrize(("name", "of"), [("x.jsonl", "200 documents"), ("x.txt", "characters")])
+@pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
+def test_split_that_leaves_nothing_is_refused(prepared, tmp_path, name, of, fraction, missing):
+    with pytest.raises(UserError, match=f"of .*{of}.* leaves nothing to {missing}"):
+        prepared(name=name, tokenizer="bytes", val_fraction=fraction)
+    [unfinished] = tmp_path.glob("out*")
+    assert unfinished.suffix == ".incomplete"
+    assert not (unfinished / "progress.json").exists()  # another fraction is not refused
 
 
 # --- documents among tokens -----------------------------------------------------------------------
