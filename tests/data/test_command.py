@@ -2,10 +2,6 @@
 
 import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,26 +9,27 @@ from matplotlib.image import imread
 
 from fastgpt.data.__main__ import main
 from fastgpt.data.prepare import open_corpus, prepare
-from fastgpt.data.shards import write_shard
-from tests.data.sets import prepared, texts
+from tests.data.sets import prepared, python, texts, write_shard
 
-ROOT = Path(__file__).parents[2]
 TEXTS = texts(120, longest=30)
 
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("data")
-        patch.setenv("FASTGPT_CACHE", str(folder / "cache"))
-        return prepared(folder / "stories", TEXTS, shard_tokens=2_000)
+@pytest.fixture
+def stories(tmp_path):
+    """120 documents in several shards."""
+    return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
 
 
 @pytest.fixture
-def stories(once, tmp_path, monkeypatch):
-    """120 documents in several shards, in a folder of this test's own."""
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
-    return shutil.copytree(once, tmp_path / "stories")
+def corpus(stories):
+    return open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A text that has no documents."""
+    (tmp_path / "x.txt").write_text("[red]no[/red] [/] [bold] " * 20)
+    return prepare(str(tmp_path / "x.txt"), tmp_path / "x")
 
 
 @pytest.fixture
@@ -70,19 +67,8 @@ def row(out, name):
     return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
 
 
-def lengths(corpus, split):
-    """Tokens of each document and of the end-of-text token before it, counted one by one."""
-    found = []
-    for token in getattr(corpus, split)[:].tolist():
-        if token == corpus.tokenizer.eot_id:
-            found.append(0)
-        found[-1] += 1
-    return found
-
-
-def test_counts_are_those_of_the_shards(stories, shown):
+def test_counts_are_those_of_the_shards(stories, corpus, shown):
     out = shown(stories)
-    corpus = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
     both = (corpus.train, corpus.val)
     assert "stories" in out
     assert row(out, "tokens") == [len(tokens) for tokens in both]
@@ -96,10 +82,10 @@ def test_counts_are_those_of_the_shards(stories, shown):
     assert f"sha256 {corpus.sha256}" in out
 
 
-def test_histogram_counts_each_document_once(stories, shown):
+def test_histogram_counts_each_document_once(stories, corpus, shown):
     out = shown(stories, "--windows", 0)
-    corpus = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
-    counted = np.array(lengths(corpus, "train"))
+    ends = np.flatnonzero(corpus.train[:] == corpus.tokenizer.eot_id)
+    counted = np.diff([*ends, len(corpus.train)])
     bars = re.findall(r"^ +([\d,]+) to ([\d,]+) +(█*) +([\d,]+)$", out, re.MULTILINE)
     found = [[int(n.replace(",", "")) for n in (low, high, count)] for low, high, _, count in bars]
     assert len(found) > 2
@@ -122,9 +108,8 @@ def test_plot_is_drawn(stories, shown, tmp_path):
         assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
 
 
-def test_windows_are_decoded_tokens_of_the_place_they_name(stories, shown):
+def test_windows_are_decoded_tokens_of_the_place_they_name(stories, corpus, shown):
     out = shown(stories, "--windows", 3, "--length", 12)
-    corpus = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
     places = re.findall(r"train, tokens ([\d,]+) to ([\d,]+)", out)
     assert len(set(places)) == 3
     for start, stop in (tuple(int(n.replace(",", "")) for n in place) for place in places):
@@ -134,10 +119,8 @@ def test_windows_are_decoded_tokens_of_the_place_they_name(stories, shown):
     assert shown(stories, "--windows", 3, "--length", 12, "--seed", 1) != out
 
 
-def test_text_that_looks_like_markup_is_shown_as_it_is(tmp_path, shown, monkeypatch):
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "x.txt").write_text("[red]no[/red] [/] [bold] " * 20)
-    out = shown(prepare(str(tmp_path / "x.txt"), tmp_path / "x"), "--windows", 1)
+def test_text_that_looks_like_markup_is_shown_as_it_is(plain, shown):
+    out = shown(plain, "--windows", 1)
     assert "[red]no[/red] [/] [bold] [red]" in out
     assert "end of text none" in out
 
@@ -146,7 +129,7 @@ def test_shards_of_another_program_are_shown(tmp_path, shown, stories):
     folder = tmp_path / "[bold] fineweb10B"  # rich must not take it for markup
     folder.mkdir()
     write_shard(folder / "fineweb_train_000001.bin", np.arange(300) % 250)
-    write_shard(folder / "fineweb_val_000000.bin", np.arange(100))
+    write_shard(folder / "fineweb_val_000000.bin", range(100))
     out = shown(folder, "--tokenizer", stories, "--verify")
     assert row(out, "tokens") == [300, 100]
     assert row(out, "documents") == [2, 1]
@@ -202,15 +185,11 @@ def test_bad_input_is_one_line(stories, error, argv, said, tmp_path, monkeypatch
     assert said in error(*(part.format(stories) for part in argv))
 
 
-def test_plot_of_a_text_without_documents_is_refused(tmp_path, error, monkeypatch):
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "x.txt").write_text("some text " * 20)
-    out = prepare(str(tmp_path / "x.txt"), tmp_path / "x")
-    assert "bytes tokenizer has no end-of-text token" in error(out, "--plot", tmp_path / "x.png")
+def test_plot_of_a_text_without_documents_is_refused(plain, error):
+    assert "bytes tokenizer has no end-of-text token" in error(plain, "--plot", "x.png")
 
 
 def test_command_runs_as_typed(stories):
-    command = [sys.executable, "-m", "fastgpt.data", str(stories), "--verify"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-m", "fastgpt.data", stories, "--verify")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].startswith("verified: sha256")

@@ -32,11 +32,18 @@ def source(tmp_path):
 
 @pytest.fixture
 def preparing(source, tmp_path):
-    """Prepares `source` with one set of options, and others."""
+    """Prepares `source` with one set of options, and others; `reports` are the tokens told of."""
 
-    def run(out="out", given=source, **options):
+    def run(out="out", given=source, stop_after=None, **options):
+        run.reports = []
+
+        def report(tokens, _):
+            run.reports.append(tokens)
+            if len(run.reports) == stop_after:
+                raise KeyboardInterrupt
+
         fixed = {"tokenizer": "bytes", "val_fraction": 0.3, "shard_tokens": 800, "workers": 2}
-        return prepare(str(given), tmp_path / out, **{**fixed, **options})
+        return prepare(str(given), tmp_path / out, **{**fixed, "report": report, **options})
 
     return run
 
@@ -46,16 +53,9 @@ def interrupted(preparing):
     """Prepares until Ctrl-C after so many batches; what was reported then."""
 
     def run(after, **options):
-        reports = []
-
-        def report(tokens, share):
-            reports.append(tokens)
-            if len(reports) > after:
-                raise KeyboardInterrupt
-
         with pytest.raises(KeyboardInterrupt):
-            preparing(report=report, save_every_s=NEVER, **options)
-        return reports[-1]
+            preparing(stop_after=after + 1, save_every_s=NEVER, **options)
+        return preparing.reports[-1]
 
     return run
 
@@ -93,9 +93,8 @@ def test_ctrl_c_keeps_what_was_done(interrupted, preparing, tmp_path):
     assert not (tmp_path / "out").exists()
     progress = json.loads((tmp_path / "out.incomplete" / PROGRESS).read_text())["progress"]
     assert sum(progress["tokens"].values()) == kept > 1000
-    first = []
-    assert contents(preparing(report=lambda tokens, _: first.append(tokens))) == whole
-    assert first[0] == kept  # not from the beginning
+    assert contents(preparing()) == whole
+    assert preparing.reports[0] == kept  # not from the beginning
 
 
 def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, monkeypatch):
@@ -152,9 +151,8 @@ def test_full_disk_is_told_and_what_was_done_is_kept(preparing, tmp_path):
             preparing(shard_tokens=3000, save_every_s=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    first = []
-    out = preparing(shard_tokens=3000, report=lambda tokens, _: first.append(tokens))
-    assert first[0] > 0
+    out = preparing(shard_tokens=3000)
+    assert preparing.reports[0] > 0
     del raised  # with the files it left open, whose last bytes must not come after all
     gc.collect()
     assert contents(out) == whole
@@ -165,19 +163,15 @@ def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(
 ):
     whole = contents(preparing("whole"))
     good = source.read_bytes()
-    status = source.stat()
-    lines = good.splitlines(keepends=True)
-    source.write_bytes(
-        b"".join([*lines[:99], b"{" + b" " * (len(lines[99]) - 2) + b"\n", *lines[100:]])
-    )
-    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    line, time = good.splitlines()[99], source.stat().st_mtime_ns
+    source.write_bytes(good.replace(line, b"{".ljust(len(line))))
+    os.utime(source, ns=(time, time))
     with pytest.raises(UserError, match=r"x\.jsonl line 100 is not JSON"):
         preparing()
     assert [path.name for path in tmp_path.glob("out*")] == ["out.incomplete"]
     source.write_bytes(good)
-    first = []
-    assert contents(preparing(report=lambda tokens, _: first.append(tokens))) == whole
-    assert first[0] > 0
+    assert contents(preparing()) == whole
+    assert preparing.reports[0] > 0
     assert f"{source} was changed: it is read on from row" in caplog.text
 
 
@@ -207,11 +201,10 @@ def test_file_that_was_read_may_not_change(preparing, tmp_path):
     ],
 )
 def test_other_request_for_what_was_begun_is_refused(
-    interrupted, preparing, source, tmp_path, changed, said
+    interrupted, preparing, tmp_path, changed, said
 ):
     interrupted(5)
-    before, whole = contents(tmp_path / "out.incomplete"), source.read_bytes()
-    status = source.stat()
+    before = contents(tmp_path / "out.incomplete")
     if changed == "another":
         changed = {"given": write_documents(tmp_path / "other.jsonl", DOCUMENTS[:9])}
     with pytest.raises(
@@ -219,8 +212,6 @@ def test_other_request_for_what_was_begun_is_refused(
     ):
         preparing(**changed)
     assert contents(tmp_path / "out.incomplete") == before
-    source.write_bytes(whole)
-    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert contents(preparing()) == contents(preparing("whole"))
 
 
@@ -231,7 +222,6 @@ def test_other_request_for_what_was_all_but_done_never_gets_its_data(
     def die(*_, **__):
         raise KeyboardInterrupt
 
-    reports = []
     with monkeypatch.context() as patch:
         if last == "the renaming":
             rename = lambda a, b: die() if b.name == "out" else os.rename(a, b)  # noqa: E731
@@ -243,9 +233,9 @@ def test_other_request_for_what_was_all_but_done_never_gets_its_data(
     with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
         preparing(tokenizer="chars")
     # what was done is neither lost nor done again
-    done = contents(preparing(report=lambda tokens, _: reports.append(tokens)))
+    done = contents(preparing())
+    assert preparing.reports == []
     assert done == contents(preparing("whole"))
-    assert reports == []
 
 
 def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_path):
@@ -277,8 +267,7 @@ def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
 def test_shard_that_lost_bytes_is_named(interrupted, preparing, tmp_path, left):
     interrupted(20, shard_tokens=10_000)
     shard = tmp_path / "out.incomplete" / "train_000000.bin"
-    with shard.open("r+b") as file:
-        file.truncate(min(left, shard.stat().st_size - 1))
+    os.truncate(shard, min(left, shard.stat().st_size - 1))
     with pytest.raises(UserError, match=r"train_000000\.bin has [\d,]+ bytes, not the .* remove"):
         preparing(shard_tokens=10_000)
 
