@@ -85,7 +85,7 @@ class Case:
         spec = self.spec
 
         def ours(on: str) -> Callable[..., Any]:
-            """Our kernel where kernels run, in Triton's interpreter too; else the model's choice."""
+            """Our kernel where kernels run, else what the model runs on a CPU."""
             op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
             return spec.call(op, self.shape, on)
 

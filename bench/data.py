@@ -20,11 +20,11 @@ import tyro
 
 from bench import records
 from bench.timing import quantiles, time_process
-from fastgpt.data.documents import read_pieces
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
-from fastgpt.data.preparing import open_corpus
-from fastgpt.data.sources import find_source
+from fastgpt.data.prepare import open_corpus
+from fastgpt.data.prepare.documents import read_pieces
+from fastgpt.data.prepare.sources import find_source
 from fastgpt.errors import shown_in_one_line
 from fastgpt.storage import data_dir
 
@@ -32,7 +32,7 @@ DOCUMENT = 4000
 LOADER_SHAPES = ((64, 1024), (16, 1024), (64, 256))
 TIKTOKEN_ALONE = """
 import json, sys, time
-from fastgpt.data.tokenizer_gpt2 import GPT2Tokenizer
+from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
 texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
 encoding = GPT2Tokenizer.published()._encoding
 began = time.perf_counter()

@@ -24,7 +24,7 @@ from bench.timing import time_process
 from bench.trainers import nanogpt_module
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
-from fastgpt.data.preparing import open_corpus
+from fastgpt.data.prepare import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir

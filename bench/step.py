@@ -24,7 +24,7 @@ from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import nanogpt_module, run_llmc
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
-from fastgpt.data.preparing import open_corpus
+from fastgpt.data.prepare import open_corpus
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
 from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES

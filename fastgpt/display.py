@@ -115,7 +115,7 @@ class Display:
             self.bar = None
 
 
-class Preparing:
+class PrepareProgress:
     """How far the preparation of text is: share, tokens, tokens/s and time left, on stderr."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Preparing:
         self.began, self.shown = time.monotonic(), 0.0
         self.first: tuple[float, int] | None = None
 
-    def __enter__(self) -> "Preparing":
+    def __enter__(self) -> "PrepareProgress":
         return self
 
     def __exit__(self, *_: object) -> None:

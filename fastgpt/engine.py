@@ -20,7 +20,7 @@ from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
 from fastgpt.data.loader import Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
-from fastgpt.display import Preparing
+from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
@@ -70,7 +70,7 @@ class Engine:
         source = run.resolve_source(config.data.source, self.warn)
 
         def open_once() -> None:
-            with Preparing() as report:
+            with PrepareProgress() as report:
                 data = open_data(config.data, source, report)
             data.orders(config.model.context, config.seed)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.loader import IGNORED
-from fastgpt.data.tokenizer import Tokenizer
+from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.generate import generate

@@ -11,9 +11,9 @@ from typing import Annotated
 import tyro
 
 from fastgpt.data.corpus import read_manifest
-from fastgpt.data.preparing import prepare
-from fastgpt.data.request import SHARD_TOKENS
-from fastgpt.display import Preparing, command
+from fastgpt.data.prepare import prepare
+from fastgpt.data.prepare.request import SHARD_TOKENS
+from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     arguments = tyro.cli(Arguments, args=argv, prog=command("python -m fastgpt.prepare"))
     with shown_in_one_line():
-        with Preparing() as shown:
+        with PrepareProgress() as shown:
             out = prepare(
                 arguments.source,
                 arguments.out,

@@ -21,7 +21,7 @@ import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, ModelConfig, from_json, to_json
-from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically

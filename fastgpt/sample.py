@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgpt import checkpoint, device, ops
 from fastgpt.config import MOST_TOKENS, OpsConfig
-from fastgpt.data.tokenizer import Tokenizer, load_tokenizer
+from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text

@@ -13,8 +13,8 @@ import torch
 import train
 from fastgpt import checkpoint
 from fastgpt.cli import parse
-from fastgpt.data.shards import write_shard
 from fastgpt.trainer import Trainer
+from tests.data.sets import write_shard
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from fastgpt import checkpoint
 from fastgpt.checkpoint import FILES, FORMAT_VERSION
 from fastgpt.cli import parse
-from fastgpt.data.tokenizer import ByteTokenizer, load_tokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer

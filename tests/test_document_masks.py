@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
 from fastgpt.run import with_vocabulary

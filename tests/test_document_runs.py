@@ -8,7 +8,7 @@ from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
-from tests.data_sets import prepared, texts
+from tests.data.sets import prepared, texts
 from tests.test_ddp import ROOT, finish, torchrun
 from tests.test_resume import at_step, outcome, terminate
 

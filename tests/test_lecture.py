@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from fastgpt import ops
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.data.sources import SHAKESPEARE_FILE
-from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
+from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT

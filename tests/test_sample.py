@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt.data.tokenizer import ByteTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from fastgpt import ops, sample
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.data.preparing import prepare
+from fastgpt.data.prepare import prepare
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.lecture import build_model

@@ -17,13 +17,12 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from fastgpt.data.corpus import Corpus, open_shards
+from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_shard
 from fastgpt.display import printable
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.storage import cores
 
-SPLITS = ("train", "val")
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 BAR_WIDTH = 40
 

@@ -14,13 +14,21 @@ from typing import Any
 import numpy as np
 
 from fastgpt.data.download import sha256_of
-from fastgpt.data.request import FORMAT_VERSION, MANIFEST
 from fastgpt.data.shards import LARGE, Tokens
-from fastgpt.data.tokenizer import FILE_NAME as TOKENIZER
-from fastgpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    same_tokenizer,
+)
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError
 
+SPLITS = ("train", "val")
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+"""Version of a prepared directory; a part of every request, so that older ones are made anew."""
 SAMPLED_BYTES = 4096
 """Of the beginning and end of each shard, to tell one set of another program from the next."""
 
@@ -140,9 +148,9 @@ def read_prepared(path: Path) -> Corpus:
 
 
 def _read_tokenizer(path: Path, sha256: str) -> Tokenizer:
-    found = load_tokenizer(path / TOKENIZER)
-    if sha256_of(path / TOKENIZER) != sha256:
-        raise UserError(f"{path / TOKENIZER} is not the file that was written: another sha256")
+    found = load_tokenizer(path / TOKENIZER_FILE)
+    if sha256_of(path / TOKENIZER_FILE) != sha256:
+        raise UserError(f"{path / TOKENIZER_FILE} is not the file that was written: another sha256")
     return found
 
 
@@ -175,12 +183,12 @@ def _read_foreign(path: Path, tokenizer: str) -> Corpus:
         missing = " or ".join(f"*{n}*.bin" for n, f in (("train", train), ("val", val)) if not f)
         raise UserError(f"{path} has no {missing}: expected a {MANIFEST}, or shards of both splits")
     found = {"train": Tokens(train), "val": Tokens(val)}
-    if tokenizer == "auto" and (path / TOKENIZER).is_file():
-        tokenizer = str(path / TOKENIZER)
+    if tokenizer == "auto" and (path / TOKENIZER_FILE).is_file():
+        tokenizer = str(path / TOKENIZER_FILE)
     if tokenizer == "auto" and found["train"].dtype == LARGE:
         raise UserError(
-            f"{path} holds ids of 32 bits and no {TOKENIZER}: give the tokenizer that made them,"
-            " --data.tokenizer PATH"
+            f"{path} holds ids of 32 bits and no {TOKENIZER_FILE}: give the tokenizer that made"
+            " them, --data.tokenizer PATH"
         )
     made_by = make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None)
     return Corpus(

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgpt.config import DataConfig
-from fastgpt.data.build import Report
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.order import Mixture, SampleOrder
-from fastgpt.data.preparing import open_corpus
-from fastgpt.data.tokenizer import Tokenizer, same_tokenizer
+from fastgpt.data.prepare import Report, open_corpus
+from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 
 
@@ -92,7 +91,7 @@ def _hash_of(*parts: object) -> str:
 
 
 def open_data(config: DataConfig, source: str, report: Report | None = None) -> DataSet:
-    """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`; `report` as for `build`.
+    """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`; `report` as for `prepare`.
 
     Raises:
         UserError: as `open_corpus`; a weight is not a number above 0; or two corpora were made by

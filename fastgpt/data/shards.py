@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from fastgpt.errors import UserError
-from fastgpt.storage import write_atomically
 
 HEADER = np.dtype("<i4")
 HEADER_INTS = 256
@@ -47,27 +46,6 @@ def shard_header(count: int, dtype: np.dtype) -> memoryview:
     return header.data
 
 
-def write_shard(path: Path, tokens: np.ndarray, dtype: np.dtype = SMALL) -> None:
-    """Writes `tokens` as one shard; the name `path` appears only once the file is complete.
-
-    Args:
-        path: the file to write, or to replace; its folder must exist.
-        tokens: (N,), any integer dtype, 0 <= id <= what `dtype` holds, N >= 1.
-        dtype: `SMALL` (uint16) or `LARGE` (uint32).
-    Raises:
-        UserError: no token, too many for the header, or an id that `dtype` cannot hold.
-    """
-    path, largest = Path(path), np.iinfo(dtype).max
-    if not 1 <= tokens.size <= MAX_TOKENS:
-        raise UserError(f"{path}: a shard holds 1 to {MAX_TOKENS:,} tokens, not {tokens.size:,}")
-    if tokens.min() < 0 or tokens.max() > largest:
-        position = int(np.argmax((tokens < 0) | (tokens > largest)))
-        found = f"token {position:,} is {tokens[position]}"
-        raise UserError(f"{path}: {found}, but a shard holds ids from 0 to {largest}")
-    data = np.ascontiguousarray(tokens, dtype).data
-    write_atomically(path, shard_header(tokens.size, dtype), data)
-
-
 def read_header(path: Path) -> tuple[int, np.dtype]:
     """Number of tokens and dtype of a shard, checked against the size of the file.
 
@@ -94,17 +72,6 @@ def read_header(path: Path) -> tuple[int, np.dtype]:
             f" ({expected:,} bytes), the file ends at byte {size:,}"
         )
     return count, dtype
-
-
-def read_shard(path: Path) -> np.ndarray:
-    """Opens a shard without reading it into memory.
-
-    Returns:
-        (N,) uint16 or uint32, read-only, memory-mapped: pages are read when they are touched.
-    Raises:
-        UserError: as `read_header`.
-    """
-    return _map(path, *read_header(path))[0]
 
 
 def _map(path: Path, count: int, dtype: np.dtype) -> tuple[np.ndarray, mmap.mmap]:

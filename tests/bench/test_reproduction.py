@@ -8,7 +8,7 @@ import pytest
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
-from fastgpt.data.sources import SHAKESPEARE_FILE
+from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
 from fastgpt.display import duration
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 
 from bench import contenders, parts, records, step, trainers
 from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
-from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
 

@@ -1,0 +1,189 @@
+"""Prepares text for training: once, whole or absent, by one process at a time.
+
+Words
+    source              files of text, and how to read them: what a name or a path means
+    request             a source and settings, which decide every byte of what is prepared
+    prepare             to make what is requested; `prepare` makes it where it is told to,
+                        `open_corpus` in the cache
+    prepared directory  the result: token shards, their tokenizer and a manifest
+    progress            how far a request is, kept in the directory until it is complete
+
+A directory is written beside its place, in `NAME.incomplete`, and renamed when it is complete.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
+from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request
+from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
+from fastgpt.data.prepare.write import Report, write_directory
+from fastgpt.data.tokenizers import check_kind, make_tokenizer
+from fastgpt.data.verify import check_once
+from fastgpt.errors import UserError, writing
+from fastgpt.storage import cache_dir, sync_directory
+
+TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
+"""Held out by default: of a text, of a set of documents."""
+PATIENCE_S = 2
+"""Before it is said that another process is waited for."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_corpus(
+    source: str, *, tokenizer: str, val_fraction: float, report: Report | None = None
+) -> Corpus:
+    """Opens a corpus, preparing it in the cache the first time.
+
+    Args:
+        source: a name, a path or a data set of the hub (see `find_source`), a prepared directory,
+            or a folder of token shards that llm.c or modded-nanogpt wrote.
+        tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: what was saved with shards,
+            GPT-2's for shards without; characters for shakespeare, GPT-2's for sets of documents,
+            bytes for other text.
+        val_fraction: in (0, 1), what is held out for validation. What has been split already keeps
+            its split.
+        report: see `write_directory`.
+    Raises:
+        UserError: nothing to read there, it cannot be split or tokenized as asked, or a shard is
+            damaged or holds an id that the tokenizer does not know.
+    """
+    path = Path(source).expanduser()
+    if tokenizer != "auto":
+        check_kind(tokenizer, None)
+    if (path / MANIFEST).is_file() or (path.is_dir() and any(path.glob("*train*.bin"))):
+        return open_shards(path, tokenizer=tokenizer)
+    request = _request(find_source(source), tokenizer=tokenizer, val_fraction=val_fraction)
+    key = hashlib.sha256(json.dumps(request.facts()).encode()).hexdigest()[:16]
+    entry = cache_dir() / "corpora" / f"{request.source.name}-{key}"
+    with writing(entry), _locked(entry):
+        if (cached := _read_if_whole(entry)) is not None:
+            return cached
+        shutil.rmtree(entry, ignore_errors=True)
+        _prepare_whole(request, entry, report=report)
+    return read_prepared(entry)
+
+
+def prepare(
+    source: str,
+    out: Path,
+    *,
+    tokenizer: str = "auto",
+    vocab_size: int | None = None,
+    val_fraction: float | None = None,
+    separator: str | None = None,
+    field: str = "text",
+    shard_tokens: int = SHARD_TOKENS,
+    **options: Any,
+) -> Path:
+    """Writes a prepared directory to `out`, going on with what an earlier call left; returns it.
+
+    Args:
+        source: as for `open_corpus`, except what is tokens already.
+        out: appears, or gets its content, only when everything has been written.
+        tokenizer: as for `open_corpus`, or `bpe` or `wordpiece`, trained on the source.
+        vocab_size: of a tokenizer that is trained.
+        val_fraction: as for `open_corpus`; None: 0.1 of a text, 0.005 of a set of documents.
+        separator: what stands between documents in text files.
+        field: the field or column of text in JSON lines, Parquet and the hub's data sets.
+        shard_tokens: tokens in each shard but the last.
+        options: `workers`, `report` and `save_every_s` of `write_directory`.
+    Raises:
+        UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
+    """
+    out = Path(out).expanduser().resolve()
+    if tokenizer != "auto":
+        check_kind(tokenizer, vocab_size)
+    renamed = (out / PROGRESS).is_file()  # killed with one last step to go
+    if out.exists() and not renamed and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; give another one or remove it")
+    if out.is_mount():
+        raise UserError(f"{out} is where a file system is mounted; give a folder inside it")
+    if (Path(source).expanduser() / MANIFEST).is_file():
+        raise UserError(f"{source} is a prepared directory already: it has a {MANIFEST}")
+    if tokenizer == "gpt2" or (
+        tokenizer == "auto" and (source in HUB or source.startswith(HUB_PREFIX))
+    ):
+        make_tokenizer("gpt2", None)  # that its files are missing is said before a long download
+    request = _request(
+        find_source(source, separator=separator, field=field),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        val_fraction=val_fraction,
+        shard_tokens=shard_tokens,
+    )
+    with writing(out), _locked(out, wait=False):
+        if renamed:
+            os.replace(out, _unfinished(out))
+        _prepare_whole(request, out, **options)
+    return out
+
+
+def _request(
+    source: Source, *, tokenizer: str, val_fraction: float | None, **settings: Any
+) -> Request:
+    if tokenizer == "auto":
+        plain = "chars" if source.name == "shakespeare" else "bytes"
+        tokenizer = plain if source.plain else "gpt2"
+    if val_fraction is None:
+        val_fraction = TAIL_FRACTION if source.plain else DOCUMENT_FRACTION
+    if source.skipped:
+        logger.warning(
+            "%s: %d files read, %d skipped (hidden, binary, not UTF-8, or of another kind)",
+            source.name, len(source.files), source.skipped,
+        )  # fmt: skip
+    return Request(source=source, tokenizer=tokenizer, val_fraction=val_fraction, **settings)
+
+
+def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
+    """Writes beside `out`, where what was broken off goes on, and renames."""
+    unfinished = _unfinished(out)
+    write_directory(request, unfinished, **options)
+    os.replace(unfinished, out)
+    sync_directory(out.parent)
+    (out / PROGRESS).unlink()  # until here, or what was finished could not be told from anything
+
+
+def _unfinished(out: Path) -> Path:
+    """Where what will be `out` is written."""
+    return out.with_name(f"{out.name}.incomplete")
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Held by whoever writes `path`; the system lets go of it when a process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=PATIENCE_S if wait else 0)
+    except Timeout as error:
+        if not wait:
+            raise UserError(f"another process is preparing {path} now") from error
+        logger.warning("waiting for another process, which prepares %s", path.name)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read_if_whole(path: Path) -> Corpus | None:
+    if not path.exists():
+        return None
+    try:
+        corpus = read_prepared(path)
+        check_once(corpus.shards(), corpus.tokenizer.vocab_size)
+    except (UserError, OSError) as error:
+        logger.warning("preparing the cached corpus again: %s", error)
+        return None
+    return corpus

@@ -1,0 +1,143 @@
+"""Texts gathered into batches, and a batch turned into tokens.
+
+Batches are cut by the text alone: reading on from the end of one gives the same next ones.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from fastgpt.data.corpus import SPLITS
+from fastgpt.data.prepare.documents import Piece, read_pieces
+from fastgpt.data.prepare.sources import Source
+from fastgpt.data.shards import token_dtype
+from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
+
+BATCH_CHARACTERS = 2**19
+"""Text that one thread tokenizes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Between two batches."""
+
+    file: int = 0
+    row: int = 0
+    """Of that file; see `read_pieces`."""
+    done: int = 0
+    """How much of that file is behind, in the units of `source_size`."""
+    length: int = 0
+    """Characters (bytes, if read raw) behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece, or what one split has of it."""
+
+    text: str | bytes
+    begins: bool
+    """A document begins here."""
+    split: str | None
+    """None: the document's own hash says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch's tokens and counts, by split."""
+
+    tokens: dict[str, np.ndarray]
+    num_bytes: dict[str, int]
+    """UTF-8 behind the tokens."""
+    documents: dict[str, int]
+    digest: bytes
+    """Sha256 of the texts."""
+
+
+def batches(
+    source: Source, place: Place, *, raw: bool, tail_starts: int | None
+) -> Iterator[tuple[list[Part], Place]]:
+    """The texts of a source from `place` on, and the place after each batch.
+
+    Args:
+        source: from `find_source`.
+        place: where an earlier batch ended, or `Place()`.
+        raw: see `read_pieces`.
+        tail_starts: the length before what is held out; None: files or documents say.
+    """
+    parts, size, length, piece = [], 0, place.length, None
+    for piece in read_pieces(source, raw=raw, file=place.file, row=place.row):
+        parts += _split(piece, length, source, tail_starts)
+        length, size = length + len(piece.text), size + len(piece.text)
+        if size >= BATCH_CHARACTERS:
+            yield parts, Place(file=piece.file, row=piece.row, done=piece.done, length=length)
+            parts, size = [], 0
+    if piece is not None and parts:
+        yield parts, Place(file=piece.file, row=piece.row, done=piece.done, length=length)
+
+
+def _split(piece: Piece, length: int, source: Source, tail_starts: int | None) -> Iterator[Part]:
+    """`piece`, which has `length` characters before it, cut where the tail begins."""
+    if tail_starts is None:
+        yield Part(piece.text, piece.begins, source.files[piece.file].split)
+        return
+    cut = tail_starts - length
+    if cut > 0:
+        yield Part(piece.text[:cut], piece.begins, "train")
+    if cut < len(piece.text):
+        yield Part(piece.text[max(0, cut) :], piece.begins and cut <= 0, "val")
+
+
+def encode(
+    parts: list[Part], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
+) -> Encoded:
+    """Tokens of a batch; an end-of-text token goes before each document.
+
+    Args:
+        parts: from `batches`.
+        tokenizer: one without an end-of-text token separates nothing.
+        val_fraction: of the documents, where their hash decides.
+        ends_documents: for such a tokenizer, documents end in a newline.
+    """
+    found: dict[str, list[Part]] = {split: [] for split in SPLITS}
+    num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    digest = hashlib.sha256()
+    for part in parts:
+        text = part.text
+        data = text if isinstance(text, bytes) else text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+        split = part.split or ("val" if _draw(data) < val_fraction else "train")
+        ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
+        if isinstance(text, str) and not ends:
+            text, data = text + "\n", data + b"\n"
+        found[split].append(Part(text, part.begins, split))
+        num_bytes[split] += len(data)
+    tokens = {split: _tokens(mine, tokenizer) for split, mine in found.items()}
+    documents = {split: sum(part.begins for part in mine) for split, mine in found.items()}
+    return Encoded(tokens, num_bytes, documents, digest.digest())
+
+
+def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
+    dtype = token_dtype(tokenizer.vocab_size)
+    arrays = [np.empty(0, dtype)]
+    for begin, group in groupby(parts, lambda part: part.begins):
+        texts = [part.text for part in group]
+        if begin and tokenizer.eot_id is not None:
+            arrays.append(tokenizer.encode_documents([str(text) for text in texts]))
+        else:
+            arrays += [_ids(tokenizer, text) for text in texts]
+    return np.concatenate(arrays).astype(dtype, copy=False)
+
+
+def _ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    assert isinstance(tokenizer, ByteTokenizer)
+    return tokenizer.encode_bytes(text)
+
+
+def _draw(data: bytes) -> float:
+    """A number in [0, 1) that only the document decides: copies of it fall on the same side."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64

@@ -1,0 +1,283 @@
+"""A source's texts, piece by piece: in order, in bounded memory, and from any place on.
+
+A piece is a document, or a part of a long one. Long texts are cut before a space between two
+letters, or where there is none before white space that follows something else. GPT-2's BPE gives
+the parts the tokens of the whole, and so do the patterns of later GPTs at the first kind of place;
+a tokenizer that puts a mark before each text it is given (Metaspace) has one more in each part.
+"""
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from fastgpt.data.prepare.files import CHUNK_BYTES, File, opened, pyarrow
+from fastgpt.data.prepare.hub import open_split
+from fastgpt.data.prepare.sources import Source
+from fastgpt.errors import UserError
+
+MAX_PIECE = 2**24
+"""Characters after which a text without white space is cut where it stands."""
+MAX_DOCUMENT = 2**26
+"""Characters after which a separator that has not come is taken for the wrong one."""
+WORD_ENDS = " \n\r\t"
+ROWS = 256
+"""Rows of a Parquet file or of the hub taken at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a source."""
+
+    text: str | bytes
+    """Bytes where the source is read raw."""
+    begins: bool
+    """A document begins here."""
+    file: int
+    """Which of the source's files it is of."""
+    row: int
+    """Where that file goes on after this piece: what `read_pieces` takes as `row`."""
+    done: int
+    """How much of that file is behind it, in the units of `source_size`."""
+
+
+def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> Iterator[Piece]:
+    """The pieces of a source from (file, row) on.
+
+    Args:
+        source: from `find_source`.
+        raw: texts without a separator come as bytes, whatever they hold.
+        file: index into `source.files`.
+        row: from an earlier `Piece`.
+    Raises:
+        UserError: a file cannot be read, or is not what its name says; names it and the place.
+    """
+    for number in range(file, len(source.files)):
+        current = source.files[number]
+        rows = _rows(source, current, raw, row)
+        row = 0
+        for text, begins, after, done in rows:
+            if text:
+                yield Piece(text, begins, number, after, done)
+
+
+def source_size(source: Source) -> list[int]:
+    """How much each file holds: bytes, on disk; rows, for the hub."""
+    return [_size(file) for file in source.files]
+
+
+def scan(source: Source, *, raw: bool) -> tuple[int, str]:
+    """Reads a text once, before any work is done on it.
+
+    Returns:
+        Its length, in bytes if it is read raw, else in characters; and the sha256 of its bytes.
+    Raises:
+        UserError: a file cannot be read, or is not UTF-8 and not read raw.
+    """
+    length, digest = 0, hashlib.sha256()
+    for piece in read_pieces(source, raw=raw):
+        length += len(piece.text)
+        digest.update(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
+    return length, digest.hexdigest()
+
+
+_Row = tuple[str | bytes, bool, int, int]
+"""Text, whether a document begins, the row after it, how much of the file is behind it."""
+
+
+def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
+    if file.format == "parquet":
+        return _parquet(file, source.field, row)
+    if file.format == "hub":
+        return _hub(file, source.field, row)
+    if file.format == "jsonl":
+        return _json_lines(file, source.field, row)
+    if source.separator is not None:
+        return _separated(file, source.separator, row)
+    return _text(file, raw, source.ends_lines, row)
+
+
+def _size(file: File) -> int:
+    return open_split(file).num_rows if file.format == "hub" else os.path.getsize(file.path)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def _text(file: File, raw: bool, ends_lines: bool, row: int) -> Iterator[_Row]:
+    with opened(file.path) as (stream, on_disk):
+        last: str | bytes = ""
+        number = 0
+        parts = _blocks(stream) if raw else _cut(_decoded(stream, file.path))
+        for number, part in enumerate(parts, start=1):
+            last = part
+            if number > row:
+                yield part, number == 1, number, on_disk.tell()
+        newline = b"\n" if raw else "\n"
+        if ends_lines and last and last[-1:] != newline and number >= row:
+            yield newline, False, number + 1, on_disk.tell()
+
+
+def _separated(file: File, separator: str, row: int) -> Iterator[_Row]:
+    """Documents between separators, without the newlines around them."""
+    with opened(file.path) as (stream, on_disk):
+        parts = _between(_decoded(stream, file.path), separator, file.path)
+        for number, document in enumerate(parts, start=1):
+            if number > row:
+                yield document.strip("\r\n"), True, number, on_disk.tell()
+
+
+def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
+    """What lies between separators. Each block is looked through once, with the few characters
+    before it that may begin a separator."""
+    overlap = len(separator) - 1
+    parts, carry, size, number = [], "", 0, 0
+    for block in blocks:
+        *whole, rest = (carry + block).split(separator)
+        for document in whole:
+            yield "".join((*parts, document))
+            parts, size, number = [], 0, number + 1
+        keep = max(0, len(rest) - overlap)
+        parts.append(rest[:keep])
+        carry, size = rest[keep:], size + keep
+        if size > MAX_DOCUMENT:
+            raise UserError(
+                f"{path}: no {separator!r} in {MAX_DOCUMENT:,} characters after document"
+                f" {number:,}; is it what separates its documents?"
+            )
+    yield "".join((*parts, carry))
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    while block := stream.read(CHUNK_BYTES):
+        yield block
+
+
+def _decoded(stream: BinaryIO, path: str) -> Iterator[str]:
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        block = stream.read(CHUNK_BYTES)
+        waiting = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            place = offset - waiting + error.start
+            raise UserError(
+                f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset"
+                f" {place:,}); the bytes tokenizer reads texts as they are"
+            ) from error
+        offset += len(block)
+        if text:
+            yield text
+        if not block:
+            return
+
+
+def _cut(texts: Iterator[str]) -> Iterator[str]:
+    """The same text in parts that end where a word does."""
+    rest = ""
+    for text in texts:
+        rest += text
+        place = _last_cut(rest)
+        if place == 0 and len(rest) >= MAX_PIECE:
+            place = len(rest)
+        if place:
+            yield rest[:place]
+            rest = rest[place:]
+    if rest:
+        yield rest
+
+
+def _last_cut(text: str) -> int:
+    """The last place in `text` to cut before; 0 if there is none."""
+    place = len(text)
+    while (place := text.rfind(" ", 1, place)) > 0:
+        if text[place - 1].isalpha() and text[place + 1 : place + 2].isalpha():
+            return place
+    place = len(text)
+    while (place := max(text.rfind(space, 0, place) for space in WORD_ENDS)) > 0:
+        while place > 0 and text[place - 1].isspace():
+            place -= 1
+        if place > 0 and text[place] in WORD_ENDS:
+            return place
+    return 0
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+def _json_lines(file: File, field: str, row: int) -> Iterator[_Row]:
+    with opened(file.path) as (stream, on_disk):
+        for number, line in enumerate(stream, start=1):
+            if number > row and line.strip():
+                place = f"{file.path} line {number:,}"
+                yield _field_of(line, field, place), True, number, on_disk.tell()
+
+
+def _field_of(line: bytes, field: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON ({error})") from error
+    text = record.get(field) if isinstance(record, dict) else None
+    if text is None and isinstance(record, dict) and field in record:
+        return ""  # as an empty field of Parquet
+    if not isinstance(text, str):
+        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{place} has no text in field {field!r}; it has: {found}")
+    return _without_surrogates(text)
+
+
+def _without_surrogates(text: str) -> str:
+    """JSON can hold halves of surrogate pairs, which are no text: they become `?`."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
+    arrow, number = pyarrow(), 0
+    try:
+        # otherwise a whole row group, which may be all there is, would be held
+        options = {"pre_buffer": False, "buffer_size": 2**20}
+        with arrow.parquet.ParquetFile(file.path, **options) as table:
+            _check_column(table.schema_arrow, field, file.path)
+            total, size = table.metadata.num_rows, os.path.getsize(file.path)
+            for group in range(table.num_row_groups):
+                rows = table.metadata.row_group(group).num_rows
+                if number + rows <= row:
+                    number += rows
+                    continue
+                for batch in table.iter_batches(
+                    ROWS, row_groups=[group], columns=[field], use_threads=False
+                ):
+                    for text in batch.column(0).to_pylist():
+                        number += 1
+                        if number > row:
+                            yield text or "", True, number, size * number // total
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read {file.path} after row {number:,}: {reason}") from error
+
+
+def _check_column(schema: Any, field: str, path: str) -> None:
+    kind = schema.field(field).type if field in schema.names else None
+    if str(kind) not in ("string", "large_string", "string_view"):
+        found = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names)
+        raise UserError(f"{path} has no column {field!r} of text; it has: {found}")
+
+
+def _hub(file: File, field: str, row: int) -> Iterator[_Row]:
+    split = open_split(file)
+    kinds = {name: getattr(kind, "dtype", kind) for name, kind in split.features.items()}
+    if kinds.get(field) not in ("string", "large_string"):
+        found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise UserError(f"{file.path} has no column {field!r} of text; it has: {found}")
+    if row >= split.num_rows:
+        return
+    number = row
+    for batch in split.select_columns([field]).skip(row).iter(ROWS):
+        for text in batch[field]:
+            number += 1
+            yield text or "", True, number, number

@@ -1,0 +1,137 @@
+"""What somebody asks to have prepared, and how far that is."""
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
+from fastgpt.data.prepare.batches import Encoded, Place
+from fastgpt.data.prepare.sources import Source
+from fastgpt.data.shards import MAX_TOKENS
+from fastgpt.data.tokenizers import KINDS, SIZED
+from fastgpt.data.tokenizers.base import tokenizer_file
+from fastgpt.errors import UserError
+
+PROGRESS = "progress.json"
+SHARD_TOKENS = 100_000_000
+"""As llm.c's and modded-nanogpt's."""
+
+
+LEARNT = ("chars", *SIZED)
+"""Tokenizers for which the source is read before its tokens are made."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The source and the settings. Two equal requests give the same bytes."""
+
+    source: Source
+    tokenizer: str
+    """A kind, or the path of a `tokenizer.json`."""
+    vocab_size: int | None = None
+    """Of a tokenizer that is trained; None: its default."""
+    val_fraction: float
+    """What is held out: of the text, or of the documents; files named so have their own split."""
+    shard_tokens: int = SHARD_TOKENS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"val_fraction must lie between 0 and 1, not {self.val_fraction}")
+        if not 1 <= self.shard_tokens <= MAX_TOKENS:
+            raise UserError(f"shard_tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+
+    def facts(self) -> dict[str, Any]:
+        """All that decides the outcome, as JSON holds it: files by path, size and time."""
+        values = asdict(self)
+        files = values["source"].pop("files")
+        values["files"] = [[*file.values(), *_stamp(file["path"])] for file in files]
+        if self.tokenizer not in KINDS:
+            path = tokenizer_file(Path(self.tokenizer).expanduser())
+            values["tokenizer"] = [self.tokenizer, *_stamp(str(path))]
+        return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
+
+
+def _stamp(path: str) -> list[int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return []  # of the hub
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _no_tokens() -> dict[str, int]:
+    return dict.fromkeys(SPLITS, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a request is: all that is kept of it but the tokens themselves."""
+
+    place: Place = field(default_factory=Place)
+    digest: str = ""
+    """A chain of sha256 over the batches."""
+    tokens: dict[str, int] = field(default_factory=_no_tokens)
+    num_bytes: dict[str, int] = field(default_factory=_no_tokens)
+    """UTF-8 behind the tokens."""
+    documents: dict[str, int] = field(default_factory=_no_tokens)
+
+    def after(self, result: Encoded, place: Place) -> "Progress":
+        """With one more batch. A new object: an interrupt must not leave half of the counts."""
+        return Progress(
+            place=place,
+            digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
+            tokens={split: self.tokens[split] + result.tokens[split].size for split in SPLITS},
+            num_bytes={split: self.num_bytes[split] + result.num_bytes[split] for split in SPLITS},
+            documents={split: self.documents[split] + result.documents[split] for split in SPLITS},
+        )
+
+
+def load_progress(out: Path, request: Request) -> Progress | None:
+    """What an earlier call left; None where it left nothing.
+
+    Raises:
+        UserError: it was another request's.
+    """
+    try:
+        saved = json.loads((out / PROGRESS).read_text())
+    except (OSError, ValueError):
+        return None
+    progress = saved["progress"]
+    found = Progress(**{**progress, "place": Place(**progress["place"])})
+    facts, before = request.facts(), saved["request"]
+    changed = [
+        f"{name} was {_short(before.get(name))}"
+        for name in facts
+        if name != "files" and facts[name] != before.get(name)
+    ]
+    # documents that are yet to be read may be mended without losing what is done
+    behind = found.place.file if _reads_once(request) else len(facts["files"])
+    old, new = before.get("files", []), facts["files"]
+    if len(old) != len(new) or [f[:3] for f in old] != [f[:3] for f in new]:
+        changed.append(f"it was of {len(old)} files, now other ones")
+    changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
+    if changed:
+        raise UserError(
+            f"{out} holds another preparation ({', '.join(changed)}): ask for the same to go on"
+            " with it, or remove it"
+        )
+    for a, b in zip(old[behind : behind + 1], new[behind : behind + 1]):
+        if a != b and found.place.row:
+            logger.warning("%s was changed: it is read on from row %d", a[0], found.place.row)
+    return found
+
+
+def _reads_once(request: Request) -> bool:
+    """Nothing of the source is read before its tokens are made."""
+    return request.source.split != "tail" and request.tokenizer not in LEARNT
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,211 @@
+"""Where text comes from, by name or by path, as a list of files; and where files are kept.
+
+Two kinds of corpora. A *text* is files read one after the other (the built-in corpus, shakespeare,
+a text file, a folder of them); its end is held out. A set of *documents* (JSON lines, Parquet,
+texts cut at a separator, a data set of the Hugging Face hub) holds out documents by their hash.
+Files whose names say train and validation are split as they say.
+"""
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from fastgpt.data.download import published_file
+from fastgpt.data.prepare.files import File, folder_files, named_files
+from fastgpt.data.prepare.hub import hub_files
+from fastgpt.errors import UserError, unknown_name
+from fastgpt.storage import data_dir
+
+SHAKESPEARE_FILE = "tinyshakespeare.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+
+HUB_PREFIX = "hf:"
+HUB = {
+    "tinystories": "hf:roneneldan/TinyStories",
+    "openwebtext": "hf:Skylion007/openwebtext",
+    "fineweb": "hf:HuggingFaceFW/fineweb/sample-10BT",
+    "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu/sample-10BT",
+}
+"""Named sets of documents: hf:owner/name[/configuration][@revision]."""
+SEPARATORS = {"tinystories": "<|endoftext|>"}
+"""What stands between documents where a named set is on disk as text."""
+NAMES = ("builtin", "shakespeare", *HUB)
+
+# Tests and what pip puts there are not the library; encodings and pydoc_data are nearly all
+# generated tables, which are dull to learn and a large part of the bytes.
+STDLIB_SKIPPED_FOLDERS = frozenset((
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "__pycache__",
+    "lib-dynload", "encodings", "pydoc_data",
+))  # fmt: skip
+STDLIB_SKIPPED_FILES = frozenset((
+    "html/entities.py", "keyword.py", "token.py", "stringprep.py", "re/_casefix.py",
+    "_opcode_metadata.py", "sitecustomize.py", "usercustomize.py",
+))  # fmt: skip
+# Written when Python itself is built: they differ between machines with the same version.
+STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
+STDLIB_MIN_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What a corpus is made from."""
+
+    name: str
+    """Short and fit for a file name."""
+    given: str
+    """The name or path by which it was asked for."""
+    files: tuple[File, ...]
+    """In the order in which they are read."""
+    separator: str | None = None
+    """What stands between the documents of a text; None: a file is one document."""
+    field: str = "text"
+    """The field or column that holds the text (JSON lines, Parquet, the hub)."""
+    ends_lines: bool = False
+    """A newline is added to files that lack it: a folder's next file must not continue a line."""
+    skipped: int = 0
+    """Files of a folder that were left out: hidden, binary, not UTF-8, or of another kind."""
+    python: str | None = None
+    """The Python version whose library this is; None for every other source."""
+    revision: str | None = None
+    """The commit of a data set of the hub, if it is known."""
+
+    @property
+    def split(self) -> Literal["named", "tail", "hash"]:
+        """What is held out: files named so, the end of the text, or documents by hash."""
+        if self.files[0].split is not None:
+            return "named"
+        return "tail" if self.plain else "hash"
+
+    @property
+    def plain(self) -> bool:
+        """Texts as they are, not sets of documents."""
+        return self.separator is None and all(file.format == "text" for file in self.files)
+
+
+def find_source(source: str, *, separator: str | None = None, field: str = "text") -> Source:
+    """The files behind a name or a path.
+
+    Args:
+        source: one of `NAMES`, `hf:owner/name[/configuration][@revision]`, a file, a folder, or a
+            pattern with `*`, `?` or `**`.
+        separator: what stands between the documents of a text.
+        field: the field or column that holds the text.
+    Raises:
+        UserError: nothing of that name, nothing in it, or a download that failed.
+    """
+    if not source:
+        raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
+    if separator == "":
+        raise UserError("the separator is empty: expected what stands between two documents")
+    if separator and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
+        raise UserError(f"separator {separator!r}: {source} is not text files to be cut")
+    if source == "builtin":
+        return stdlib_source(Path(sysconfig.get_path("stdlib")))
+    if source == "shakespeare":
+        path = published_file(
+            SHAKESPEARE_FILE, SHAKESPEARE_URL, sha256=SHAKESPEARE_SHA256, what="tiny shakespeare",
+            instead=f"that file, as {SHAKESPEARE_FILE},",
+        )  # fmt: skip
+        return Source(name=source, given=source, files=(File(path=str(path), format="text"),))
+    if source in HUB:
+        return _named_set(source, separator, field)
+    if source.startswith(HUB_PREFIX):
+        return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]), field)
+    found = _local(source)
+    return replace(found, separator=separator, field=field)
+
+
+def stdlib_source(root: Path) -> Source:
+    """The built-in corpus: the source of a Python standard library, about 10 MB.
+
+    Files are ordered by their POSIX path, so one installation always gives the same bytes.
+
+    Raises:
+        UserError: the library is not there as source (a zipped or an embedded Python).
+    """
+    paths = [str(root / path) for path in sorted(_stdlib_files(root))]
+    size = sum(os.path.getsize(path) for path in paths)
+    if size < STDLIB_MIN_BYTES:
+        raise UserError(
+            f"the built-in corpus is the source of Python's standard library, but {root} holds"
+            f" only {size:,} bytes of it; give a text file or a folder instead"
+        )
+    files = tuple(File(path=path, format="text") for path in paths)
+    return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
+
+
+def _stdlib_files(root: Path) -> Iterator[str]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in STDLIB_SKIPPED_FOLDERS and not name.startswith(STDLIB_SKIPPED_PREFIXES)
+        ]
+        for name in files:
+            path = Path(folder, name).relative_to(root).as_posix()
+            if (
+                name.endswith(".py")
+                and path not in STDLIB_SKIPPED_FILES
+                and not name.startswith(STDLIB_SKIPPED_PREFIXES)
+            ):
+                yield path
+
+
+def _named_set(name: str, separator: str | None, field: str) -> Source:
+    """The files that someone has put into the data folder, else the hub's data set."""
+    folder = data_dir() / name
+    if folder.is_dir():
+        return replace(
+            _local(str(folder)), separator=separator or SEPARATORS.get(name), field=field
+        )
+    return _hub(HUB[name], name, field)
+
+
+def _hub(source: str, name: str, field: str) -> Source:
+    files, revision = hub_files(source, instead=data_dir() / name)
+    return Source(name=name, given=source, files=files, field=field, revision=revision)
+
+
+def _local(source: str) -> Source:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if any(path.glob("*train*.bin")):
+            raise UserError(
+                f"{path} has token shards already: give it as it is to --data.source;"
+                " only text is prepared"
+            )
+        files, skipped = folder_files(path)
+        name, ends_lines = path.resolve().name, True
+    else:
+        files, skipped = named_files(source)
+        name, ends_lines = path.name, len(files) > 1
+        if skipped and not files:
+            raise UserError(f"corpus {source!r}: none of the {skipped} files is text")
+        if not files and (len(path.parts) > 1 or path.suffix):
+            raise UserError(f"corpus {source!r}: no such file or folder")
+        if not files:
+            raise unknown_name("corpus", source, NAMES, also="a file or a folder")
+    if not any(os.path.getsize(file.path) for file in files):
+        hint = f" ({skipped} hidden, binary or non-UTF-8 skipped)" if skipped else ""
+        raise UserError(f"corpus {source!r} is empty: no text in it{hint}")
+    return Source(
+        name=_file_name(name),
+        given=source,
+        files=tuple(files),
+        ends_lines=ends_lines,
+        skipped=skipped,
+    )
+
+
+def _file_name(name: str) -> str:
+    """`name` without its suffixes, made of letters, digits, `-` and `_`."""
+    stem = name.lstrip(".").split(".")[0].lower()
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem)
+    return kept.strip("-")[:40] or "corpus"

@@ -1,0 +1,332 @@
+"""Writes a prepared directory: on all cores, in bounded memory, and resumable.
+
+One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
+in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
+shards are synced and `progress.json` says how far they are: whatever was killed at any moment cuts
+the shards back to that point and goes on from there. The manifest is written last.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
+from fastgpt.data.download import sha256_of
+from fastgpt.data.prepare.batches import Encoded, Place, batches, encode
+from fastgpt.data.prepare.documents import read_pieces, scan, source_size
+from fastgpt.data.prepare.request import (
+    PROGRESS,
+    Progress,
+    Request,
+    load_progress,
+)
+from fastgpt.data.shards import HEADER_BYTES, shard_header, token_dtype
+from fastgpt.data.tokenizers import (
+    SIZED,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
+from fastgpt.data.verify import checksums
+from fastgpt.errors import UserError, writing
+from fastgpt.storage import cores, sync, write_atomically
+
+Report = Callable[[int, float], None]
+LEARNT_CHARACTERS = 10**8
+"""Of the beginning of a source, which is all that bpe and wordpiece learn from: their memory grows
+with the distinct words."""
+
+
+def write_directory(
+    request: Request,
+    out: Path,
+    *,
+    workers: int | None = None,
+    report: Report | None = None,
+    save_every_s: float = 5.0,
+) -> None:
+    """Writes what is requested to `out`, going on with what an earlier call left there.
+
+    Args:
+        request: what to prepare.
+        out: a directory for this request alone.
+        workers: threads that tokenize; None: one for each core this process may use. The bytes
+            written do not depend on it.
+        report: is told after each batch how many tokens there are, and the share of the source
+            that is behind.
+        save_every_s: seconds between two points to resume from.
+    Raises:
+        UserError: something in the source, the tokenizer or the split cannot work, or the disk is
+            full; what was done is kept for the next call.
+    """
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}: expected 1 or more")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for path in out.glob(".*.json-*"):
+            path.unlink()  # killed while it had its temporary name
+        progress = load_progress(out, request)
+        if progress is not None and (out / MANIFEST).exists():
+            return  # whole, but for its name
+        (out / MANIFEST).unlink(missing_ok=True)
+        _Directory(request, out, progress, workers or cores(), report, save_every_s).run()
+
+
+class _Directory:
+    """The work of `write_directory`, and how far it is."""
+
+    def __init__(
+        self,
+        request: Request,
+        out: Path,
+        progress: Progress | None,
+        workers: int,
+        report: Report | None,
+        save_every_s: float,
+    ) -> None:
+        self.request, self.source, self.out = request, request.source, out
+        self.workers, self.report, self.save_every_s = workers, report, save_every_s
+        self.facts = request.facts()
+        self.raw = request.tokenizer == ByteTokenizer.kind
+        self.before = list(itertools.accumulate(source_size(self.source), initial=0))
+        self.tail_starts, self.sha256 = None, None
+        if self.source.split == "tail":
+            length, self.sha256 = scan(self.source, raw=self.raw)
+            self.tail_starts = _tail_start(length, request.val_fraction)
+        self.tokenizer = self._tokenizer(fresh=progress is None)
+        self.progress = progress or Progress()
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        self.writers = {
+            split: ShardWriter(out, split, dtype, request.shard_tokens, self.progress.tokens[split])
+            for split in SPLITS
+        }
+        self.saved = time.monotonic()
+
+    def _tokenizer(self, *, fresh: bool) -> Tokenizer:
+        """The one of the earlier call, else a new one, trained where it has to be."""
+        if not fresh:
+            return load_tokenizer(self.out / TOKENIZER_FILE)
+        tokenizer = make_tokenizer(
+            self.request.tokenizer, self._texts, vocab_size=self.request.vocab_size
+        )
+        tokenizer.save(self.out / TOKENIZER_FILE)
+        return tokenizer
+
+    def _texts(self) -> Iterator[str]:
+        length, sized = 0, self.request.tokenizer in SIZED
+        for piece in read_pieces(self.source, raw=False):
+            assert isinstance(piece.text, str)
+            yield piece.text
+            length += len(piece.text)
+            if sized and length >= LEARNT_CHARACTERS:
+                break
+        if not self.source.plain:
+            yield "\n"  # what ends a document where no token does; characters must know it
+
+    def run(self) -> None:
+        self._save()  # a trained tokenizer, if nothing else yet
+        self._report()
+        pending: deque[tuple[Future[Encoded], Place]] = deque()
+        tokenize = partial(
+            encode,
+            tokenizer=self.tokenizer,
+            val_fraction=self.request.val_fraction,
+            ends_documents=not self.source.plain,
+        )
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                for parts, place in batches(
+                    self.source, self.progress.place, raw=self.raw, tail_starts=self.tail_starts
+                ):
+                    pending.append((pool.submit(tokenize, parts), place))
+                    # enough that no thread waits for the reader, few enough to be held in memory
+                    if len(pending) > 2 * self.workers:
+                        self._write(*pending.popleft())
+                while pending:
+                    self._write(*pending.popleft())
+            finally:
+                pool.shutdown(cancel_futures=True)
+                self._save()
+        self._finish()
+
+    def _write(self, encoded: Future[Encoded], place: Place) -> None:
+        result = encoded.result()
+        for split, tokens in result.tokens.items():
+            self.writers[split].append(tokens)
+        self.progress = self.progress.after(result, place)
+        self._report()
+        if time.monotonic() - self.saved >= self.save_every_s:
+            self._save()
+
+    def _report(self) -> None:
+        place = self.progress.place
+        behind = self.before[place.file] + place.done
+        if self.report is not None:
+            self.report(sum(self.progress.tokens.values()), behind / max(1, self.before[-1]))
+
+    def _save(self) -> None:
+        for writer in self.writers.values():
+            writer.sync()
+        content = {"request": self.facts, "progress": asdict(self.progress)}
+        write_atomically(self.out / PROGRESS, json.dumps(content).encode())
+        self.saved = time.monotonic()
+
+    def _finish(self) -> None:
+        documents = sum(self.progress.documents.values())
+        for split, verb in (("train", "train on"), ("val", "validate on")):
+            if self.progress.tokens[split] < 2:
+                (self.out / PROGRESS).unlink()  # nothing to go on with: another fraction is due
+                raise UserError(
+                    f"val_fraction {self.request.val_fraction} of {self.source.name} ({documents:,}"
+                    f" documents) leaves nothing to {verb}"
+                )
+        splits = {split: self._complete(split) for split in SPLITS}
+        content = json.dumps(self._manifest(splits), indent=1) + "\n"
+        write_atomically(self.out / MANIFEST, content.encode())
+
+    def _complete(self, split: str) -> dict[str, Any]:
+        """Completes a split's shards; what the manifest says of them."""
+        paths = self.writers[split].finish()
+        with ThreadPoolExecutor(self.workers) as pool:
+            sums = pool.map(checksums, paths)
+            shards = [
+                {"file": path.name, "tokens": count, **found}
+                for path, count, found in zip(paths, self.writers[split].counts(), sums)
+            ]
+        progress = self.progress
+        return {
+            "tokens": progress.tokens[split],
+            "bytes": progress.num_bytes[split],
+            "documents": progress.documents[split],
+            "shards": shards,
+        }
+
+    def _manifest(self, splits: dict[str, Any]) -> dict[str, Any]:
+        source = self.source
+        return {
+            "format_version": FORMAT_VERSION,
+            "name": source.name,
+            "sha256": self.sha256 or self.progress.digest,
+            "python": source.python,
+            "source": {
+                "given": source.given,
+                "files": len(source.files),
+                "skipped_files": source.skipped,
+                "revision": source.revision,
+                "held_out": source.split,
+            },
+            "tokenizer": self.tokenizer.kind,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eot_id": self.tokenizer.eot_id,
+            "tokenizer_sha256": sha256_of(self.out / TOKENIZER_FILE),
+            "val_fraction": None if source.split == "named" else self.request.val_fraction,
+            "splits": splits,
+        }
+
+
+def _tail_start(length: int, val_fraction: float) -> int:
+    cut = int(length * (1 - val_fraction))
+    if not 0 < cut < length:
+        raise UserError(
+            f"val_fraction {val_fraction} of {length} characters or bytes leaves nothing to"
+            f" {'train on' if cut == 0 else 'validate on'}"
+        )
+    return cut
+
+
+class ShardWriter:
+    """Appends tokens to the shards of one split: each but the last holds `shard_tokens`.
+
+    What the files hold is a function of the tokens appended so far, however they were cut and
+    whatever was appended and lost again. A shard gets its header when it is complete.
+
+    Args:
+        out: the folder of the shards.
+        split: `train` or `val`, the beginning of their names.
+        dtype: `SMALL` or `LARGE`.
+        shard_tokens: tokens in a shard.
+        tokens: how many are there to go on from; files are cut back to them.
+    """
+
+    def __init__(
+        self, out: Path, split: str, dtype: np.dtype, shard_tokens: int, tokens: int
+    ) -> None:
+        self.out, self.split, self.dtype, self.shard_tokens = out, split, dtype, shard_tokens
+        self.tokens = 0
+        self.file = None
+        self._cut_back(tokens)
+
+    def _path(self, number: int) -> Path:
+        return self.out / f"{self.split}_{number:06d}.bin"
+
+    def _cut_back(self, tokens: int) -> None:
+        """To the first `tokens` tokens, whatever was written after them."""
+        full, rest = divmod(tokens, self.shard_tokens)
+        for path in self.out.glob(f"{self.split}_*.bin"):
+            if path.name > self._path(full).name or (path == self._path(full) and not rest):
+                path.unlink()
+        self.tokens = tokens
+        for number, count in enumerate(self.counts()):
+            self._check_size(number, count)
+        if rest:
+            self.file = self._path(full).open("r+b")
+            self.file.write(bytes(HEADER_BYTES))  # it is not whole any more
+            self.file.truncate(HEADER_BYTES + rest * self.dtype.itemsize)
+            self.file.seek(0, os.SEEK_END)
+
+    def _check_size(self, number: int, count: int) -> None:
+        path, least = self._path(number), HEADER_BYTES + count * self.dtype.itemsize
+        size = path.stat().st_size if path.exists() else 0
+        if size < least or (count == self.shard_tokens and size > least):
+            raise UserError(
+                f"{path} has {size:,} bytes, not the {least:,} that were written: remove"
+                f" {self.out} and start again"
+            )
+
+    def append(self, tokens: np.ndarray) -> None:
+        while tokens.size:
+            full, rest = divmod(self.tokens, self.shard_tokens)
+            if self.file is None:
+                self.file = self._path(full).open("xb")
+                self.file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - rest])
+            self.file.write(part.data)
+            self.tokens += part.size
+            if self.tokens % self.shard_tokens == 0:
+                self._close(self.shard_tokens)
+
+    def _close(self, count: int) -> None:
+        """Writes the header: until then the file is not a shard."""
+        assert self.file is not None
+        self.file.seek(0)
+        self.file.write(shard_header(count, self.dtype))
+        self.sync()
+        self.file.close()
+        self.file = None
+
+    def sync(self) -> None:
+        if self.file is not None:
+            sync(self.file)
+
+    def counts(self) -> list[int]:
+        """Tokens in each shard."""
+        full, rest = divmod(self.tokens, self.shard_tokens)
+        return [self.shard_tokens] * full + [rest] * (rest > 0)
+
+    def finish(self) -> list[Path]:
+        """Completes the last shard; all of them, in order."""
+        if self.file is not None:
+            self._close(self.tokens % self.shard_tokens)
+        return [self._path(number) for number in range(len(self.counts()))]

@@ -1,0 +1,136 @@
+"""The tokenizers by name and by file.
+
+A tokenizer is saved as a `tokenizer.json` beside the data and the weights it belongs to. Ours have
+a "kind" in it; any other is Hugging Face's, which has a "model". `gpt2` and `huggingface` are
+imported when they are asked for: they need packages, and time, that bytes and characters do not.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
+from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from fastgpt.errors import UserError, unknown_name
+
+__all__ = [
+    "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "Tokenizer", "check_kind",
+    "load_tokenizer", "make_tokenizer", "same_tokenizer",
+]  # fmt: skip
+
+KINDS = ("bytes", "chars", "gpt2", "bpe", "wordpiece")
+SIZED = ("bpe", "wordpiece")
+"""Kinds that are trained to a vocabulary size."""
+DEFAULT_VOCAB_SIZE = 32_768
+MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 2**20
+"""256 bytes and the end of text; four times the largest in use."""
+
+
+def check_kind(kind: str, vocab_size: int | None = None) -> None:
+    """Raises the `UserError` that `make_tokenizer` would, as far as it costs nothing to find."""
+    path = "the path of a tokenizer.json or of a folder with one"
+    if kind not in KINDS and not (kind and tokenizer_file(Path(kind).expanduser()).is_file()):
+        raise unknown_name("tokenizer", kind, KINDS, also=path)
+    if kind in SIZED:
+        _huggingface(f"the {kind} tokenizer")
+    if vocab_size is None:
+        return
+    if kind not in SIZED:
+        raise UserError(
+            f"vocab_size {vocab_size} for the tokenizer {kind}: expected bpe or wordpiece, the"
+            " others bring their own"
+        )
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
+        raise UserError(
+            f"vocab_size {vocab_size}: expected {MIN_VOCAB_SIZE:,} to {MAX_VOCAB_SIZE:,}"
+        )
+
+
+def make_tokenizer(
+    kind: str, texts: Callable[[], Iterable[str]] | None, *, vocab_size: int | None = None
+) -> Tokenizer:
+    """A new tokenizer.
+
+    Args:
+        kind: one of `KINDS`, else the path of a `tokenizer.json` or of a folder with one.
+        texts: gives the corpus piece by piece, for chars, bpe and wordpiece to learn from; it may
+            be called twice.
+        vocab_size: for bpe and wordpiece, 32,768 by default, which uint16 holds and 64 divides.
+            A corpus with too little in it gives fewer tokens.
+    Raises:
+        UserError: no such kind or file, a size that cannot be, nothing to learn from, no
+            `tokenizers` package where it is needed, or gpt2's files are nowhere to be had.
+    """
+    check_kind(kind, vocab_size)
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "gpt2":
+        from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
+
+        return GPT2Tokenizer.published()
+    if kind not in KINDS:
+        return load_tokenizer(Path(kind).expanduser())
+    if texts is None:
+        raise UserError(f"the {kind} tokenizer needs a text to learn from")
+    if kind == "chars":
+        return CharTokenizer.train(texts())
+    module = _huggingface(kind)
+    train = module.train_bpe if kind == "bpe" else module.train_wordpiece
+    return train(texts, vocab_size or DEFAULT_VOCAB_SIZE)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Reads what `save` wrote, or any other program's `tokenizer.json`.
+
+    Args:
+        path: the file, or the folder that holds `tokenizer.json`.
+    Raises:
+        UserError: no such file, or not one that can be read.
+    """
+    path = tokenizer_file(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+        saved = json.loads(content)
+        if "kind" not in saved and "model" in saved:
+            return _huggingface("a tokenizer.json").JsonTokenizer(content)
+        return _restore(saved)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such tokenizer file") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a tokenizer file ({error!r})") from error
+
+
+def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
+    """True if `save` would write the same content for both."""
+    return json.loads(a.to_json()) == json.loads(b.to_json())
+
+
+def _restore(saved: dict[str, Any]) -> Tokenizer:
+    """One of ours, from the content of its file."""
+    kind = saved["kind"]
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "chars":
+        return CharTokenizer(saved["chars"])
+    if kind == "gpt2":
+        from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
+
+        return GPT2Tokenizer.from_base64(saved["tokens"])
+    raise unknown_name("tokenizer", kind, ("bytes", "chars", "gpt2"))
+
+
+def _huggingface(what: str) -> ModuleType:
+    try:
+        from fastgpt.data.tokenizers import huggingface
+    except ModuleNotFoundError as error:
+        if error.name != "tokenizers":
+            raise
+        raise UserError(
+            f"{what} needs the tokenizers package, which the extra `data` brings:"
+            " make setup EXTRAS=dev,data"
+        ) from error
+    return huggingface

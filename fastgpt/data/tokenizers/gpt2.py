@@ -1,0 +1,136 @@
+"""GPT-2's byte-pair encoding, from the two files that OpenAI published, through `tiktoken`."""
+
+import base64
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tiktoken
+import tiktoken.load
+
+from fastgpt.data.download import published_file
+from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
+
+EOT = "<|endoftext|>"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/"
+GPT2_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+# How GPT-2 cuts text into words before merging bytes (openai/gpt-2, src/encoder.py), in tiktoken's
+# wording: it cuts at the same places and has less to backtrack.
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
+# White space as Unicode has it; Python's own \s has four control characters more.
+_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_LONG_RUN = re.compile(f"[{_SPACE}]{{10000,}}(?=[{_SPACE}][^{_SPACE}])")
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's 50,257 tokens.
+
+    The text `<|endoftext|>` is encoded as the ordinary text it is; only `eot_id` ends a document.
+    Round trip: every text without lone surrogates, which become U+FFFD.
+
+    Args:
+        tokens: the bytes of ids 0 to 50,255, which are also the order of the merges.
+    Raises:
+        ValueError: another number of distinct tokens.
+    """
+
+    kind: str = "gpt2"
+    vocab_size: int = 50_257
+    eot_id: int | None = 50_256
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tuple(tokens)
+        if len(set(self.tokens)) != self.vocab_size - 1:
+            raise ValueError(f"{len(set(self.tokens))} tokens")
+        self._encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks={token: rank for rank, token in enumerate(self.tokens)},
+            special_tokens={EOT: len(self.tokens)},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    @classmethod
+    def published(cls) -> "GPT2Tokenizer":
+        """From OpenAI's two files: in `data_dir()`, else in `cache_dir()`, else downloaded there.
+
+        Raises:
+            UserError: `encoder.json` or `vocab.bpe` is another file of that name, or is missing
+                and cannot be downloaded.
+        """
+        paths = {
+            name: published_file(
+                name, GPT2_URL + name, sha256=sha256, what="GPT-2's",
+                instead="encoder.json and vocab.bpe, as OpenAI published them,",
+            )
+            for name, sha256 in GPT2_SHA256.items()
+        }  # fmt: skip
+        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
+            vocab_bpe_file=str(paths["vocab.bpe"]),
+            encoder_json_file=str(paths["encoder.json"]),
+            vocab_bpe_hash=GPT2_SHA256["vocab.bpe"],
+            encoder_json_hash=GPT2_SHA256["encoder.json"],
+        )
+        return cls(sorted(ranks, key=ranks.__getitem__))
+
+    @classmethod
+    def from_base64(cls, tokens: Iterable[str]) -> "GPT2Tokenizer":
+        """From what `to_json` wrote."""
+        return cls([base64.b64decode(token) for token in tokens])
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`: (N,) uint16. Other threads run meanwhile."""
+        try:
+            ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self.encode(replace_surrogates(text))
+        except ValueError:
+            # a million spaces before a word are more than the pattern can backtrack over
+            parts = _cut_long_runs(text)
+            if len(parts) == 1:
+                raise
+            return np.concatenate([self.encode(part) for part in parts])
+        return ids.astype(np.uint16)
+
+    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
+        """As the documents one by one, in one call: each return to Python waits for its lock."""
+        if any(EOT in text for text in texts):
+            return super().encode_documents(texts)
+        joined = "".join(part for text in texts for part in (EOT, text))
+        try:
+            ids = self._encoding.encode_to_numpy(
+                joined, allowed_special={EOT}, disallowed_special=()
+            )
+        except (UnicodeEncodeError, ValueError):
+            return super().encode_documents(texts)
+        return ids.astype(np.uint16)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Text of `ids`; broken UTF-8, and ids outside the vocabulary, show as U+FFFD."""
+        values = id_array(ids).tolist()
+        pieces = (
+            self._encoding.decode_single_token_bytes(i) if 0 <= i < self.vocab_size else b"\xff"
+            for i in values
+        )
+        return b"".join(pieces).decode(errors="replace")
+
+    def to_json(self) -> str:
+        """0.8 MB that need no other file to be read again."""
+        tokens = [base64.b64encode(token).decode() for token in self.tokens]
+        return json.dumps({"kind": self.kind, "tokens": tokens})
+
+
+def _cut_long_runs(text: str) -> list[str]:
+    """Cuts before the last character of each long run of white space that a word follows.
+
+    The pattern always ends a token there, so the parts have the same tokens as the whole.
+    """
+    cuts = (match.end() for match in _LONG_RUN.finditer(text))
+    return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text)))]

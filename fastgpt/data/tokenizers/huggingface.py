@@ -1,0 +1,164 @@
+"""Tokenizers of the `tokenizers` package: any `tokenizer.json`, and BPE and WordPiece trained here.
+
+The file is Hugging Face's own format, so other programs read what is saved here.
+
+Threads: the package shares out a batch among threads of its own, but does a batch of one in the
+thread that calls, without Python's lock. Calls from several threads thus run side by side and no
+further threads compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
+"""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from fastgpt.data.shards import token_dtype
+from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array, replace_surrogates
+from fastgpt.errors import UserError
+
+EOT_TOKENS = (
+    "<|endoftext|>",  # GPT-2, GPT-NeoX, Qwen
+    "<|end_of_text|>",  # Llama 3
+    "</s>",  # Llama 2, Mistral, T5
+    "<eos>",  # Gemma
+    "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "[SEP]",  # BERT
+)
+"""Usual names of the token that ends a text; the first that a vocabulary has is its `eot_id`."""
+
+
+class JsonTokenizer(Tokenizer):
+    """Whatever a Hugging Face `tokenizer.json` describes.
+
+    Special tokens in a text are encoded as the ordinary text they are, none are added, and nothing
+    is cut or padded, whatever the file asks for. Round trip: as far as the file's own steps allow;
+    `train_bpe` says what it promises.
+
+    Args:
+        content: the text of the file; `to_json` and `save` give it back as it is.
+    Raises:
+        UserError: the `tokenizers` package cannot read it, or there is no token in it.
+    """
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the package raises nothing narrower
+            raise UserError(
+                f"not a tokenizer that the tokenizers package reads ({error})"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError("a tokenizer without a single token")
+        self._known = np.array(sorted(vocabulary.values()), np.int64)
+        self.kind = type(self._tokenizer.model).__name__.lower()
+        self.vocab_size = int(self._known[-1]) + 1  # ids may have gaps
+        self.eot_id = next((vocabulary[name] for name in EOT_TOKENS if name in vocabulary), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`: (N,) uint16 where every id of the vocabulary fits, else uint32.
+
+        Lone surrogates become U+FFFD.
+
+        Raises:
+            UserError: a text that this tokenizer has no ids for.
+        """
+        try:
+            [encoding] = self._tokenizer.encode_batch_fast(
+                [replace_surrogates(text)], add_special_tokens=False
+            )
+        except Exception as error:  # the package raises nothing narrower
+            raise UserError(f"the {self.kind} tokenizer cannot encode a text: {error}") from error
+        return np.array(encoding.ids, token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Text of `ids`; each id outside the vocabulary shows as U+FFFD."""
+        values = id_array(ids)
+        known = np.isin(values, self._known)
+        cuts = np.flatnonzero(np.diff(known)) + 1
+        return "".join(
+            self._tokenizer.decode(run.tolist(), skip_special_tokens=False)
+            if run.size and known[start]
+            else REPLACEMENT * run.size
+            for start, run in zip((0, *cuts), np.split(values, cuts), strict=True)
+        )
+
+    def to_json(self) -> str:
+        """The file as it was read, or as training wrote it."""
+        return self._content
+
+
+def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
+    """Byte-level BPE in GPT-2's manner, learnt from `texts()`: the same file for the same texts.
+
+    Its ids are `<|endoftext|>`, the 256 bytes, then the merges of what occurs at least twice, until
+    there are `vocab_size` tokens or nothing is left to merge. Round trip: every text without lone
+    surrogates. Memory: the distinct words of the texts, as the package keeps them.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(replace_surrogates, texts()), trainer)
+    return JsonTokenizer(tokenizer.to_str())
+
+
+def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
+    """WordPiece in the manner of cased BERT, learnt from `texts()`: the same file for the same
+    texts, which are read twice.
+
+    Its ids are `[UNK]`, `[SEP]` (the end of a text), the characters, each inside a word and at its
+    start, then pieces of words that occur at least twice; fewer than `vocab_size` where there are
+    no more. Characters take up to half of the vocabulary, the most frequent ones first. There is
+    no `[PAD]`, `[CLS]` or `[MASK]`: nothing here asks for them. No round trip: white space is not
+    kept, and a word with a character that is not in the vocabulary becomes `[UNK]`.
+    """
+    # The package would number the characters inside words, and choose among equally rare ones, in
+    # the order of a hash table, which differs from run to run. So both are given: the former can
+    # be given only as special tokens, which they stop being when the vocabulary is taken over.
+    special = ["[UNK]", "[SEP]"]
+    chars = _frequent_characters(texts(), vocab_size // 4)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[*special, *(f"##{char}" for char in chars)],
+        initial_alphabet=chars,
+        limit_alphabet=len(chars),
+        show_progress=False,
+    )
+    draft = _wordpiece(None)
+    draft.train_from_iterator(map(replace_surrogates, texts()), trainer)
+    tokenizer = _wordpiece(draft.get_vocab())
+    tokenizer.add_special_tokens(special)
+    return JsonTokenizer(tokenizer.to_str())
+
+
+def _wordpiece(vocabulary: dict[str, int] | None) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False, lowercase=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _frequent_characters(texts: Iterable[str], count: int) -> list[str]:
+    """The most frequent characters that BERT's normalizer lets through, in code point order."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(text)
+    visible = (c for c in counts if unicodedata.category(c)[0] not in "CZ" and c != REPLACEMENT)
+    return sorted(sorted(visible, key=lambda char: (-counts[char], char))[:count])

@@ -1,0 +1,92 @@
+"""Tokenizers without a file of their own: the bytes, or the characters, of a text."""
+
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from fastgpt.data.shards import token_dtype
+from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array
+from fastgpt.errors import UserError
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8.
+
+    Round trip: every text without lone surrogates, which UTF-8 cannot hold: they become `?`.
+    """
+
+    kind: str = "bytes"
+    vocab_size: int = 256
+    eot_id: int | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """UTF-8 bytes of `text`: (N,) uint16."""
+        return self.encode_bytes(text.encode(errors="replace"))
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """Any bytes at all, text or not: (N,) uint16."""
+        return np.frombuffer(data, np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Text of `ids`; what is not UTF-8, and ids over 255, show as U+FFFD."""
+        values = id_array(ids)
+        # 0xFF occurs nowhere in UTF-8, so it always decodes to U+FFFD
+        known = np.where((values >= 0) & (values < self.vocab_size), values, 0xFF)
+        return known.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def to_json(self) -> str:
+        """Its kind is all there is."""
+        return json.dumps({"kind": self.kind})
+
+
+class CharTokenizer(Tokenizer):
+    """The distinct characters of a text, in code point order.
+
+    Round trip: every text made of those characters.
+    """
+
+    kind: str = "chars"
+    eot_id: int | None = None
+
+    def __init__(self, chars: Iterable[str]) -> None:
+        self.chars = tuple(sorted(set(chars)))
+        self.vocab_size = len(self.chars)
+        if not self.chars:
+            raise UserError("a character tokenizer needs at least one character")
+        self._points = np.array([ord(char) for char in self.chars], np.uint32)
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> "CharTokenizer":
+        """The tokenizer whose vocabulary is the characters of `texts`, taken one by one."""
+        return cls(char for text in texts for char in set(text))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`: (N,) uint16, or uint32 if there are more than 65,536 characters.
+
+        Raises:
+            UserError: a character that is not in the vocabulary; names it and its offset.
+        """
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        ids = np.searchsorted(self._points, points).clip(max=self.vocab_size - 1)
+        unknown = self._points[ids] != points
+        if unknown.any():
+            offset = int(np.argmax(unknown))
+            char = text[offset]
+            raise UserError(
+                f"character {char!r} (U+{ord(char):04X}) at offset {offset:,} is not among the"
+                f" {self.vocab_size} characters of the tokenizer"
+            )
+        return ids.astype(token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Text of `ids`; ids outside the vocabulary show as U+FFFD."""
+        values = id_array(ids)
+        known = (values >= 0) & (values < self.vocab_size)
+        points = np.where(known, self._points[np.where(known, values, 0)], ord(REPLACEMENT))
+        return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
+    def to_json(self) -> str:
+        """Its kind and the vocabulary."""
+        # one string per character: two lone surrogates in one string would be read back as one
+        return json.dumps({"kind": self.kind, "chars": list(self.chars)})

@@ -1,0 +1,133 @@
+"""Small data sets in every format, and what was written read back with none of the code under
+test."""
+
+import gzip
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastgpt.data.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
+
+
+def gpt2_files() -> Path:
+    """The folder of GPT-2's two files; without them the test is skipped."""
+    folder = Path(os.environ.get("FASTGPT_DATA", "data"))
+    missing = [name for name in ("encoder.json", "vocab.bpe") if not (folder / name).is_file()]
+    if missing:
+        pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
+    return folder
+
+
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments at the root of the repository."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+# --- texts and documents --------------------------------------------------------------------------
+
+
+def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
+    """`count` texts of 1 to `longest` words, all different."""
+    draw, words = random.Random(seed), WORDS.split()
+    lengths = [draw.randint(1, longest) for _ in range(count)]
+    return [f"{i} " + " ".join(draw.choices(words, k=n)) for i, n in enumerate(lengths)]
+
+
+def zst_frame(data: bytes) -> bytes:
+    """One frame of Zstandard."""
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+PACKERS = {".gz": gzip.compress, ".zst": zst_frame}
+
+
+def write_documents(
+    path: Path, texts: Sequence[str | None], *, separator: str = "", field: str = "text"
+) -> Path:
+    """A file of documents in the format that its name says: JSON lines, Parquet, else a text."""
+    if path.suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").table({"id": list(range(len(texts))), field: texts})
+        parquet.write_table(table, path, row_group_size=3 if len(texts) < 1000 else 1000)
+        return path
+    if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in path.suffixes):
+        lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]
+        data = "".join(lines).encode()
+    else:
+        data = separator.join(text or "" for text in texts).encode()
+    if packer := PACKERS.get(path.suffix):
+        # in two parts: what other programs append to is read to its end
+        data = packer(data[: len(data) // 2]) + packer(data[len(data) // 2 :])
+    path.write_bytes(data)
+    return path
+
+
+def prepared(out: Path, documents: list[str], tokenizer: str = "bpe", **options) -> Path:
+    """A prepared directory `out` of `documents`, a fifth of them held out by their hash.
+
+    257 tokens are the 256 bytes and the end of a text: sources of one alphabet share them.
+    """
+    source = write_documents(out.with_name(f"{out.name}.jsonl"), documents)
+    if tokenizer == "bpe":
+        options["vocab_size"] = 257
+    return prepare(str(source), out, tokenizer=tokenizer, val_fraction=0.2, **options)
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+"""llm.c's two formats, by their description alone: magic and version by the type of a token."""
+
+
+def shard_bytes(ids, kind="uint16", magic=None, version=None, count=None) -> bytes:
+    """A shard as llm.c writes it; what is given instead of the header's own numbers is wrong."""
+    known_magic, known_version = FORMATS[kind]
+    header = struct.pack(
+        "<3i", magic or known_magic, version or known_version, len(ids) if count is None else count
+    )
+    return header.ljust(1024, b"\0") + np.asarray(ids).astype(f"<u{int(kind[4:]) // 8}").tobytes()
+
+
+def write_shard(path: Path, ids, kind="uint16") -> Path:
+    path.write_bytes(shard_bytes(ids, kind))
+    return path
+
+
+def read_ids(path: Path) -> np.ndarray:
+    """The token ids of an llm.c shard."""
+    data = path.read_bytes()
+    magic, version, count = struct.unpack_from("<3i", data)
+    [kind] = [kind for kind, numbers in FORMATS.items() if numbers == (magic, version)]
+    ids = np.frombuffer(data, kind, offset=1024)
+    assert data == shard_bytes(ids, kind, count=count)
+    assert ids.size == count
+    return ids
+
+
+def split_ids(folder: Path, split: str) -> np.ndarray:
+    """All ids of a split, in the order of its shards' names."""
+    return np.concatenate([read_ids(path) for path in sorted(folder.glob(f"{split}_*.bin"))])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones too."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -1,0 +1,195 @@
+"""`python -m fastgpt.data DIR`: what it says of a data set is so, and damage is found."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from fastgpt.data.__main__ import main
+from fastgpt.data.prepare import open_corpus, prepare
+from tests.data.sets import prepared, python, texts, write_shard
+
+TEXTS = texts(120, longest=30)
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """120 documents in several shards."""
+    return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
+
+
+@pytest.fixture
+def corpus(stories):
+    return open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A text that has no documents."""
+    (tmp_path / "x.txt").write_text("[red]no[/red] [/] [bold] " * 20)
+    return prepare(str(tmp_path / "x.txt"), tmp_path / "x")
+
+
+@pytest.fixture
+def shown(capfd):
+    """Runs the command, which must succeed; what it prints."""
+
+    def run(*argv):
+        main([str(arg) for arg in argv])
+        out, err = capfd.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+@pytest.fixture
+def error(capfd):
+    """Runs the command, which must fail with one line on stderr; that line."""
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(arg) for arg in argv])
+        err = capfd.readouterr().err
+        assert stopped.value.code not in (0, None)
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        return err
+
+    return run
+
+
+def row(out, name):
+    """The numbers of a row of the table."""
+    [line] = [line for line in out.splitlines() if re.match(rf"│ {name} +│", line)]
+    return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
+
+
+def test_counts_are_those_of_the_shards(stories, corpus, shown):
+    out = shown(stories)
+    both = (corpus.train, corpus.val)
+    assert "stories" in out
+    assert row(out, "tokens") == [len(tokens) for tokens in both]
+    assert row(out, "shards") == [len(list(stories.glob(f"{s}_*"))) for s in ("train", "val")]
+    assert row(out, "shards")[0] > 3
+    documents = row(out, "documents")
+    assert documents == [(tokens[:] == corpus.tokenizer.eot_id).sum() for tokens in both]
+    assert sum(documents) == 120
+    assert sum(row(out, "bytes of text")) == sum(len(text.encode()) for text in TEXTS)
+    assert f"vocabulary 257, end of text {corpus.tokenizer.eot_id}, uint16" in out
+    assert f"sha256 {corpus.sha256}" in out
+
+
+def test_histogram_counts_each_document_once(stories, corpus, shown):
+    out = shown(stories, "--windows", 0)
+    ends = np.flatnonzero(corpus.train[:] == corpus.tokenizer.eot_id)
+    counted = np.diff([*ends, len(corpus.train)])
+    bars = re.findall(r"^ +([\d,]+) to ([\d,]+) +(█*) +([\d,]+)$", out, re.MULTILINE)
+    found = [[int(n.replace(",", "")) for n in (low, high, count)] for low, high, _, count in bars]
+    assert len(found) > 2
+    for low, high, count in found:
+        assert count == ((counted >= low) & (counted <= high)).sum()
+    assert sum(count for *_, count in found) == len(counted)
+    widths = [len(bar) for *_, bar, _ in bars]
+    largest = max(count for *_, count in found)
+    assert widths == [round(40 * count / largest) for *_, count in found]
+    assert f"0% {counted.min()}" in out
+    assert f"100% {counted.max()}; mean {counted.mean():.1f}" in out
+
+
+def test_plot_is_drawn(stories, shown, tmp_path):
+    out = shown(stories, "--plot", tmp_path / "lengths.png")
+    assert f"drawn: {tmp_path / 'lengths.png'}" in out
+    image = imread(tmp_path / "lengths.png")[..., :3]
+    colours = np.unique(image.reshape(-1, 3).round(2), axis=0)
+    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):  # train and val
+        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
+
+
+def test_windows_are_decoded_tokens_of_the_place_they_name(stories, corpus, shown):
+    out = shown(stories, "--windows", 3, "--length", 12)
+    places = re.findall(r"train, tokens ([\d,]+) to ([\d,]+)", out)
+    assert len(set(places)) == 3
+    for start, stop in (tuple(int(n.replace(",", "")) for n in place) for place in places):
+        assert stop - start == 11
+        assert corpus.tokenizer.decode(corpus.train[start : stop + 1]).strip() in out
+    assert shown(stories, "--windows", 3, "--length", 12) == out
+    assert shown(stories, "--windows", 3, "--length", 12, "--seed", 1) != out
+
+
+def test_text_that_looks_like_markup_is_shown_as_it_is(plain, shown):
+    out = shown(plain, "--windows", 1)
+    assert "[red]no[/red] [/] [bold] [red]" in out
+    assert "end of text none" in out
+
+
+def test_shards_of_another_program_are_shown(tmp_path, shown, stories):
+    folder = tmp_path / "[bold] fineweb10B"  # rich must not take it for markup
+    folder.mkdir()
+    write_shard(folder / "fineweb_train_000001.bin", np.arange(300) % 250)
+    write_shard(folder / "fineweb_val_000000.bin", range(100))
+    out = shown(folder, "--tokenizer", stories, "--verify")
+    assert row(out, "tokens") == [300, 100]
+    assert row(out, "documents") == [2, 1]
+    assert str(folder) in out
+    assert "verified: ids of 2 shards" in out
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def test_verify_reads_every_byte(stories, shown, error):
+    count = len(list(stories.glob("*.bin")))
+    assert f"verified: sha256, CRC-32 and ids of {count} shards" in shown(stories, "--verify")
+    path = stories / "train_000002.bin"
+    data = bytearray(path.read_bytes())
+    for byte in (1_000, 1_024, len(data) - 1):
+        data[byte] ^= 4
+        path.write_bytes(data)
+        assert f"{path}: damaged between byte 0 and byte {len(data):,}" in error(
+            stories, "--verify"
+        )
+        data[byte] ^= 4
+    path.write_bytes(data)
+    assert "verified" in shown(stories, "--verify")
+
+
+def test_verify_finds_what_size_and_time_hide(stories, shown, error):
+    """What has passed once is not read again without `--verify`."""
+    shown(stories)
+    path = stories / "val_000000.bin"
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert "tokens" in shown(stories)
+    assert "val_000000.bin: damaged between byte" in error(stories, "--verify")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nowhere"], "nowhere has no *train*.bin or *val*.bin: expected a manifest.json"),
+        (["{}", "--windows", "-1"], "--windows is -1: expected 0 or more"),
+        (["{}", "--length", "0"], "--length is 0: expected 1 or more"),
+        (["{}", "--seed", "-1"], "--seed is -1"),
+        (["{}", "--tokenizer", "bytes"], "was prepared with tokenizer 'bpe', not 'bytes'"),
+        (["{}", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),
+        (["{}", "--plot", "x.nothing"], "--plot x.nothing: "),
+    ],
+)
+def test_bad_input_is_one_line(stories, error, argv, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in error(*(part.format(stories) for part in argv))
+
+
+def test_plot_of_a_text_without_documents_is_refused(plain, error):
+    assert "bytes tokenizer has no end-of-text token" in error(plain, "--plot", "x.png")
+
+
+def test_command_runs_as_typed(stories):
+    done = python("-m", "fastgpt.data", stories, "--verify")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("verified: sha256")

@@ -1,0 +1,273 @@
+import hashlib
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastgpt.data import prepare as preparing
+from fastgpt.data.prepare import open_corpus, prepare, sources
+from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
+from fastgpt.data.prepare.write import write_directory
+from fastgpt.data.tokenizers import CharTokenizer
+from fastgpt.errors import UserError
+from fastgpt.storage import cache_dir, data_dir
+from tests.data.sets import python, read_ids, write_shard
+
+TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "My Notes.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def shakespeare():
+    if not (data_dir() / sources.SHAKESPEARE_FILE).is_file():
+        pytest.skip(f"FASTGPT_DATA has no {sources.SHAKESPEARE_FILE}")
+
+
+def opened(source, tokenizer="auto", val_fraction=0.1):
+    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction)
+
+
+def entries():
+    """But for the locks, which stay."""
+    return sorted(path.name for path in (cache_dir() / "corpora").glob("[!.]*"))
+
+
+def text_of(corpus):
+    return corpus.tokenizer.decode(corpus.train[:]) + corpus.tokenizer.decode(corpus.val[:])
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The entries that are prepared, in order."""
+    names = []
+
+    def counted(request, out, **options):
+        names.append(out.name)
+        time.sleep(0.1)  # so that whoever does not wait is seen
+        write_directory(request, out, **options)
+
+    monkeypatch.setattr(preparing, "write_directory", counted)
+    return names
+
+
+# --- splitting and tokenizing ---------------------------------------------------------------------
+
+
+def test_builtin_is_the_standard_library_without_its_tables():
+    corpus = opened("builtin")
+    data = b"".join(bytes(tokens[:].astype(np.uint8)) for tokens in (corpus.train, corpus.val))
+    assert corpus.sha256 == hashlib.sha256(data).hexdigest()
+    assert 7_000_000 < len(data) < 12_000_000
+    assert corpus.python == "{}.{}.{}".format(*sys.version_info[:3])
+    assert (corpus.name, corpus.tokenizer.kind) == ("builtin", "bytes")
+    assert corpus.val_bytes_per_token == 1
+    assert len(corpus.val) == pytest.approx(len(data) * 0.1, abs=1)
+    assert b"class JSONDecoder" in data
+    assert b"decoding_table = (" not in data
+    assert b"DO NOT EDIT" not in data
+
+
+def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
+    corpus = opened("shakespeare")
+    assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
+    assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("chars", 65)
+    assert corpus.tokenizer.encode("\n").tolist() == [0]
+    assert corpus.sha256 == SHAKESPEARE_SHA256
+    assert corpus.val_bytes_per_token == 1.0
+    assert corpus.python is None
+    text = (data_dir() / sources.SHAKESPEARE_FILE).read_text()
+    assert corpus.tokenizer.decode(corpus.val[:]) == text[-111_540:]
+    assert text_of(corpus) == text
+
+
+def test_any_single_file_can_be_learnt_as_bytes(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(range(256)))
+    corpus = opened(path, val_fraction=0.5)
+    assert corpus.train[:].tolist() + corpus.val[:].tolist() == list(range(256))
+    with pytest.raises(UserError, match=r"x\.bin is not UTF-8 \(byte 0x80 at offset 128\)"):
+        opened(path, tokenizer="chars")
+
+
+def test_skipped_files_are_told(tmp_path, caplog):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text(TEXT)
+    (tmp_path / "notes" / "b.bin").write_bytes(b"\0")
+    source = opened(tmp_path / "notes").manifest["source"]
+    assert (source["files"], source["skipped_files"]) == (1, 1)
+    assert "notes: 1 files read, 1 skipped" in caplog.text
+
+
+def test_split_counts_characters_and_bytes_are_known(text_file):
+    chars = opened(text_file, tokenizer="chars", val_fraction=0.25)
+    cut = int(len(TEXT) * 0.75)
+    assert chars.tokenizer.decode(chars.train[:]) == TEXT[:cut]
+    assert chars.tokenizer.decode(chars.val[:]) == TEXT[cut:]
+    expected = len(TEXT[cut:].encode()) / len(TEXT[cut:])
+    assert chars.val_bytes_per_token == pytest.approx(expected)
+    assert expected > 1
+    assert chars.name == "my-notes"
+
+
+def test_unknown_tokenizer_is_named_before_anything_is_read():
+    with pytest.raises(UserError, match="unknown tokenizer 'char'; did you mean 'chars'"):
+        opened("missing", tokenizer="char")
+
+
+# --- prepared directories -------------------------------------------------------------------------
+
+
+def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="chars", val_fraction=0.2)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json", "tokenizer.json", "train_000000.bin", "val_000000.bin",
+    ]  # fmt: skip
+    corpus = opened(out, val_fraction=0.5)  # it is split already
+    assert corpus.path == out
+    assert len(corpus.val) == len(TEXT) - int(len(TEXT) * 0.8)
+    assert text_of(corpus) == TEXT
+    assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert not (cache_dir() / "corpora").exists()
+    with pytest.raises(UserError, match="prepared directory already"):
+        prepare(str(out), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
+
+
+def without_checksum(manifest):
+    del manifest["splits"]["train"]["shards"][0]["crc32"]
+
+
+def without_validation(manifest):
+    manifest["splits"]["val"]["tokens"] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("", "damaged"),
+        ("[]", "damaged"),
+        ('{"format_version": 2}', "damaged"),
+        ('{"format_version": 99}', "format 99, expected 2"),
+        (without_checksum, "damaged"),
+        (without_validation, "damaged"),
+    ],
+)
+def test_damaged_manifest_is_named(text_file, tmp_path, change, complaint):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="bytes", val_fraction=0.1)
+    if callable(change):
+        change(manifest := json.loads((out / "manifest.json").read_text()))
+        change = json.dumps(manifest)
+    (out / "manifest.json").write_text(change)
+    with pytest.raises(UserError, match=rf"manifest\.json.*{complaint}"):
+        opened(out)
+
+
+def test_prepared_file_of_another_preparation_is_named(text_file, tmp_path):
+    out = prepare(str(text_file), tmp_path / "out", tokenizer="chars", val_fraction=0.2)
+    shard = (out / "val_000000.bin").read_bytes()
+    write_shard(out / "val_000000.bin", range(3))
+    with pytest.raises(UserError, match=r"val_000000\.bin has 3 tokens, but manifest"):
+        opened(out)
+    (out / "val_000000.bin").write_bytes(shard)
+    saved = json.loads((out / "tokenizer.json").read_text())
+    (out / "tokenizer.json").write_text(json.dumps(saved, indent=1))
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the file that was written"):
+        opened(out)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def test_second_time_nothing_is_prepared(text_file, written):
+    assert [opened(text_file).path for _ in range(3)] == [
+        cache_dir() / "corpora" / entries()[0]
+    ] * 3
+    assert len(written) == len(entries()) == 1
+
+
+def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
+    paths = [opened(text_file).path, opened(text_file, "chars").path]
+    paths.append(opened(text_file, val_fraction=0.2).path)
+    text_file.write_text(TEXT + "more")
+    paths.append(opened(text_file).path)
+    tokenizer = text_file.with_name("tokenizer.json")
+    for chars in (TEXT + "more", TEXT + "more xyz"):
+        CharTokenizer.train(chars).save(tokenizer)
+        paths.append(opened(text_file, str(tokenizer.parent)).path)
+        assert opened(text_file, str(tokenizer.parent)).tokenizer.vocab_size == len(set(chars))
+    assert len(set(paths)) == len(entries()) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *product(
+            ("train_000000.bin", "tokenizer.json", "manifest.json"),
+            (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-5])),
+        ),
+        ("train_000000.bin", lambda path: write_shard(path, read_ids(path)[:-1])),
+        ("train_000000.bin", lambda path: write_shard(path, read_ids(path) ^ 1)),
+    ],
+)
+def test_damaged_entry_is_prepared_again(text_file, caplog, name, damage):
+    path = opened(text_file).path / name
+    damage(path)
+    assert text_of(opened(text_file)) == TEXT
+    assert "preparing the cached corpus again" in caplog.text
+    assert path.exists()
+    assert len(entries()) == 1
+
+
+def test_interrupted_preparation_leaves_nothing_that_looks_whole(text_file, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened(text_file)
+    assert [name.endswith(".incomplete") for name in entries()] == [True]
+    assert text_of(opened(text_file)) == TEXT
+    assert [name for name in entries() if name.endswith(".incomplete")] == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, written):
+    if damaged:
+        (opened(text_file).path / "manifest.json").write_text("{")
+        written.clear()
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
+    assert texts == [TEXT] * 6
+    assert len(written) == len(entries()) == 1
+
+
+def test_two_processes_prepare_at_once(text_file):
+    code = (
+        "import sys; from fastgpt.data.prepare import open_corpus; "
+        "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        printed = {done.stdout for done in pool.map(lambda _: python("-c", code, text_file), "ab")}
+    assert printed == {f"{opened(text_file).path}\n"}
+    assert len(entries()) == 1
+
+
+def test_same_text_split_in_another_way_has_another_identity(text_file, tmp_path):
+    corpora = [
+        opened(prepare(str(text_file), tmp_path / str(fraction), val_fraction=fraction))
+        for fraction in (0.1, 0.2)
+    ]
+    assert corpora[0].sha256 == corpora[1].sha256
+    assert corpora[0].identity != corpora[1].identity

@@ -1,0 +1,254 @@
+"""What a run reads: one data set or several by weight, ours or another program's."""
+
+import hashlib
+import json
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastgpt.config import DataConfig
+from fastgpt.data.dataset import open_data
+from fastgpt.data.order import Mixture
+from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.errors import UserError
+from fastgpt.metrics import read_records
+from tests.data.sets import gpt2_files, prepared, texts, write_shard
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two texts; the paths."""
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text("the first of two texts. " * 30)
+    b.write_text("and here is the second, a longer one. " * 60)
+    return a, b
+
+
+def opened(source, **config):
+    return open_data(DataConfig(**config), str(source))
+
+
+def series(run, key):
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["{}=0.7,{}=0.1", "{}=7, {}=1", " {}=.7 ,{}=1e-1"])
+def test_mixture_is_sources_with_weights_of_which_only_the_ratio_counts(two, written):
+    data = opened(written.format(*two))
+    assert [corpus.name for corpus in data.corpora] == ["a", "b"]
+    assert data.weights == pytest.approx((7 / 8, 1 / 8))
+    assert data.name == "0.875 a + 0.125 b"
+    assert data.val_bytes_per_token is None
+    alone = opened(two[0])
+    assert (alone.name, alone.weights, alone.val_bytes_per_token) == ("a", (1.0,), 1.0)
+    assert alone.sha256 == hashlib.sha256(two[0].read_bytes()).hexdigest()
+
+
+def test_samples_are_taken_by_weight_from_each_corpus(two):
+    data = opened("{}=3,{}=1".format(*two))
+    samples = data.mixture(data.orders(16, seed=0), None).take(400)
+    for number, corpus in enumerate(data.corpora):
+        mine = samples[samples[:, 0] == number]
+        assert len(mine) == pytest.approx(400 * data.weights[number], abs=5)
+        assert mine[:, 2].max() <= len(corpus.train)
+        # the two are of 648 and of 2,052 tokens: all of each is drawn from
+        assert mine[:, 2].max() > len(corpus.train) - 40
+
+
+def test_hash_of_a_mixture_is_of_its_texts_their_weights_and_their_order(two):
+    a, b = two
+    before = [f"{a}=1,{b}=2", f"{a}=2,{b}=4", f"{a}=1,{b}=1", f"{b}=2,{a}=1", str(a)]
+    hashes = [opened(source).sha256 for source in before]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 4
+    b.write_text("another second text. " * 30)
+    assert opened(before[0]).sha256 != hashes[0]
+
+
+def test_name_with_an_equals_sign_is_a_path_where_it_is_one(two, tmp_path):
+    path = tmp_path / "lr=0.1"
+    path.write_text(two[0].read_text())
+    assert opened(path).weights == (1.0,)
+    data = opened(f"{path}=1,{two[1]}=1")  # the last one is the weight's
+    assert [len(corpus.train) for corpus in data.corpora] == [648, 2_052]
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("a=1,b", "b"),
+        ("a=1,", ""),
+        *((f"{part},b=1", part) for part in ("a=0", "a=-1", "a=nan", "a=1e999", "a=half", "=1")),
+    ],
+)
+def test_weight_that_is_none_is_named(source, part):
+    complaint = f"^data.source '{source}': '{part}' is no SOURCE=WEIGHT with a weight above 0$"
+    with pytest.raises(UserError, match=complaint):
+        opened(source)
+
+
+def test_missing_part_of_a_mixture_is_named(two, tmp_path):
+    with pytest.raises(UserError, match=r"gone\.txt.*no such file"):
+        opened(f"{two[0]}=1,{tmp_path / 'gone.txt'}=1")
+
+
+def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):
+    """Also where only the characters differ, or the two have as many tokens."""
+    a, b = two
+    both = r"a \(chars, 12 tokens\) and b \(chars, 16 tokens\) cannot be mixed"
+    with pytest.raises(UserError, match=both):
+        opened(f"{a}=1,{b}=1", tokenizer="chars")
+    documents = prepared(tmp_path / "documents", texts(30))
+    kinds = r"documents \(bpe, 257 tokens\) and b \(bytes, 256 tokens\) cannot be mixed"
+    with pytest.raises(UserError, match=kinds):
+        opened(f"{documents}=1,{b}=1")
+    b.write_text(a.read_text().upper())
+    with pytest.raises(UserError, match=r"12 tokens\) and b \(chars, 12 tokens\) cannot"):
+        opened(f"{a}=1,{b}=1", tokenizer="chars")
+
+
+# --- shards of other programs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def fineweb(tmp_path):
+    """Named as llm.c's fineweb.py names them; the ids are bytes, and two documents."""
+    folder = tmp_path / "fineweb10B"
+    folder.mkdir()
+    write_shard(folder / "fineweb_val_000000.bin", range(60, 100))
+    write_shard(folder / "fineweb_train_000002.bin", range(100, 200))
+    write_shard(folder / "fineweb_train_000001.bin", range(100))
+    return folder
+
+
+def test_folder_of_llmc_shards_is_read_as_it_is(fineweb):
+    before = sorted(fineweb.iterdir())
+    data = opened(fineweb, tokenizer="bytes", val_fraction=0.5)
+    [corpus] = data.corpora
+    assert corpus.train[:].tolist() == list(range(200))
+    assert corpus.val[:].tolist() == list(range(60, 100))
+    assert (corpus.name, corpus.tokenizer.kind) == ("fineweb10b", "bytes")
+    assert corpus.val_bytes_per_token is None
+    assert sorted(fineweb.iterdir()) == before
+
+
+def test_uint16_shards_without_a_tokenizer_are_gpt2s(fineweb):
+    gpt2_files()
+    write_shard(fineweb / "fineweb_val_000000.bin", [50_256, 15_496, 995] * 3)
+    corpus = opened(fineweb).corpora[0]
+    assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("gpt2", 50_257)
+    assert corpus.tokenizer.decode(corpus.val[:3]) == "<|endoftext|>Hello world"
+    assert corpus.document_starts("val").tolist() == [0, 3, 6]
+    assert corpus.document_starts("train").tolist() == [0]
+
+
+def test_uint32_shards_need_a_tokenizer(fineweb, tmp_path):
+    for path in fineweb.iterdir():
+        write_shard(path, range(30), "uint32")
+    complaint = r"fineweb10B holds ids of 32 bits and no tokenizer\.json.*--data\.tokenizer PATH"
+    with pytest.raises(UserError, match=complaint):
+        opened(fineweb)
+    saved = prepared(tmp_path / "other", texts(30)) / "tokenizer.json"
+    corpora = [opened(fineweb, tokenizer=str(saved)).corpora[0]]
+    (fineweb / "tokenizer.json").write_bytes(saved.read_bytes())
+    corpora.append(opened(fineweb).corpora[0])
+    for corpus in corpora:
+        assert (corpus.tokenizer.kind, corpus.train.dtype) == ("bpe", "uint32")
+        assert corpus.train[:].tolist() == [*range(30)] * 2
+
+
+def test_id_beyond_the_vocabulary_is_found_when_the_set_is_opened(fineweb):
+    write_shard(fineweb / "fineweb_train_000002.bin", [1, 2, 256])
+    complaint = r"fineweb_train_000002\.bin: token id 256 at byte 1,028, but the vocabulary ends"
+    with pytest.raises(UserError, match=complaint):
+        opened(fineweb, tokenizer="bytes")
+
+
+def test_shards_of_another_program_are_told_apart_by_what_is_in_them(fineweb):
+    before = opened(fineweb, tokenizer="bytes").sha256
+    assert opened(fineweb, tokenizer="bytes").sha256 == before
+    write_shard(fineweb / "fineweb_train_000001.bin", range(99, -1, -1))
+    assert opened(fineweb, tokenizer="bytes").sha256 != before
+
+
+def test_prepared_tokenizer_must_be_the_one_asked_for(tmp_path):
+    out = prepared(tmp_path / "a", texts(30))
+    ByteTokenizer().save(tmp_path / "bytes.json")
+    for asked in ("auto", "bpe", str(out), str(out / "tokenizer.json")):
+        assert opened(out, tokenizer=asked).tokenizer.kind == "bpe"
+    for asked in ("bytes", str(tmp_path / "bytes.json")):
+        with pytest.raises(UserError, match=r"a was prepared with tokenizer 'bpe', not"):
+            opened(out, tokenizer=asked)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
+    """655 tokens are 40 windows of 16; 8 of them a step."""
+    run = fit()
+    assert series(run, "epoch") == {step: pytest.approx(step / 5) for step in range(1, 9)}
+    out = capfd.readouterr().out
+    assert "epochs      1.6 of text (40 samples" in out
+    assert "step      7/8  loss" in out
+    assert "epoch 1.40  data wait" in out
+    waits = series(run, "data_wait")
+    assert len(waits) == 8
+    assert all(0 <= share <= 1 for share in waits.values())
+    assert json.loads((run / "manifest.json").read_text())["data"]["samples_per_epoch"] == [40]
+
+
+def test_data_wait_is_the_share_of_time_that_steps_wait(fit, monkeypatch):
+    take = Mixture.take
+
+    def slow(self, count):
+        time.sleep(0.3)
+        return take(self, count)
+
+    monkeypatch.setattr(Mixture, "take", slow)
+    waits = series(fit("--steps 8 --eval-every 0 --train.sample-tokens 0"), "data_wait")
+    assert all(0.3 < waits[step] <= 1 for step in (7, 8))  # what was ready before is used up
+
+
+def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two, tmp_path, capfd):
+    source = "--data.source {}=0.75,{}=0.25".format(*two)
+    whole = fit(source, f"--run-dir {tmp_path / 'whole'}")
+    assert "epochs      1.2 of a (40 samples" in (capfd.readouterr().out)
+    for record in read_records(whole / "metrics.jsonl"):
+        if "val_loss" in record:
+            first, second = record["val_losses"]
+            assert record["val_loss"] == pytest.approx(0.75 * first + 0.25 * second)
+            assert first != second
+            assert record["val_tokens"] == 71 + 227
+            assert "val_bits_per_byte" not in record
+    board = EventAccumulator(str(whole)).Reload()
+    shown = [event.value for event in board.Scalars("val_losses/1")]
+    assert shown == pytest.approx([pair[1] for pair in series(whole, "val_losses").values()])
+    manifest = json.loads((whole / "manifest.json").read_text())["data"]
+    assert manifest["weights"] == [0.75, 0.25]
+    # 48 of 64 samples, by the rule a few more or less, of 40 an epoch
+    assert series(whole, "epoch")[8] == pytest.approx(48 / 40, abs=3 / 40)
+
+    cut = fit(source, "--steps 4 --optim.schedule constant")
+    capfd.readouterr()
+    fit(source, f"--resume {cut} --steps 8 --run-dir {tmp_path / 'on'} --optim.schedule constant")
+    assert "other tokens" not in capfd.readouterr().out
+    straight = fit(source, f"--optim.schedule constant --run-dir {tmp_path / 'straight'}")
+    losses = series(straight, "train_loss")
+    resumed = series(tmp_path / "on", "train_loss")
+    assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
+    fit(source.replace("0.75", "0.5"), "--resume auto --steps 5")
+    assert "was trained on other tokens" in capfd.readouterr().out
+
+
+def test_run_over_shards_of_another_program(fit, fineweb):
+    run = fit(f"--data.source {fineweb} --data.tokenizer bytes --steps 4")
+    assert series(run, "epoch")[4] == pytest.approx(32 / 12, abs=0.1)
+    last = read_records(run / "metrics.jsonl")[-1]
+    assert last["val_tokens"] == 39
+    assert "val_bits_per_byte" not in last
+    assert json.loads((run / "manifest.json").read_text())["data"]["name"] == "fineweb10b"

@@ -1,0 +1,263 @@
+import hashlib
+import itertools
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgpt.data.prepare import documents
+from fastgpt.data.prepare.documents import read_pieces, scan, source_size
+from fastgpt.data.prepare.files import opened
+from fastgpt.data.prepare.sources import find_source
+from fastgpt.data.tokenizers import make_tokenizer
+from fastgpt.errors import UserError
+from tests.data.sets import gpt2_files, write_documents
+
+DOCUMENTS = [
+    "One two three.", "Zwölf Boxkämpfer\njagen.\r\n", "京都の\U0001f469‍\U0001f467 寺 ", "",
+    "Four " * 30, "\x1c\x1d five \xa0 six", "--" * 3 + "7", "One two three.",
+]  # fmt: skip
+# White space of every sort beside words: \x1c-\x1f are white space for Python, not for GPT-2.
+SPACES = " \n\r\t\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000\u200b\u180e"
+MIXED = st.lists(
+    st.sampled_from([*SPACES, "\r\n", "   ", " \n \n", "a", "word", "don't", "'", "12345", "é", "—",
+                     "東京", "\U0001f469‍\U0001f467", "<|endoftext|>", "...", "...\x1c ", "\0"]),
+    max_size=60,
+).map("".join)  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Everything that is taken at a time is so little that it cuts wherever it can."""
+    for name, value in {"CHUNK_BYTES": 7, "ROWS": 2, "MAX_PIECE": 25}.items():
+        monkeypatch.setattr(documents, name, value)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "bpe", "wordpiece"])
+def tokenizer(request):
+    if request.param == "gpt2":
+        gpt2_files()
+        return make_tokenizer("gpt2", None)
+    pytest.importorskip("tokenizers")
+    # with merges over what is white space for Python alone
+    text = "word don't a word 12345 ... a é — <|endoftext|> \n ...\x1c \x1d'\x1e\r\n" * 3
+    return make_tokenizer(request.param, lambda: [text], vocab_size=400)
+
+
+def pieces(path, raw=False, **options):
+    return list(read_pieces(find_source(str(path), **options), raw=raw))
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=MIXED, chunk=st.integers(1, 9))
+def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factory, text, chunk):
+    path = tmp_path_factory.mktemp("cut") / "x.txt"
+    path.write_text("x" + text, encoding="utf-8", newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "CHUNK_BYTES", chunk)
+        parts = [piece.text for piece in pieces(path)]
+    assert "".join(parts) == "x" + text
+    expected = tokenizer.encode("x" + text).tolist()
+    assert np.concatenate([tokenizer.encode(part) for part in parts]).tolist() == expected
+
+
+def test_text_is_cut_into_many_parts_of_bounded_length(tmp_path, small):
+    (tmp_path / "x.txt").write_text("some words " * 50 + "y" * 100 + " " * 100 + "words")
+    parts = [piece.text for piece in pieces(tmp_path / "x.txt")]
+    assert len(parts) > 60
+    assert max(map(len, parts)) < 25 + 7  # MAX_PIECE, and what was read to pass it
+
+
+def test_long_runs_of_white_space_take_no_longer_than_words(tmp_path):
+    # looked through character by character, each run of a mebibyte took minutes
+    (tmp_path / "x.txt").write_text("word" + " " * 2**21 + "word" + "\n" * 2**20)
+    began = time.process_time()
+    found = pieces(tmp_path / "x.txt")
+    assert time.process_time() - began < 5
+    assert sum(len(piece.text) for piece in found) == 8 + 3 * 2**20
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small, raw):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for name, content in {"a": "no newline", "b": "", "c": "two words\n", "d": "naïve"}.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    found = pieces(folder, raw=raw)
+    text = "no newline\ntwo words\nnaïve\n"
+    assert (b"" if raw else "").join(piece.text for piece in found) == (
+        text.encode() if raw else text
+    )
+    assert [piece.file for piece in found if piece.begins] == [0, 1, 2]
+    length, digest = scan(find_source(str(folder)), raw=raw)
+    assert length == len(text.encode() if raw else text)
+    assert digest == hashlib.sha256(text.encode()).hexdigest()
+    assert [piece.text for piece in pieces(folder / "a")][-1].endswith("newline")  # alone: as it is
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("content", "byte", "offset"),
+    [
+        (b"caf\xe9 ", "E9", 3),
+        ("naïve ".encode() + b"\xff", "FF", 7),
+        ("é京".encode()[:-1], "E4", 2),
+    ],
+)
+def test_text_that_is_not_utf8_is_named_with_the_byte(
+    tmp_path, monkeypatch, chunk, content, byte, offset
+):
+    (tmp_path / "x.txt").write_bytes(content)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
+    with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 \(byte 0x{byte} at offset {offset}"):
+        pieces(tmp_path / "x.txt")
+    assert b"".join(piece.text for piece in pieces(tmp_path / "x.txt", raw=True)) == content
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+FORMATS = [
+    "jsonl",
+    "ndjson",
+    "json",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "txt",
+    "txt.gz",
+    "txt.zst",
+]
+
+
+@pytest.fixture(params=FORMATS)
+def written(request, tmp_path):
+    separator = "\n<|end|>\n" if request.param.startswith("txt") else ""
+    path = write_documents(tmp_path / f"x.{request.param}", DOCUMENTS, separator=separator)
+    return path, {"separator": "<|end|>"} if separator else {}
+
+
+def test_every_format_gives_the_same_documents(written, small):
+    path, options = written
+    expected = list(filter(None, DOCUMENTS))
+    if options:  # a separator stands on a line of its own
+        expected = [text.strip("\r\n") for text in expected]
+    found = pieces(path, **options)
+    assert [piece.text for piece in found] == expected
+    assert all(piece.begins for piece in found)
+    done = [piece.done for piece in found]
+    assert done == sorted(done)
+    assert done[-1] == source_size(find_source(str(path), **options))[0]
+
+
+def test_reading_goes_on_after_any_piece(written, tmp_path, small):
+    path, options = written
+    sources = [find_source(str(path), **options)]
+    for name in "ab":  # several files, the last one without its newline
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_text("zwölf Boxkämpfer jagen " * 3, encoding="utf-8")
+    sources.append(find_source(str(tmp_path / "texts")))
+    for source, raw in itertools.product(sources, (False, True)):
+        whole = list(read_pieces(source, raw=raw))
+        assert len(whole) > 5
+        for number, piece in enumerate(whole, start=1):
+            rest = list(read_pieces(source, raw=raw, file=piece.file, row=piece.row))
+            assert rest == whole[number:]
+
+
+def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
+    path = write_documents(tmp_path / "x.parquet", ["a", None, "", None, "b"], field="content")
+    assert [(p.text, p.row) for p in pieces(path, field="content")] == [("a", 1), ("b", 5)]
+
+
+def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
+    lines = ['\ufeff{"text": "one"}\r\n', "\n", '{"n": 1, "text": "\\ud83d\\ude00\\ud800"}']
+    (tmp_path / "x.jsonl").write_text("".join(lines), encoding="utf-8", newline="")
+    assert [(p.text, p.row) for p in pieces(tmp_path / "x.jsonl")] == [
+        ("one", 1),
+        ("\U0001f600?", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": "cut', "is not JSON .(Invalid control|Unterminated)"),
+        (b'{"text": "caf\xe9"}', "is not JSON .*0xe9"),
+        (b"[" * 10**5, "is not JSON .*recursion"),
+        (b'{"txt": "x", "n": 1}', "has no text in field 'text'; it has: txt, n"),
+        (b'{"text": 1}', "has no text in field 'text'; it has: text"),
+        (b'["text"]', "has no text in field 'text'; it has: list"),
+    ],
+)
+def test_line_that_is_no_document_is_named(tmp_path, line, complaint):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
+    with pytest.raises(UserError, match=rf"x\.jsonl line 3 {complaint}"):
+        pieces(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("field", ["content", "id"])
+def test_parquet_without_such_a_column_tells_what_it_has(tmp_path, field):
+    path = write_documents(tmp_path / "x.parquet", ["x"])
+    with pytest.raises(
+        UserError, match=rf"x\.parquet has no column '{field}' of text; it has: id \(int64\), text"
+    ):
+        pieces(path, field=field)
+
+
+@pytest.mark.parametrize("damage", ["end", "page", "not UTF-8"])
+def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = write_documents(tmp_path / "x.parquet", ["first"] * 5)
+    content = path.read_bytes()
+    if damage == "end":
+        path.write_bytes(content[:-9])
+    elif damage == "page":
+        place = content.index(b"first")
+        path.write_bytes(content[: place - 25] + b"x" * 30 + content[place + 5 :])
+    else:
+        buffers = [
+            None,
+            pyarrow.py_buffer(np.array([0, 2, 4], "<i4")),
+            pyarrow.py_buffer(b"ok\xff\xfe"),
+        ]
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+    with pytest.raises(UserError, match=r"^cannot read .*x\.parquet after row \d: [^\n]+$"):
+        pieces(path)
+
+
+def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
+    monkeypatch.setattr(documents, "MAX_DOCUMENT", 100)
+    (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
+    with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters after document 2;"):
+        pieces(tmp_path / "x.txt", separator="--")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.zst"])
+def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
+    noise = np.random.default_rng(0).bytes(4 * documents.CHUNK_BYTES).hex()  # it packs badly
+    texts = [noise[i : i + 1000] for i in range(0, len(noise), 1000)]
+    path = write_documents(tmp_path / name, texts, separator=" ")
+    files = []
+
+    @contextmanager
+    def remembered(path):
+        with opened(path) as (stream, on_disk):
+            files.append(on_disk)
+            yield stream, on_disk
+
+    monkeypatch.setattr(documents, "opened", remembered)
+    reading = read_pieces(find_source(str(path)), raw=False)
+    next(reading)
+    [file] = files
+    assert 0 < file.raw.tell() <= 3 * documents.CHUNK_BYTES < path.stat().st_size
+    reading.close()
+    assert file.closed

@@ -1,0 +1,150 @@
+import hashlib
+import http.server
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+
+import pytest
+
+from fastgpt.data import download
+from fastgpt.data.download import fetch, published_file
+from fastgpt.errors import UserError
+
+CONTENT = bytes(range(256)) * 2000  # several chunks
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves `CONTENT`; `server.faults` are what goes wrong with the next requests, one each: a
+    status, a status with a Retry-After, or after how many bytes the connection ends."""
+
+    def do_GET(self):
+        self.server.requests += 1
+        fault = self.server.faults.pop(0) if self.server.faults else len(CONTENT)
+        status, wait = fault if isinstance(fault, tuple) else (fault, 0)
+        body = CONTENT[:status] if status >= 1000 else b""
+        self.send_response(200 if body else status)
+        self.send_header("Content-Length", str(len(CONTENT) if body else 0))
+        self.send_header("Retry-After", str(wait))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.faults, server.requests = [], 0
+        server.url = f"http://127.0.0.1:{server.server_port}/x.bin"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def get(server, tmp_path, monkeypatch):
+    """Fetches the server's file without waiting; `get.waits` are the pauses it would have made."""
+
+    def get(url=server.url, sha256=SHA256, **more):
+        fetch(url, get.path, sha256=sha256, instead="put it there", **more)
+        return get.path.read_bytes()
+
+    get.path, get.waits = tmp_path / "cache" / "x.bin", []
+    monkeypatch.setattr(time, "sleep", get.waits.append)
+    return get
+
+
+def test_file_is_fetched_once_and_replaced_if_it_is_another(server, get):
+    heard = []
+    assert get(progress=lambda *numbers: heard.append(numbers)) == get() == CONTENT
+    assert server.requests == 1
+    assert heard == sorted(heard)
+    assert len(heard) > 2
+    assert heard[-1] == (len(CONTENT), len(CONTENT))
+    get.path.write_bytes(b"old")
+    assert get() == CONTENT
+    assert {file.name for file in get.path.parent.iterdir()} == {"x.bin", ".x.bin.lock"}
+
+
+@pytest.mark.parametrize(
+    ("faults", "waits"),
+    [
+        ([503] * 4, [2, 4, 8]),
+        ([408, (429, 17), 500], [17, 4]),
+        ([(503, formatdate(2**33, usegmt=True))], [300]),
+        ([1000, 400_000, 1000], [2, 4]),
+    ],
+)
+def test_what_may_pass_is_tried_again(server, get, faults, waits):
+    server.faults = [*faults]
+    assert get() == CONTENT
+    assert (server.requests, get.waits) == (len(faults) + 1, waits)
+
+
+@pytest.mark.parametrize(
+    ("faults", "sha256", "reason"),
+    [
+        ([404], SHA256, "HTTP 404 Not Found"),
+        ([503] * 5, SHA256, "HTTP 503 Service Unavailable"),
+        ([1000] * 5, SHA256, r"IncompleteRead\(1000 bytes read, 511000 more expected\)"),
+        ([len(CONTENT)], "0" * 64, f"it sent something else: sha256 {SHA256}, expected {'0' * 64}"),
+    ],
+)
+def test_failure_is_one_line_and_leaves_nothing(server, get, faults, sha256, reason):
+    server.faults = [*faults]
+    with pytest.raises(UserError, match=rf"^cannot download {server.url}: {reason}; put it there$"):
+        get(sha256=sha256)
+    assert server.requests == len(faults)
+    assert [file.name for file in get.path.parent.iterdir()] == [".x.bin.lock"]
+
+
+@pytest.mark.parametrize(("open", "reason"), [(False, "Connection refused"), (True, "timed out")])
+def test_server_that_does_not_answer_is_named(get, monkeypatch, open, reason):
+    monkeypatch.setattr(download, "TIMEOUTS_S", (1, 0.02))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
+        if not open:
+            silent.close()
+        with pytest.raises(
+            UserError, match=rf"^cannot download {url}: .*{reason}.*; put it there$"
+        ):
+            get(url)
+
+
+def test_folder_that_cannot_be_made_is_named(get):
+    get.path.parent.touch()
+    with pytest.raises(UserError, match=r"cannot write .*cache/x"):
+        get()
+
+
+def test_many_share_one_download(server, get):
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda _: get(), range(4))] == [CONTENT] * 4
+    assert server.requests == 1
+
+
+def test_published_file_is_the_users_own_or_the_cached_one(server, tmp_path, monkeypatch):
+    folders = data, cache = tmp_path / "data", tmp_path / "cache"
+    for name, folder in zip(("DATA", "CACHE"), folders):
+        monkeypatch.setenv(f"FASTGPT_{name}", str(folder))
+
+    def find():
+        return published_file("x.bin", server.url, sha256=SHA256, what="mine", instead="x.bin")
+
+    server.faults = [404]
+    with pytest.raises(UserError, match=f"404 Not Found; x.bin can be put into {data} by hand"):
+        find()
+    assert [find(), find()] == [cache / "x.bin"] * 2
+    assert server.requests == 2
+    data.mkdir()
+    (data / "x.bin").write_bytes(b"other")
+    with pytest.raises(UserError, match=f"x.bin is not mine: its sha256 is .*, expected {SHA256}"):
+        find()
+    (data / "x.bin").write_bytes(CONTENT)
+    assert find() == data / "x.bin"

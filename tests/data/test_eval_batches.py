@@ -1,0 +1,158 @@
+"""What is scored of a held-out split: every target once, by any number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgpt.data.loader import IGNORED, eval_batches, random_batches
+from fastgpt.data.order import SampleOrder
+from fastgpt.errors import UserError
+from tests.data.test_loader import EOT, of_texts, padded
+
+
+def scored(num_tokens, *, context, micro_batch, world_size, max_tokens=0):
+    """The target positions that all ranks score, in one sorted list."""
+    found = []
+    for rank in range(world_size):
+        for x, y in eval_batches(
+            np.arange(num_tokens, dtype=np.uint16), context=context, micro_batch=micro_batch,
+            rank=rank, world_size=world_size, max_tokens=max_tokens,
+        ):  # fmt: skip
+            assert x.shape == y.shape == (micro_batch, context)
+            assert x.dtype == y.dtype == torch.int64
+            counted = y != -100
+            assert counted.any()
+            assert torch.equal(y[counted], x[counted] + 1)
+            found += y[counted].tolist()
+    return sorted(found)
+
+
+@given(
+    num_tokens=st.integers(2, 400), context=st.integers(1, 50), micro_batch=st.integers(1, 5),
+    world_size=st.integers(1, 4),
+)  # fmt: skip
+def test_all_windows_score_every_target_once(num_tokens, context, micro_batch, world_size):
+    got = scored(num_tokens, context=context, micro_batch=micro_batch, world_size=world_size)
+    assert got == list(range(1, num_tokens))
+
+
+@given(max_tokens=st.integers(1, 1_000), world_size=st.integers(1, 4))
+def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, world_size):
+    args = {"context": 10, "micro_batch": 3, "max_tokens": max_tokens}
+    got = scored(605, world_size=world_size, **args)
+    assert got == scored(605, world_size=1, **args)
+    assert len(got) == len(set(got))
+    if max_tokens < 604:
+        assert len(got) <= max(10, max_tokens)
+        assert len(got) > max_tokens - 20
+        windows = np.unique((np.array(got) - 1) // 10)
+        assert np.ptp(np.diff(windows, append=61)) <= 1
+    else:
+        assert got == list(range(1, 605))
+
+
+def test_last_window_keeps_its_context():
+    *_, (x, y) = eval_batches(
+        np.arange(26), context=10, micro_batch=1, rank=0, world_size=1, max_tokens=0
+    )
+    assert x.tolist() == [list(range(15, 25))]
+    assert y.tolist() == [[-100] * 5 + list(range(21, 26))]
+
+
+def test_rank_without_windows_yields_nothing():
+    assert not list(
+        eval_batches(np.arange(11), context=10, micro_batch=2, rank=1, world_size=2, max_tokens=0)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_split_without_a_target_is_refused_at_once(num_tokens):
+    with pytest.raises(UserError, match=f"at least 2 tokens, but has {num_tokens}"):
+        eval_batches(
+            np.arange(num_tokens), context=1, micro_batch=1, rank=0, world_size=1, max_tokens=0
+        )
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=2, max_size=20), context=st.integers(1, 25),
+    micro_batch=st.integers(1, 5), world_size=st.integers(1, 4),
+)  # fmt: skip
+def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batch, world_size):
+    texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
+    tokens, order = of_texts(texts, context=context, align="document")
+    scored = []
+    for rank in range(world_size):
+        for x, y in eval_batches(
+            tokens, context=context, micro_batch=micro_batch, rank=rank, world_size=world_size,
+            max_tokens=0, documents=order, pad_id=EOT,
+        ):  # fmt: skip
+            rows = zip(x.tolist(), y.tolist())
+            scored += [(a, b) for a, b in rows if b != [IGNORED] * context]
+    assert sorted(scored) == sorted(padded(text, context) for text in texts)
+
+
+def test_part_of_the_documents_is_spread():
+    tokens = np.tile([EOT, 1, 2, 3], 50)
+    order = SampleOrder(200, context=8, seed=0, align="document", documents=np.arange(0, 200, 4))
+    [(_, y)] = eval_batches(
+        tokens + np.arange(200) * 1_000, context=8, micro_batch=5, rank=0, world_size=1,
+        max_tokens=20, documents=order,
+    )  # fmt: skip
+    assert (y[:, 0] // 1_000).tolist() == [1, 41, 81, 121, 161]
+
+
+def test_budget_counts_the_targets_that_are_scored():
+    """Documents of 100 tokens have 10 targets each in a context of 10, not 100."""
+    starts = np.arange(0, 4000, 100)
+    order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
+    batches = eval_batches(
+        np.zeros(4000, np.uint16), context=10, micro_batch=4, rank=0, world_size=1,
+        max_tokens=200, documents=order,
+    )  # fmt: skip
+    assert sum(int((y != IGNORED).sum()) for _, y in batches) == 200
+
+
+# --- random windows -------------------------------------------------------------------------------
+
+
+def drawn(*, seed=(3, 0, 0), world_size=1, tokens=None):
+    """Every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
+    tokens = np.arange(100, dtype=np.uint16) if tokens is None else tokens
+    pairs = [
+        random_batches(
+            tokens, context=5, micro_batch=2, samples=12, seed=seed, rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    together = [pair for pairs_of_rank in pairs for pair in pairs_of_rank]
+    return torch.cat([x for x, _ in together]), torch.cat([y for _, y in together])
+
+
+def test_random_windows_are_windows_and_a_function_of_their_seed():
+    x, y = drawn()
+    assert x.shape == y.shape == (12, 5)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(y, x + 1)
+    assert torch.equal(x, x[:, :1] + torch.arange(5))
+    assert len(set(x[:, 0].tolist())) > 6
+    assert torch.equal(x, drawn()[0])
+    for seed in ((3, 1, 0), (3, 0, 1), (4, 0, 0)):  # another step, split or run
+        assert not torch.equal(x, drawn(seed=seed)[0])
+
+
+def test_random_windows_are_shared_out_among_ranks():
+    whole, shared = drawn()[0], drawn(world_size=4)[0]
+    assert sorted(whole.tolist()) == sorted(shared.tolist())
+
+
+def test_random_windows_reach_every_place():
+    ids = np.arange(6, dtype=np.uint16)
+    assert drawn(tokens=ids)[1].max() == 5  # the only window there is ends with the last token
+    with pytest.raises(UserError, match="has 5 tokens, but one window of context 5 needs 6"):
+        drawn(tokens=ids[:5])

@@ -1,0 +1,137 @@
+import sys
+
+import pytest
+
+from fastgpt.data.prepare import documents, hub
+from fastgpt.data.prepare.documents import read_pieces, source_size
+from fastgpt.data.prepare.sources import find_source
+from fastgpt.errors import UserError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
+    hub._load.cache_clear()
+    yield
+    hub._load.cache_clear()
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Puts columns of made-up splits in the place of the network; what was asked for."""
+    datasets = pytest.importorskip("datasets")
+
+    def serve(**splits):
+        asked = []
+        found = datasets.DatasetDict(
+            {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+        )
+
+        def load_dataset(*args, **kwargs):
+            asked.append((*args, kwargs["revision"]))
+            return found
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return found, asked
+
+    return serve
+
+
+def texts(source, **place):
+    return [(p.text, p.file, p.row) for p in read_pieces(source, raw=False, **place)]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("hf:some-one/My.Set", ("some-one/My.Set", None, None)),
+        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None)),
+        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet")),
+        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None)),
+        ("openwebtext", ("Skylion007/openwebtext", None, None)),
+    ],
+)
+def test_name_gives_repository_configuration_and_revision(load, name, asked):
+    _, calls = load(train={"text": ["one"]})
+    assert texts(find_source(name)) == [("one", 0, 1)]
+    assert calls == [asked]  # once: it is not loaded again to be read
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_rows_without_text_are_passed_over_and_reading_goes_on_anywhere(load, monkeypatch, row):
+    monkeypatch.setattr(documents, "ROWS", 2)
+    load(train={"id": [1, 2, 3, 4, 5], "content": ["a", None, "c", "", "e"]})
+    source = find_source("hf:one/set", field="content")
+    whole = [("a", 0, 1), ("c", 0, 3), ("e", 0, 5)]
+    assert texts(source, row=row) == [piece for piece in whole if piece[2] > row]
+    assert source_size(source) == [5]
+    assert source.split == "hash"
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val"])
+def test_published_validation_split_is_kept(load, validation):
+    load(**{"test": {"text": ["t"]}, validation: {"text": ["v"]}, "train": {"text": ["a", "b"]}})
+    source = find_source("tinystories")
+    assert source.split == "named"
+    assert [file.split for file in source.files] == ["train", "val"]
+    assert texts(source) == [("a", 0, 1), ("b", 0, 2), ("v", 1, 1)]
+
+
+def test_commit_is_known_if_the_addresses_tell_it(load):
+    found, _ = load(train={"text": ["a"]})
+    assert find_source("hf:one/set").revision is None
+    found["train"].info.download_checksums = {f"hf://datasets/one/set@{COMMIT}/0.parquet": {}}
+    assert find_source("hf:one/set").revision == COMMIT
+
+
+@pytest.mark.parametrize("field", ["content", "id"])
+def test_column_without_text_is_named(load, field):
+    load(train={"id": [1], "text": ["a"]})
+    source = find_source("hf:one/set", field=field)
+    with pytest.raises(
+        UserError, match=rf"hf:one/set has no column '{field}' of text; it has: id .*, text"
+    ):
+        texts(source)
+
+
+def test_set_without_a_training_split_is_named(load):
+    load(test={"text": ["a"]}, dev={"text": ["b"]})
+    with pytest.raises(UserError, match="hf:one/set has the splits test, dev: expected train"):
+        find_source("hf:one/set")
+
+
+def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
+    import datasets
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach the hub\nhere is more than one wants to know")
+
+    load(train={"text": ["a"]})
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
+        find_source("fineweb")
+    assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in str(raised.value)
+    assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in str(
+        raised.value
+    )
+    assert f"put them into {tmp_path / 'mine' / 'fineweb'} and give that folder" in str(
+        raised.value
+    )
+
+
+def test_missing_package_says_what_to_install_or_what_to_put_where(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"needs the datasets package: pip install .*'\.\[data\]'"):
+        find_source("hf:one/set")
+    with pytest.raises(UserError, match=f"put them into {tmp_path / 'mine' / 'tinystories'}"):
+        find_source("tinystories")
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:set", "hf:one/set/en/more", "hf:one/set@"])
+def test_name_that_is_none_is_refused(load, name):
+    _, asked = load(train={"text": ["a"]})
+    with pytest.raises(UserError, match=r"expected hf:owner/name\[/configuration\]\[@revision\]"):
+        find_source(name)
+    assert asked == []

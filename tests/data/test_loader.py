@@ -1,0 +1,198 @@
+"""Batches: what is in them, and the thread that makes them ready."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fastgpt.data.loader import IGNORED, Loader
+from fastgpt.data.order import SAMPLINGS, Mixture, SampleOrder
+from fastgpt.errors import UserError
+
+# As its own token, each position tells where a sample starts.
+POSITIONS = np.arange(5_000)
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name == "fastgpt-loader"]
+
+
+def open_loader(tokens=POSITIONS, *, context=16, seed=0, sampling="epoch", state=None, **kwargs):
+    """A loader of windows of one corpus."""
+    order = SampleOrder(len(tokens), context=context, seed=seed, sampling=sampling)
+    return Loader([tokens], Mixture([order], [1.0], state), context=context, **kwargs)
+
+
+# --- what is in a batch ---------------------------------------------------------------------------
+
+
+def test_targets_are_the_next_tokens():
+    tokens = np.random.default_rng(0).integers(0, 50_257, 1_000).astype(np.uint16)
+    with open_loader(tokens, global_batch=4, micro_batch=4) as loader:
+        x, y = loader.next()
+        assert loader.share == 1
+    order = SampleOrder(1_000, context=16, seed=0, sampling="epoch")
+    assert x.shape == y.shape == (4, 16)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    for row, start in enumerate(order.take(0, 0, 4)[0]):
+        assert x[row].tolist() == tokens[start : start + 16].tolist()
+        assert y[row].tolist() == tokens[start + 1 : start + 17].tolist()
+
+
+EOT = 999
+TEXTS = [[7, 8, 9], [], [1, 2, 3, 4, 5, 6, 7], [10], [2, 4, 6, 8, 10]]
+"""The documents of a corpus; each stands after an end-of-text token."""
+
+
+def of_texts(texts, *, context, align, sampling="epoch"):
+    """Their tokens, and the order of the samples of them."""
+    tokens = np.array([token for text in texts for token in (EOT, *text)])
+    documents = np.flatnonzero(tokens == EOT)
+    order = SampleOrder(
+        len(tokens), context=context, seed=0, sampling=sampling, align=align, documents=documents
+    )
+    return tokens, order
+
+
+def padded(text, context):
+    """x and y of a document as one row: cut at T + 1 tokens, or filled up."""
+    sample = [EOT, *text, EOT][: context + 1]
+    fill = context - len(sample) + 1
+    return sample[:-1] + [EOT] * fill, sample[1:] + [IGNORED] * fill
+
+
+@pytest.mark.parametrize("context", [1, 4, 6, 7, 8, 9])
+def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
+    """The last one of the corpus, too, ends with an end-of-text target, which no token follows."""
+    tokens, order = of_texts(TEXTS, context=context, align="document")
+    samples = Mixture([order], [1.0])
+    with Loader(
+        [tokens], samples, context=context, global_batch=5, micro_batch=5, pad_id=EOT
+    ) as loader:
+        x, y = loader.next()
+    rows = list(zip(x.tolist(), y.tolist()))
+    assert sorted(rows) == sorted(padded(text, context) for text in TEXTS)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_bos_samples_begin_with_end_of_text_and_do_not_overlap(sampling):
+    texts = [list(range(n % 13)) for n in range(100)]
+    tokens, order = of_texts(texts, context=8, align="bos", sampling=sampling)
+    # which tokens they are: their places
+    corpora = [tokens, np.arange(len(tokens))]
+    size = order.epoch_size(0)
+    batches = []
+    for corpus in corpora:
+        with Loader(
+            [corpus], Mixture([order], [1.0]), context=8, global_batch=size, micro_batch=size
+        ) as loader:
+            batches.append(loader.next())
+    (x, y), (places, _) = batches
+    assert (x[:, 0] == EOT).all()
+    assert (y != IGNORED).all()
+    if sampling == "epoch":
+        # a shared token would be scored twice or be two samples' context
+        assert len(places.unique()) == places.numel()
+
+
+# --- where it stands ------------------------------------------------------------------------------
+
+
+def test_state_counts_what_was_handed_out_not_what_waits():
+    size = SampleOrder(101, context=10, seed=0).epoch_size(0)
+    with open_loader(np.arange(101), context=10, global_batch=size, micro_batch=1) as loader:
+        for _ in range(size):
+            assert loader.state() == {"sample": [0], "epoch": [0], "index": [0]}
+            loader.next()
+        assert loader.state() == {"sample": [size], "epoch": [1], "index": [0]}
+
+
+# --- the thread -----------------------------------------------------------------------------------
+
+
+def test_batches_handed_out_are_not_written_again():
+    with open_loader(global_batch=4, micro_batch=4) as loader:
+        x, _ = loader.next()
+        before = x.clone()
+        for _ in range(20):
+            loader.next()
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"context": 5_000}, "5,000 tokens, but one window of context 5,000 needs 5,001"),
+        ({"global_batch": 6}, r"6 samples does not divide into micro-batches of 4 on 1 rank"),
+        ({"global_batch": 4, "world_size": 2}, "micro-batches of 4 on 2 rank"),
+        ({"global_batch": 0}, "global batch of 0"),
+        ({"state": {"sample": [0], "epoch": [0], "index": [313]}}, r"index 313.*31[12] samples"),
+    ],
+)
+def test_bad_input_is_named(change, complaint):
+    with pytest.raises(UserError, match=complaint):
+        open_loader(**{"global_batch": 8, "micro_batch": 4, **change})
+    assert not loader_threads()
+
+
+def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
+    def unreadable(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(SampleOrder, "take", unreadable)
+    with open_loader(global_batch=4, micro_batch=4) as loader:
+        for _ in range(3):
+            with pytest.raises(OSError, match="the disk is gone"):
+                loader.next()
+
+
+def test_waiting_for_a_batch_is_measured(monkeypatch):
+    """A read is made to take 0.2 s; what is ready costs nothing."""
+    take = Mixture.take
+
+    def slow(self, count):
+        time.sleep(0.2)
+        return take(self, count)
+
+    monkeypatch.setattr(Mixture, "take", slow)
+    with open_loader(global_batch=4, micro_batch=2) as loader:
+        loader.next()
+        assert 0.15 < loader.waited_s < 2
+        waited = loader.waited_s
+        time.sleep(0.1)
+        loader.next()  # the other half of what has been read
+        assert loader.waited_s - waited < 0.05
+
+
+def test_closing_ends_the_thread_whatever_waits():
+    loader = open_loader(global_batch=4, micro_batch=4)
+    loader.next()
+    assert len(loader_threads()) == 1
+    loader.close()
+    loader.close()
+    assert not loader_threads()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.next()
+
+
+def test_forgotten_loader_leaves_no_thread():
+    loader = open_loader(global_batch=4, micro_batch=4)
+    loader.next()
+    del loader
+    gc.collect()
+    assert not loader_threads()
+
+
+@pytest.mark.gpu
+def test_cuda_batches_equal_cpu_batches():
+    args = {"context": 64, "global_batch": 8, "micro_batch": 4}
+    with open_loader(**args) as cpu, open_loader(**args, device="cuda") as cuda:
+        for _ in range(200):
+            for expected, got in zip(cpu.next(), cuda.next(), strict=True):
+                assert got.is_cuda
+                assert torch.equal(got.cpu(), expected)

@@ -1,0 +1,280 @@
+import gc
+import json
+import os
+import resource
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fastgpt.data.prepare import batches, documents, prepare, request, write
+from fastgpt.data.prepare.request import PROGRESS
+from fastgpt.errors import UserError
+from tests.data.sets import contents, python, write_documents
+
+DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
+NEVER = 1e9
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Batches so small that a short text has many."""
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_documents(tmp_path / "x.jsonl", DOCUMENTS)
+
+
+@pytest.fixture
+def preparing(source, tmp_path):
+    """Prepares `source` with one set of options, and others; `reports` are the tokens told of."""
+
+    def run(out="out", given=source, stop_after=None, **options):
+        run.reports = []
+
+        def report(tokens, _):
+            run.reports.append(tokens)
+            if len(run.reports) == stop_after:
+                raise KeyboardInterrupt
+
+        fixed = {"tokenizer": "bytes", "val_fraction": 0.3, "shard_tokens": 800, "workers": 2}
+        return prepare(str(given), tmp_path / out, **{**fixed, "report": report, **options})
+
+    return run
+
+
+@pytest.fixture
+def interrupted(preparing):
+    """Prepares until Ctrl-C after so many batches; what was reported then."""
+
+    def run(after, **options):
+        with pytest.raises(KeyboardInterrupt):
+            preparing(stop_after=after + 1, save_every_s=NEVER, **options)
+        return preparing.reports[-1]
+
+    return run
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["folder", pytest.param("documents", marks=pytest.mark.slow)])
+def test_killed_wherever_it_touches_the_disk_it_goes_on_to_the_same_bytes(tmp_path, given):
+    options = {"tokenizer": "chars", "shard_tokens": 50, "val_fraction": 0.3}
+    if given == "folder":
+        source = tmp_path / "notes"
+        source.mkdir()
+        for name in "abc":  # each without its last newline
+            (source / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
+    else:
+        pytest.importorskip("tokenizers")
+        source = write_documents(tmp_path / "y.jsonl", DOCUMENTS[:12])
+        options |= {"tokenizer": "bpe", "vocab_size": 280}
+    done = python("-m", "tests.data.killed_prepare", source, tmp_path, json.dumps(options))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["kills"] > 70
+    assert found["again"] > 20
+    assert len(found["files"]) >= 5
+
+
+# --- Ctrl-C and errors ----------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_what_was_done(interrupted, preparing, tmp_path):
+    whole = contents(preparing("whole"))
+    kept = interrupted(20)
+    assert not (tmp_path / "out").exists()
+    progress = json.loads((tmp_path / "out.incomplete" / PROGRESS).read_text())["progress"]
+    assert sum(progress["tokens"].values()) == kept > 1000
+    assert contents(preparing()) == whole
+    assert preparing.reports[0] == kept  # not from the beginning
+
+
+def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
+    given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
+    whole = contents(preparing("whole", given))
+    watched = {module.__file__ for module in (write, request)}
+
+    def stop_at(line):
+        left = line
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename not in watched:
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            preparing("out", given, save_every_s=NEVER)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def stopped_at(line):
+        # In a thread of its own: CPython may leave the exception of a trace function behind as
+        # "being handled", and later ones in this thread would have it as their context.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(stop_at, line).result()
+
+    line, saved = 1, 0
+    while stopped_at(line):
+        saved += (tmp_path / "out.incomplete" / PROGRESS).exists()
+        if not (tmp_path / "out").exists():
+            preparing("out", given)
+        assert contents(tmp_path / "out") == whole, line
+        shutil.rmtree(tmp_path / "out")
+        line += 2
+    assert saved > 50
+
+
+def test_full_disk_is_told_and_what_was_done_is_kept(preparing, tmp_path):
+    whole = contents(preparing("whole", shard_tokens=3000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # it refuses as a full disk does
+    try:
+        with pytest.raises(
+            UserError, match=r"^cannot write .*out\.incomplete: File too large$"
+        ) as raised:
+            preparing(shard_tokens=3000, save_every_s=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    out = preparing(shard_tokens=3000)
+    assert preparing.reports[0] > 0
+    del raised  # with the files it left open, whose last bytes must not come after all
+    gc.collect()
+    assert contents(out) == whole
+
+
+def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(
+    source, preparing, tmp_path, caplog
+):
+    whole = contents(preparing("whole"))
+    good = source.read_bytes()
+    line, time = good.splitlines()[99], source.stat().st_mtime_ns
+    source.write_bytes(good.replace(line, b"{".ljust(len(line))))
+    os.utime(source, ns=(time, time))
+    with pytest.raises(UserError, match=r"x\.jsonl line 100 is not JSON"):
+        preparing()
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.incomplete"]
+    source.write_bytes(good)
+    assert contents(preparing()) == whole
+    assert preparing.reports[0] > 0
+    assert f"{source} was changed: it is read on from row" in caplog.text
+
+
+def test_file_that_was_read_may_not_change(preparing, tmp_path):
+    (tmp_path / "set").mkdir()
+    files = [write_documents(tmp_path / "set" / f"{n}.jsonl", DOCUMENTS[:60]) for n in range(3)]
+    bad, good = files[2].read_bytes() + b"{\n", files[2].read_bytes()
+    files[2].write_bytes(bad)
+    with pytest.raises(UserError, match=r"2\.jsonl line 61 is not JSON"):
+        preparing(given=tmp_path / "set")
+    files[0].write_bytes(good + good)
+    with pytest.raises(UserError, match=r"another preparation \(.*0\.jsonl was changed\)"):
+        preparing(given=tmp_path / "set")
+
+
+# --- other requests, other processes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer": "chars"}, "tokenizer was 'bytes'"),
+        ({"val_fraction": 0.4}, "val_fraction was 0.3"),
+        ({"shard_tokens": 900}, "shard_tokens was 800"),
+        ({"separator": "--"}, "source was "),
+        ("another", "source was .*, it was of 1 files, now other ones"),
+    ],
+)
+def test_other_request_for_what_was_begun_is_refused(
+    interrupted, preparing, tmp_path, changed, said
+):
+    interrupted(5)
+    before = contents(tmp_path / "out.incomplete")
+    if changed == "another":
+        changed = {"given": write_documents(tmp_path / "other.jsonl", DOCUMENTS[:9])}
+    with pytest.raises(
+        UserError, match=rf"^.*out\.incomplete holds another preparation \({said}.*$"
+    ):
+        preparing(**changed)
+    assert contents(tmp_path / "out.incomplete") == before
+    assert contents(preparing()) == contents(preparing("whole"))
+
+
+@pytest.mark.parametrize("last", ["the renaming", "the removal of progress"])
+def test_other_request_for_what_was_all_but_done_never_gets_its_data(
+    preparing, tmp_path, monkeypatch, last
+):
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if last == "the renaming":
+            rename = lambda a, b: die() if b.name == "out" else os.rename(a, b)  # noqa: E731
+            patch.setattr(os, "replace", rename)
+        else:
+            patch.setattr(Path, "unlink", lambda path, **_: die() if path.name == PROGRESS else 0)
+        with pytest.raises(KeyboardInterrupt):
+            preparing()
+    with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
+        preparing(tokenizer="chars")
+    # what was done is neither lost nor done again
+    done = contents(preparing())
+    assert preparing.reports == []
+    assert done == contents(preparing("whole"))
+
+
+def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_path):
+    refused = []
+
+    def report(tokens, _):
+        if len(refused) < 3:
+            with pytest.raises(UserError, match=r"another process is preparing .*out now"):
+                preparing()
+            refused.append(tokens)
+
+    out = preparing(report=report)
+    assert len(refused) == 3
+    assert contents(out) == contents(preparing("whole"))
+
+
+def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
+    preparing()
+    (tmp_path / "empty").mkdir()
+    preparing("empty")
+    for taken in ("out", "empty", source.name):
+        before = contents(tmp_path)
+        with pytest.raises(UserError, match="is not an empty directory"):
+            preparing(taken)
+        assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("left", [5000, 0])
+def test_shard_that_lost_bytes_is_named(interrupted, preparing, tmp_path, left):
+    interrupted(20, shard_tokens=10_000)
+    shard = tmp_path / "out.incomplete" / "train_000000.bin"
+    os.truncate(shard, min(left, shard.stat().st_size - 1))
+    with pytest.raises(UserError, match=r"train_000000\.bin has [\d,]+ bytes, not the .* remove"):
+        preparing(shard_tokens=10_000)
+
+
+def test_link_to_a_folder_is_written_through(preparing, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    assert preparing() == tmp_path / "elsewhere"
+    assert contents(tmp_path / "out") == contents(preparing("whole"))
+    assert (tmp_path / "out").is_symlink()

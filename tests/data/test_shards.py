@@ -1,0 +1,172 @@
+import os
+import random
+import struct
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgpt.data import shards
+from fastgpt.data.shards import Tokens
+from fastgpt.errors import UserError
+from fastgpt.storage import write_atomically
+from tests.data.sets import FORMATS, python, shard_bytes, write_shard
+
+# --- one shard ------------------------------------------------------------------------------------
+
+
+def test_shard_is_mapped_and_read_only(tmp_path):
+    path = write_shard(tmp_path / "x.bin", range(100))
+    tokens = Tokens([path])[:]
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(struct.pack("<H", 7))
+    assert tokens[0] == 7  # a copy would not see what is written to the file
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "0 bytes, too short"),
+        (shard_bytes([])[:-1], "1023 bytes, too short"),
+        (shard_bytes([1, 2], magic=7), "magic 7 at byte 0, expected 20240520 or 20240801"),
+        (shard_bytes([1, 2], version=7), "version 7 at byte 4, expected 1"),
+        (shard_bytes([1, 2], "uint32", version=1), "version 1 at byte 4, expected 7"),
+        # uint16 tokens under the header of uint32
+        (shard_bytes([1, 2], magic=20240801, version=7), r"2 tokens at byte 8 \(1,032 bytes\)"),
+        (
+            shard_bytes([1, 2], count=3),
+            r"promises 3 tokens at byte 8 \(1,030 bytes\), the file ends at byte 1,028",
+        ),
+        (shard_bytes([1, 2], count=1), "promises 1 tokens"),
+        (shard_bytes([1, 2])[:-1], "the file ends at byte 1,027"),
+        (shard_bytes([1, 2], "uint32")[:-2], "the file ends at byte 1,030"),
+        (shard_bytes([]), "promises 0 tokens"),
+        (shard_bytes([], count=-1), "promises -1 tokens"),
+        (None, "no such shard"),
+    ],
+)
+def test_damaged_shard_is_named(tmp_path, content, complaint):
+    if content is not None:
+        (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(UserError, match=rf"x\.bin: .*{complaint}"):
+        Tokens([tmp_path / "x.bin"])
+
+
+# --- many as one ----------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), kind=st.sampled_from([*FORMATS]),
+    data=st.data(),
+)  # fmt: skip
+def test_shards_are_read_as_their_concatenation(tmp_path_factory, lengths, kind, data):
+    folder = tmp_path_factory.mktemp("shards")
+    ids = np.random.default_rng(0).integers(0, np.iinfo(kind).max, sum(lengths), endpoint=True)
+    for i, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]).tolist())):
+        write_shard(folder / f"{i}.bin", ids[start:stop], kind)
+    tokens = Tokens(sorted(folder.iterdir()))
+    assert (len(tokens), tokens.counts.tolist(), tokens.dtype) == (len(ids), lengths, kind)
+    bound = st.none() | st.integers(-len(ids) - 2, len(ids) + 2)
+    for _ in range(10):
+        window = slice(data.draw(bound), data.draw(bound))
+        assert tokens[window].tolist() == ids[window].tolist()
+        assert tokens[window].dtype == kind
+
+
+def test_slice_of_one_shard_is_no_copy(tmp_path):
+    tokens = Tokens([write_shard(tmp_path / name, range(5)) for name in "ab"])
+    views = {
+        (start, stop)
+        for start, stop in combinations(range(11), 2)
+        if not tokens[start:stop].flags.writeable  # a map is not, a copy is
+    }
+    assert views == {*combinations(range(6), 2), *combinations(range(5, 11), 2)}
+
+
+def test_shards_of_two_dtypes_are_refused(tmp_path):
+    paths = [write_shard(tmp_path / f"{kind}.bin", [1, 2], kind) for kind in FORMATS]
+    with pytest.raises(UserError, match=r"uint32\.bin holds uint32, but .*uint16\.bin uint16"):
+        Tokens(paths)
+    with pytest.raises(UserError, match="no token shards"):
+        Tokens([])
+
+
+MANY_FILES = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from fastgpt.data.shards import Tokens
+from fastgpt.data.verify import Shard, check_once, document_starts
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+tokens = Tokens(sorted(Path(sys.argv[1]).iterdir()))
+for start in np.random.default_rng(0).integers(0, len(tokens) - 17, 5_000).tolist():
+    assert tokens[start : start + 17].tolist() == list(range(start, start + 17)), start
+assert np.array_equal(tokens[:], np.arange(15_000))  # one slice of all the files
+check_once([Shard(path=path) for path in tokens.paths], 15_000)
+assert document_starts(tokens, 7_500).tolist() == [0, 7_500]
+print("fine")
+"""
+
+
+def test_thousands_of_shards_need_few_file_descriptors(tmp_path):
+    """200 are allowed; each map keeps one."""
+    (tmp_path / "many").mkdir()
+    for i in range(3_000):
+        write_shard(tmp_path / "many" / f"train_{i:06d}.bin", range(5 * i, 5 * i + 5))
+    done = python("-c", MANY_FILES, tmp_path / "many")
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def mapped_bytes():
+    """What of this process's resident set are pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":") for line in lines if line.startswith(("RssFile", "RssShmem")))
+    return sum(int(size.split()[0]) * 1024 for size in sizes.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("count", [1, 4])
+def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
+    """Of 64 MiB that are read all over; a read maps 64 KiB to 2 MiB, as the page cache lies."""
+    monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
+    ones = np.ones(2**25 // count)
+    tokens = Tokens([write_shard(tmp_path / f"{i}.bin", ones) for i in range(count)])
+    before, highest = mapped_bytes(), 0
+    for i in range(4_000):
+        start = random.randrange(len(tokens) - 1_025)
+        assert tokens[start : start + 1_025].sum() == 1_025
+        if i % 10 == 0:
+            highest = max(highest, mapped_bytes() - before)
+    assert 2**16 < highest < 20 * 2**20  # less than 64 KiB: nothing was measured
+
+
+# --- written whole or not at all ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_atomically(tmp_path / "x", b"old")
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "x", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("sync"))
+    monkeypatch.setattr(os, "replace", lambda *names: calls.append("name") or replace(*names))
+    write_atomically(tmp_path / "x", b"one", b"two")
+    assert (tmp_path / "x").read_bytes() == b"onetwo"
+    assert calls == ["sync", "name", "sync"]  # the file, then its folder

@@ -1,0 +1,174 @@
+from pathlib import Path
+
+import pytest
+
+from fastgpt.data import download
+from fastgpt.data.prepare import sources
+from fastgpt.data.prepare.files import File
+from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
+from fastgpt.errors import UserError
+from fastgpt.storage import cache_dir, data_dir
+from tests.data.sets import write_documents
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """An empty cache, no files, and a network that must not be asked."""
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
+    monkeypatch.setattr(download, "fetch", None)
+    monkeypatch.setattr(sources, "hub_files", None)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Records what is asked of the hub."""
+    asked = []
+
+    def hub_files(source, instead):
+        asked.append((source, instead))
+        return (File(path=source, format="hub"),), "c0ffee"
+
+    monkeypatch.setattr(sources, "hub_files", hub_files)
+    return asked
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "STDLIB_MIN_BYTES", 1)
+    kept = {"b.py": "B", "a/x.py": "X", "a.py": "A", "a/test_x.py": "T", "json/tool.py": "J"}
+    dropped = [
+        "test/t.py", "a/tests/t.py", "idlelib/idle_test/t.py", "site-packages/p.py",
+        "encodings/cp037.py", "pydoc_data/topics.py", "html/entities.py", "notes.txt", "m.pyc",
+        "_sysconfigdata__linux_x86_64-linux-gnu.py", "config-3.11-x86_64/python-config.py",
+        "ensurepip/_bundled/x.py", "sitecustomize.py",
+    ]  # fmt: skip
+    for name, content in {**kept, **dict.fromkeys(dropped, "?")}.items():
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_text(content)
+    found = stdlib_source(tmp_path / "lib")
+    assert "".join(Path(file.path).read_text() for file in found.files) == "ATXBJ"
+    assert (found.name, found.split, found.ends_lines) == ("builtin", "tail", False)
+
+
+def test_builtin_without_sources_says_so(tmp_path):
+    with pytest.raises(UserError, match=r"python311\.zip holds only 0 bytes.*text file"):
+        stdlib_source(tmp_path / "python311.zip")
+
+
+def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(download, "fetch", lambda *args, **options: asked.append((args, options)))
+    [file] = find_source("shakespeare").files
+    [((url, path), options)] = asked
+    assert url.endswith("/tinyshakespeare/input.txt")
+    assert str(path) == file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
+    assert options["sha256"] == SHAKESPEARE_SHA256
+    assert "that file, as tinyshakespeare.txt, can be put into" in options["instead"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tinyshakespeare.txt").write_text("To be")
+    with pytest.raises(UserError, match=r"tinyshakespeare\.txt is not tiny shakespeare"):
+        find_source("shakespeare")
+
+
+@pytest.mark.parametrize("name", sources.HUB)
+def test_named_set_is_of_the_hub_unless_its_files_are_there(tmp_path, hub, name):
+    found = find_source(name, field="content")
+    assert hub == [(sources.HUB[name], tmp_path / "mine" / name)]
+    assert (found.name, found.split, found.field) == (name, "hash", "content")
+    assert (found.plain, found.revision) == (False, "c0ffee")
+    (tmp_path / "mine" / name).mkdir(parents=True)
+    path = write_documents(tmp_path / "mine" / name / "0.jsonl", ["one"])
+    local = find_source(name, field="content")
+    assert (local.name, local.split, local.field) == (name, "hash", "content")
+    assert [file.path for file in local.files] == [str(path)]
+    assert len(hub) == 1
+
+
+def test_tinystories_as_published_are_documents_split_by_their_names(tmp_path):
+    folder = tmp_path / "mine" / "tinystories"
+    folder.mkdir(parents=True)
+    for split in ("train", "valid"):
+        (folder / f"TinyStoriesV2-GPT4-{split}.txt").write_text("A\n<|endoftext|>\nB\n")
+    found = find_source("tinystories")
+    assert (found.separator, found.split) == ("<|endoftext|>", "named")
+    assert [file.split for file in found.files] == ["train", "val"]
+
+
+def test_any_set_of_the_hub_has_a_name_fit_for_a_file(tmp_path, hub):
+    found = find_source("hf:Some-One/My.Set/en@refs/convert/parquet", field="content")
+    assert hub[0][0] == "hf:Some-One/My.Set/en@refs/convert/parquet"
+    assert (found.name, found.field) == ("my", "content")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "split", "ends_lines"),
+    [
+        (["a.txt"], {}, "tail", False),
+        (["a.txt"], {"separator": "--"}, "hash", False),
+        (["a.jsonl"], {}, "hash", False),
+        (["a.txt", "b.txt"], {}, "tail", True),
+        (["train.txt", "val.txt"], {}, "named", True),
+        (["train.jsonl", "val.jsonl"], {}, "named", True),
+    ],
+)
+def test_what_is_held_out_follows_from_the_files(tmp_path, names, options, split, ends_lines):
+    (tmp_path / "My Notes.d").mkdir()
+    for name in names:
+        write_documents(tmp_path / "My Notes.d" / name, ["one"])
+    name = names[0] if len(names) == 1 else "*"
+    found = find_source(str(tmp_path / "My Notes.d" / name), **options)
+    assert (found.split, found.ends_lines) == (split, ends_lines)
+    assert found.plain == (split == "tail" or names[0] == "train.txt")
+    folder = find_source(str(tmp_path / "My Notes.d"), **options)
+    assert (folder.name, folder.ends_lines) == ("my-notes", True)
+    assert folder.files == found.files
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("shakespear", "unknown corpus 'shakespear'; did you mean 'shakespeare'"),
+        ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', 'tinystories'"),
+        ("corpora/missing.txt", "corpus 'corpora/missing.txt': no such file or folder"),
+        ("missing/*.txt", "corpus 'missing/.*': no such file or folder"),
+        ("", "the corpus is an empty name"),
+    ],
+)
+def test_unknown_source_is_named(source, complaint):
+    with pytest.raises(UserError, match=complaint):
+        find_source(source)
+
+
+def test_sources_with_nothing_to_read_are_named(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"empty\.txt' is empty"):
+        find_source(str(tmp_path / "empty.txt"))
+    with pytest.raises(UserError, match="the separator is empty"):
+        find_source(str(tmp_path / "empty.txt"), separator="")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".hidden").write_text("x")
+    with pytest.raises(UserError, match=r"folder' is empty.*1 hidden"):
+        find_source(str(tmp_path / "folder"))
+    (tmp_path / "folder" / "fineweb_train_000001.bin").write_text("x")
+    with pytest.raises(UserError, match=r"folder has token shards already.*--data\.source"):
+        find_source(str(tmp_path / "folder"))
+
+
+def test_directories_come_from_the_environment(monkeypatch, tmp_path):
+    assert (data_dir(), cache_dir()) == (tmp_path / "mine", tmp_path / "cache")
+    monkeypatch.delenv("FASTGPT_DATA")
+    monkeypatch.delenv("FASTGPT_CACHE")
+    assert data_dir() == Path("data")
+    assert cache_dir() == Path.home() / ".cache" / "fastgpt"
+
+
+@pytest.mark.parametrize("name", ["builtin", "shakespeare", "hf:one/set"])
+def test_separator_of_what_is_no_text_file_is_refused(name):
+    with pytest.raises(UserError, match=rf"separator '--': {name} is not text files to be cut"):
+        find_source(name, separator="--")

@@ -1,0 +1,150 @@
+import os
+import shutil
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Tokenizer as TheirTokenizer
+
+from fastgpt.data import download
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers.gpt2 import GPT2_SHA256, GPT2_URL
+from fastgpt.errors import UserError
+
+FAMILY = "\U0001f469‍\U0001f469‍\U0001f467‍\U0001f466"
+HARD = [
+    "",
+    "Hello world",
+    "it's  we'll\tyou'RE I'd they've 'tis don''t 's 'll're '",
+    "\n\n   trailing   ",
+    *(f"{start}{space * n}{end}" for space in (" ", "\n", "\t", "\r\n", "\xa0", "\u3000", " \n")
+      for n in (1, 2, 3, 70, 1000) for start in ("", "a", " ") for end in ("", "b", "!", "7")),
+    "naïve café e\u0301 東京 1234567890",
+    f"{FAMILY} \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd ☃\ufe0f",
+    "Ünïcødé Кириллица ελληνικά עברית العربية हिन्दी ไทย 한국어 日本語 \U0001d518\U0001d52b ⅷ½²",
+    "<|endoftext|> as text<|endoftext|><|endoftext",
+    "\0\x01\x1b[0m\x7f\x80\x9f\x1c\x1d\x1e\x1f\x85\u180e\u200b\u2028\u2029\ufeff\ufffe",
+    "x" * 5000 + "=" * 300 + "ab" * 300,
+]  # fmt: skip
+PIECES = [*" \n\tAb7½!é東", "  ", "'s", "'", "<|endoftext|>", FAMILY]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+PIECED = st.lists(st.sampled_from(PIECES)).map("".join)
+
+
+@pytest.fixture(scope="module")
+def files():
+    """The folder of the published files."""
+    path = Path(os.environ.get("FASTGPT_DATA", "data"))
+    if missing := [name for name in GPT2_SHA256 if not (path / name).is_file()]:
+        pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(files):
+    return make_tokenizer("gpt2", None)
+
+
+@pytest.fixture(scope="module")
+def theirs(files):
+    """Ids by another implementation, built from the same two files."""
+    tokenizer = TheirTokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
+    return lambda text: tokenizer(text, split_special_tokens=True)["input_ids"]
+
+
+def test_ids_are_the_published_ones(gpt2):
+    assert (gpt2.kind, gpt2.vocab_size, gpt2.eot_id) == ("gpt2", 50_257, 50_256)
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+    assert gpt2.encode("Hello").dtype == gpt2.encode("").dtype == np.uint16
+    assert gpt2.decode([50_256]) == "<|endoftext|>"
+
+
+def test_every_byte_is_a_token_of_its_own(gpt2):
+    ids = {gpt2.tokens.index(bytes([byte])) for byte in range(256)}
+    assert ids == set(range(256))
+    assert gpt2.decode(gpt2.encode("\x00\x7f\x80\xff")) == "\x00\x7f\x80\xff"
+
+
+def test_hard_texts_have_gpt2s_ids_and_round_trip(gpt2, theirs):
+    for text in HARD:
+        ids = gpt2.encode(text)
+        assert ids.tolist() == theirs(text), text
+        assert gpt2.decode(ids) == text
+
+
+def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
+    """Beside letters, digits, spaces and themselves: each class is cut differently."""
+    points = [*range(0x3000), *range(0x3000, 0x30000, 13), *range(0x30000, 0x110000, 997)]
+    chars = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
+    assert len({unicodedata.category(char) for char in chars}) == 29  # all but surrogates
+    for i in range(0, len(chars), 1000):
+        text = "".join(f"a{c}b1{c}2 {c} {c}{c}\n{c}!{c}?" for c in chars[i : i + 1000])
+        assert gpt2.encode(text).tolist() == theirs(text), f"from U+{ord(chars[i]):04X}"
+
+
+@given(text=TEXTS | PIECED, ids=st.lists(st.integers(-10, 100_000), max_size=50))
+def test_any_text_has_gpt2s_ids_and_round_trips(gpt2, theirs, text, ids):
+    assert gpt2.encode(text).tolist() == theirs(text)
+    assert gpt2.decode(gpt2.encode(text)) == text
+    assert gpt2.decode(ids).count("\ufffd") >= sum(not 0 <= i < 50_257 for i in ids)
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \t\r\n"])
+def test_a_million_spaces_before_a_word(gpt2, theirs, space):
+    """More than the regular expression can take in one go."""
+    run = space * (1_000_000 // len(space))
+    text = f"a{run}b{run}{run[:5]}\x1c{run[:20_000]}7 8"
+    assert gpt2.encode(text).tolist() == theirs(text)
+
+
+def test_lone_surrogates_become_replacement_characters(gpt2):
+    assert gpt2.decode(gpt2.encode("a\ud800b")) == "a\ufffdb"
+    assert gpt2.decode(gpt2.encode("\ud83d\ude00")) == "\U0001f600"
+
+
+def test_saved_and_loaded_without_any_other_file(gpt2, tmp_path, monkeypatch):
+    gpt2.save(tmp_path)
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(HARD[-4]).tolist() == gpt2.encode(HARD[-4]).tolist()
+    assert same_tokenizer(loaded, gpt2)
+
+
+def test_too_few_tokens_are_a_damaged_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"kind": "gpt2", "tokens": ["YQ==", "YQ=="]}')
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer file .*1 tokens"):
+        load_tokenizer(tmp_path)
+
+
+def test_files_are_the_published_ones(files, gpt2, tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(url, path, *, sha256, instead):
+        asked.append(url)
+        assert sha256 == GPT2_SHA256[path.name]
+        assert "encoder.json and vocab.bpe, as OpenAI published them, can be put into" in instead
+        shutil.copy(files / path.name, tmp_path)
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
+    assert same_tokenizer(make_tokenizer("gpt2", None), gpt2)
+    assert asked == [GPT2_URL + name for name in GPT2_SHA256]
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
+    with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's"):
+        make_tokenizer("gpt2", None)
+
+
+@given(
+    st.lists(
+        st.text() | st.sampled_from(["", " a", "a ", "\n", "<|endoftext|>", "\ud800"]), min_size=1
+    )
+)
+def test_documents_in_one_call_are_the_documents_one_by_one(gpt2, texts):
+    expected = [id for text in texts for id in (50_256, *gpt2.encode(text).tolist())]
+    assert gpt2.encode_documents(texts).tolist() == expected

@@ -1,0 +1,231 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, processors
+
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers.huggingface import EOT_TOKENS, JsonTokenizer
+from fastgpt.errors import UserError
+
+PIECES = [
+    "the cat sat on the mat, and the dog sat on the log. " * 5,
+    "The naïve café: 東京 東京, 東京! \U0001f600\U0001f600 it's 1234 1234\n\n\n    x\n" * 3,
+    "".join(f"word{i} other{i % 7}\n" * 2 for i in range(300)),
+    " ".join(map(chr, range(0x3B1, 0x451))),  # equally rare, and more than WordPiece has room for
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return make_tokenizer("bpe", lambda: PIECES, vocab_size=500)
+
+
+@pytest.fixture(scope="module")
+def wordpiece():
+    return make_tokenizer("wordpiece", lambda: PIECES, vocab_size=400)
+
+
+def words(vocabulary, **more):
+    """A foreign tokenizer that knows whole words only."""
+    model = models.WordLevel(vocabulary, unk_token=more.pop("unk", "?"))
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, value in more.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+# --- trained --------------------------------------------------------------------------------------
+
+
+def test_bpe_learns_the_words_of_the_text(bpe):
+    assert (bpe.kind, bpe.vocab_size, bpe.eot_id) == ("bpe", 500, 0)
+    ids = bpe.encode("the cat sat on the mat")
+    assert ids.dtype == np.uint16
+    assert [bpe.decode([i]) for i in ids] == ["the", " cat", " sat", " on", " the", " mat"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bpe_round_trip(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_bpe_round_trips_hard_texts(bpe):
+    for text in (
+        "  a\r\n\t b" + " " * 3000 + "c 's",
+        "a <|endoftext|>",
+        "".join(map(chr, range(0x3000))),
+    ):
+        ids = bpe.encode(text)
+        assert bpe.decode(ids) == text
+        assert bpe.eot_id not in ids
+    assert bpe.decode([0]) == "<|endoftext|>"
+    assert bpe.decode(bpe.encode("a\ud800\ud83d\ude00")) == "a\ufffd\U0001f600"
+
+
+def test_wordpiece_keeps_case_and_marks_the_unknown(wordpiece):
+    assert (wordpiece.kind, wordpiece.vocab_size, wordpiece.eot_id) == ("wordpiece", 400, 1)
+    ids = wordpiece.encode("The cat sat on  the log, naïve \u2603")
+    assert wordpiece.decode(ids) == "The cat sat on the log, naïve [UNK]"
+    assert wordpiece.encode("The")[0] != wordpiece.encode("the")[0]
+    assert 1 not in wordpiece.encode("a [SEP] b")
+    assert wordpiece.decode([1]) == "[SEP]"
+    special = [token["content"] for token in json.loads(wordpiece.to_json())["added_tokens"]]
+    assert special == ["[UNK]", "[SEP]"]
+
+
+def test_characters_leave_room_for_words():
+    """Of a text with more characters than the vocabulary has tokens."""
+    text = "".join(map(chr, range(0x4E00, 0x5200))) + "dog cat " * 50
+    tokenizer = make_tokenizer("wordpiece", lambda: [text], vocab_size=300)
+    assert tokenizer.vocab_size <= 300
+    assert tokenizer.encode("dog cat").size == 2
+
+
+@pytest.mark.parametrize(("kind", "fewest"), [("bpe", 257), ("wordpiece", 2)])
+def test_small_texts_give_small_vocabularies(kind, fewest):
+    assert make_tokenizer(kind, list).vocab_size == fewest
+    assert fewest < make_tokenizer(kind, lambda: ["ab ab"]).vocab_size < fewest + 10
+
+
+def test_an_error_in_the_corpus_ends_the_training():
+    def texts():
+        yield "a text"
+        raise UserError("file 2 is not UTF-8")
+
+    with pytest.raises(UserError, match="file 2 is not UTF-8"):
+        make_tokenizer("bpe", texts)
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "8"])
+def test_training_is_deterministic(bpe, wordpiece, threads):
+    script = f"""
+import hashlib
+from fastgpt.data.tokenizers import make_tokenizer
+for kind, size in (("bpe", 500), ("wordpiece", 400)):
+    tokenizer = make_tokenizer(kind, lambda: {PIECES!r}, vocab_size=size)
+    print(hashlib.sha256(tokenizer.to_json().encode()).hexdigest())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+        env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+    )  # fmt: skip
+    here = [hashlib.sha256(t.to_json().encode()).hexdigest() for t in (bpe, wordpiece)]
+    assert done.stdout.split() == here
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_saved_file_is_read_by_the_package_itself(bpe, wordpiece, tmp_path):
+    text = "the dog's mat: 東京!"
+    for tokenizer in (bpe, wordpiece):
+        tokenizer.save(tmp_path)
+        theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert theirs.encode(text).ids == tokenizer.encode(text).tolist()
+        for loaded in (load_tokenizer(tmp_path), make_tokenizer(str(tmp_path), None)):
+            assert loaded.encode(text).tolist() == tokenizer.encode(text).tolist()
+            assert loaded.kind == tokenizer.kind
+            assert same_tokenizer(loaded, tokenizer)
+    assert not same_tokenizer(bpe, wordpiece)
+
+
+def test_foreign_file_neither_cuts_nor_pads_nor_adds_and_is_saved_as_it_was(tmp_path):
+    theirs = words({"?": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4})
+    theirs.add_special_tokens(["<s>", "</s>"])
+    theirs.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    theirs.enable_truncation(3)
+    theirs.enable_padding(length=8)
+    theirs.save(str(tmp_path / "foreign.json"))
+    assert theirs.encode("a b a b").ids == [1, 3, 2, 0, 0, 0, 0, 0]
+    tokenizer = load_tokenizer(tmp_path / "foreign.json")
+    assert tokenizer.encode("a b a b").tolist() == [3, 4, 3, 4]
+    assert tokenizer.encode("").tolist() == []
+    assert (tokenizer.kind, tokenizer.eot_id) == ("wordlevel", 2)
+    tokenizer.save(tmp_path / "saved.json")
+    assert (tmp_path / "saved.json").read_text() == (tmp_path / "foreign.json").read_text()
+    theirs.save(str(tmp_path / "tight.json"), pretty=False)
+    assert same_tokenizer(load_tokenizer(tmp_path / "tight.json"), tokenizer)
+
+
+def test_vocabulary_covers_gaps_and_added_tokens():
+    theirs = words({"?": 0, "a": 70_000})
+    theirs.add_tokens(["added"])
+    tokenizer = JsonTokenizer(theirs.to_str())
+    ids = tokenizer.encode("a added")
+    assert tokenizer.vocab_size == ids.max() + 1 > 70_000
+    assert ids.dtype == np.uint32
+    assert ids[0] == 70_000
+
+
+@pytest.mark.parametrize("name", EOT_TOKENS)
+def test_usual_names_end_a_text(name):
+    assert JsonTokenizer(words({"?": 0, "a": 1, name: 5}).to_str()).eot_id == 5
+
+
+def test_first_of_the_usual_names_wins():
+    vocabulary = {"[SEP]": 1, "<|endoftext|>": 2, "?": 0}
+    assert JsonTokenizer(words(vocabulary).to_str()).eot_id == 2
+    assert JsonTokenizer(words({"?": 0}).to_str()).eot_id is None
+
+
+@given(st.lists(st.integers(-3, 503) | st.integers(-(2**40), 2**40), max_size=30))
+def test_decoding_never_fails(bpe, wordpiece, ids):
+    for tokenizer in (bpe, wordpiece):
+        unknown = sum(not 0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.decode(ids).count("\ufffd") >= unknown
+    assert tokenizer.decode([]) == ""
+
+
+def test_unknown_ids_show_among_known_ones(bpe):
+    cat = bpe.encode("cat").tolist()
+    assert bpe.decode([*cat, 500, -1, *cat]) == "cat\ufffd\ufffdcat"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"model": {"type": "BPE"}}, r"not a tokenizer that the tokenizers package reads"),
+        (json.loads(words({}).to_str()), "without a single token"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, content, complaint):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"tokenizer\.json: .*{complaint}"):
+        load_tokenizer(tmp_path)
+
+
+def test_text_without_ids_is_an_error():
+    tokenizer = JsonTokenizer(words({"a": 0}, unk="missing").to_str())
+    with pytest.raises(UserError, match=r"wordlevel tokenizer cannot encode a text: .*UNK"):
+        tokenizer.encode("b")
+
+
+def test_other_threads_run_while_a_text_is_encoded(bpe):
+    started = threading.Event()
+
+    def encode():
+        started.set()
+        bpe.encode("the cat and the dog " * 100_000)
+
+    thread, ticks = threading.Thread(target=encode), 0
+    thread.start()
+    started.wait()
+    while thread.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 50  # 2 to 4 if the lock is held

@@ -1,0 +1,176 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastgpt.data.tokenizers
+from fastgpt.data.tokenizers import (
+    KINDS,
+    ByteTokenizer,
+    CharTokenizer,
+    check_kind,
+    load_tokenizer,
+    make_tokenizer,
+    same_tokenizer,
+)
+from fastgpt.errors import UserError
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+ANY_IDS = st.lists(st.integers(-10, 100_000), max_size=50)
+
+
+@given(TEXTS)
+def test_bytes_round_trip(text):
+    ids = ByteTokenizer().encode(text)
+    assert ids.dtype == np.uint16
+    assert bytes(ids.tolist()) == text.encode()
+    assert ByteTokenizer().decode(ids) == text
+
+
+@given(st.text(st.characters(), min_size=1))
+def test_chars_round_trip_even_of_lone_surrogates(text):
+    tokenizer = CharTokenizer.train(text)
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16
+    assert ids.max() < tokenizer.vocab_size == len(set(text))
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(iter(ids.tolist())) == text
+
+
+def test_chars_are_numbered_in_code_point_order():
+    tokenizer = CharTokenizer.train("ba\nc\U0001f600")
+    assert tokenizer.encode("\nabc\U0001f600").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_chars_beyond_uint16_are_not_cut_off():
+    text = "".join(map(chr, range(0x10000, 0x10000 + 65_537)))
+    tokenizer = CharTokenizer.train(text)
+    assert tokenizer.encode(text).tolist() == list(range(65_537))
+
+
+def test_unknown_character_is_named_with_its_offset():
+    with pytest.raises(UserError, match=r"'é' \(U\+00E9\) at offset 3 .* 4 characters"):
+        CharTokenizer.train("cafe").encode("cafés")
+    # greater than every known character: must not be looked up past the end of the table
+    with pytest.raises(UserError, match=r"U\+1F600\) at offset 0"):
+        CharTokenizer.train("cafe").encode("\U0001f600")
+
+
+@given(ids=ANY_IDS)
+def test_decoding_never_fails(ids):
+    for tokenizer in (ByteTokenizer(), CharTokenizer.train("abc")):
+        text = tokenizer.decode(np.array(ids, np.int64))
+        unknown = sum(not 0 <= i < tokenizer.vocab_size for i in ids)
+        assert text.count("\ufffd") >= unknown
+
+
+def test_broken_utf8_decodes_to_replacement_characters():
+    assert ByteTokenizer().decode([0xC3, 0x28, 300]) == "\ufffd(\ufffd"
+    assert ByteTokenizer().encode("a\ud800").tolist() == [ord("a"), ord("?")]
+
+
+@pytest.mark.parametrize("into_folder", [True, False])
+def test_saved_tokenizers_are_self_sufficient(tmp_path, monkeypatch, into_folder):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    path = tmp_path if into_folder else tmp_path / "tokenizer.json"
+    chars = CharTokenizer.train("ab\n\ud83d\ude00é")
+    for tokenizer in (ByteTokenizer(), chars):
+        tokenizer.save(path)
+        assert (tmp_path / "tokenizer.json").is_file()
+        loaded = load_tokenizer(path)
+        assert (loaded.kind, loaded.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
+        assert loaded.encode("ab\n").tolist() == tokenizer.encode("ab\n").tolist()
+    assert load_tokenizer(path).encode("\ude00\ud83d").tolist() == [5, 4]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"kind": "chars"}', '{"kind": "chars", "chars": 3}']
+)
+def test_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer file"):
+        load_tokenizer(path)
+
+
+def test_missing_file_and_foreign_kind_are_named(tmp_path):
+    with pytest.raises(UserError, match="no such tokenizer file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": "char"}))
+    with pytest.raises(UserError, match=r"tokenizer\.json: unknown tokenizer 'char'; .* 'chars'"):
+        load_tokenizer(tmp_path)
+
+
+def test_chars_are_learnt_from_pieces_one_at_a_time():
+    alive = 0
+
+    class Piece(str):
+        def __del__(self):
+            nonlocal alive
+            alive -= 1
+
+    def pieces():
+        nonlocal alive
+        for text in ("ab", "bc", "", "cd"):
+            assert alive <= 1
+            alive += 1
+            yield Piece(text)
+
+    assert make_tokenizer("chars", pieces).encode("abcd").tolist() == [0, 1, 2, 3]
+
+
+def test_nothing_to_learn_from_is_an_error():
+    for kind in ("chars", "bpe", "wordpiece"):
+        with pytest.raises(UserError, match=f"the {kind} tokenizer needs a text"):
+            make_tokenizer(kind, None)
+    with pytest.raises(UserError, match="at least one character"):
+        make_tokenizer("chars", lambda: [""])
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "complaint"),
+    [
+        ("byte", None, "unknown tokenizer 'byte'; did you mean 'bytes'"),
+        ("", None, "unknown tokenizer '' .*'wordpiece', the path of a tokenizer.json"),
+        ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json' .*'bpe'"),
+        ("docs", None, "unknown tokenizer 'docs' .*or of a folder with one"),
+        ("gpt2", 1000, "vocab_size 1000 for the tokenizer gpt2: expected bpe or wordpiece"),
+        ("bpe", 256, "vocab_size 256: expected 257 to 1,048,576"),
+        ("wordpiece", 2**40, "vocab_size 1099511627776: expected 257 to"),
+    ],
+)
+def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, complaint):
+    def texts():
+        raise AssertionError("the corpus was read")
+
+    with pytest.raises(UserError, match=complaint):
+        make_tokenizer(kind, texts, vocab_size=vocab_size)
+
+
+def test_kinds_pass_and_win_over_paths(tmp_path, monkeypatch):
+    CharTokenizer.train("ab").save(tmp_path / "bytes")
+    monkeypatch.chdir(tmp_path)
+    for kind in KINDS:
+        check_kind(kind)
+    assert make_tokenizer("bytes", None).kind == "bytes"
+    assert make_tokenizer("./bytes", None).kind == "chars"
+
+
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.delattr(fastgpt.data.tokenizers, "huggingface", raising=False)
+    monkeypatch.delitem(sys.modules, "fastgpt.data.tokenizers.huggingface", raising=False)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"bpe tokenizer needs the tokenizers package.*`data`"):
+        check_kind("bpe")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*EXTRAS=dev,data"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizers_are_the_same_if_their_content_is():
+    assert same_tokenizer(CharTokenizer.train("ab"), CharTokenizer.train("ba"))
+    assert not same_tokenizer(CharTokenizer.train("ab"), CharTokenizer.train("ac"))
+    assert not same_tokenizer(ByteTokenizer(), CharTokenizer.train("ab"))

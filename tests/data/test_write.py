@@ -1,0 +1,271 @@
+import hashlib
+import json
+import os
+import random
+import time
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgpt.data.prepare import batches, prepare, write
+from fastgpt.data.prepare.write import ShardWriter
+from fastgpt.data.shards import LARGE, SMALL, read_header
+from fastgpt.data.tokenizers import load_tokenizer
+from fastgpt.errors import UserError
+from tests.data.sets import contents, gpt2_files, read_ids, split_ids, write_documents
+
+# None is alike, or their hashes would keep them together; some are long, some in other scripts.
+DOCUMENTS = [
+    f"Document {i}: naïve {'東京 ' * (i % 7)}{'and so on. ' * (i % 13)}" for i in range(200)
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Batches so small that a short text has many."""
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 500)
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Prepares texts that are written to a file of that name; the directory."""
+
+    def run(texts=DOCUMENTS, name="x.jsonl", separator=None, **options):
+        path = write_documents(tmp_path / name, texts, separator=separator or "")
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        return prepare(str(path), out, separator=separator, **options)
+
+    return run
+
+
+def held_out(out):
+    """The documents on each side, for tokenizers that end them with a line."""
+    decode = load_tokenizer(out / "tokenizer.json").decode
+    return {split: decode(split_ids(out, split)).splitlines() for split in ("train", "val")}
+
+
+# --- the same bytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.parquet"])
+@pytest.mark.parametrize("tokenizer", ["gpt2", "chars", "bytes", "bpe", "wordpiece"])
+def test_number_of_workers_changes_no_byte(prepared, name, tokenizer):
+    if tokenizer == "gpt2":
+        gpt2_files()
+    elif tokenizer in ("bpe", "wordpiece"):
+        pytest.importorskip("tokenizers")
+    vocab_size = {"bpe": 300, "wordpiece": 300}.get(tokenizer)
+    options = {"tokenizer": tokenizer, "vocab_size": vocab_size, "val_fraction": 0.2}
+    first, *others = (
+        contents(prepared(name=name, workers=workers, shard_tokens=1000, **options))
+        for workers in (1, 2, 8)
+    )
+    assert sum(name.endswith(".bin") for name in first) > 3
+    assert all(other == first for other in others)
+
+
+def test_late_batches_are_written_in_the_order_of_the_text(prepared, monkeypatch):
+    encode = write.encode
+
+    def uneven(parts, **options):
+        time.sleep(0.02 * (zlib.crc32(repr(parts).encode()) % 3))
+        return encode(parts, **options)
+
+    expected = contents(prepared(tokenizer="bytes", workers=1))
+    monkeypatch.setattr(write, "encode", uneven)
+    assert contents(prepared(tokenizer="bytes", workers=8)) == expected
+
+
+def test_how_a_text_is_cut_changes_no_token(prepared, monkeypatch):
+    gpt2_files()
+    text = ["".join(DOCUMENTS)]
+    whole = prepared(text, name="x.txt", tokenizer="gpt2")
+    monkeypatch.setattr("fastgpt.data.prepare.documents.CHUNK_BYTES", 11)
+    cut = prepared(text, name="x.txt", tokenizer="gpt2")
+    for split in ("train", "val"):
+        assert split_ids(cut, split).tolist() == split_ids(whole, split).tolist()
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def test_hash_alone_decides_what_is_held_out(prepared):
+    def hashed(text):
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+    shuffled = random.Random(0).sample(DOCUMENTS, len(DOCUMENTS)) + DOCUMENTS[:20]  # some twice
+    for texts in (DOCUMENTS, shuffled):
+        # written down a second time: another version of the code must split as this one did
+        expected = {
+            "train": [text for text in texts if hashed(text) >= 0.3],
+            "val": [text for text in texts if hashed(text) < 0.3],
+        }
+        assert 40 < len(expected["val"]) < 80
+        assert held_out(prepared(texts, tokenizer="bytes", val_fraction=0.3)) == expected
+
+
+def test_splits_that_files_are_named_for_are_kept(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_documents(folder / "train-1.jsonl", ["a", "b"])
+    write_documents(folder / "train-2.jsonl.gz", ["c"])
+    write_documents(folder / "validation.jsonl", ["b", "d"])
+    out = prepare(str(folder), tmp_path / "out", tokenizer="bytes", val_fraction=0.001)
+    assert held_out(out) == {"train": ["a", "b", "c"], "val": ["b", "d"]}
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["val_fraction"], manifest["source"]["held_out"]) == (None, "named")
+
+
+@pytest.mark.parametrize(("name", "of"), [("x.jsonl", "200 documents"), ("x.txt", "characters")])
+@pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
+def test_split_that_leaves_nothing_is_refused(prepared, tmp_path, name, of, fraction, missing):
+    with pytest.raises(UserError, match=f"of .*{of}.* leaves nothing to {missing}"):
+        prepared(name=name, tokenizer="bytes", val_fraction=fraction)
+    [unfinished] = tmp_path.glob("out*")
+    assert unfinished.suffix == ".incomplete"
+    assert not (unfinished / "progress.json").exists()  # another fraction is not refused
+
+
+# --- documents among tokens -----------------------------------------------------------------------
+
+
+def test_end_of_text_goes_before_every_document(prepared):
+    gpt2_files()
+    out = prepared(name="x.parquet", tokenizer="gpt2", val_fraction=0.3)
+    tokenizer = load_tokenizer(out / "tokenizer.json")
+    manifest = json.loads((out / "manifest.json").read_text())
+    found = []
+    for split in ("train", "val"):
+        ids = split_ids(out, split)
+        assert ids[0] == 50256
+        documents = np.split(ids, np.flatnonzero(ids == 50256))[1:]
+        found += [tokenizer.decode(document[1:]) for document in documents]
+        assert manifest["splits"][split]["documents"] == len(documents)
+    assert sorted(found) == sorted(DOCUMENTS)
+
+
+def test_text_that_is_one_document_has_one_end_of_text(prepared):
+    gpt2_files()
+    out = prepared(["".join(DOCUMENTS)], name="x.txt", tokenizer="gpt2")
+    ids = split_ids(out, "train")
+    assert np.flatnonzero(ids == 50256).tolist() == [0]
+    assert 50256 not in split_ids(out, "val")  # it goes on in the middle of the text
+    text = load_tokenizer(out / "tokenizer.json").decode([*ids[1:], *split_ids(out, "val")])
+    assert text == "".join(DOCUMENTS)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_newline_ends_documents_where_no_token_does(prepared, tokenizer):
+    texts = [*DOCUMENTS, "has one\n"]
+    out = prepared(texts, name="x.txt.gz", separator="<|end|>", tokenizer=tokenizer)
+    found = held_out(out)
+    assert sorted(found["train"] + found["val"]) == sorted(text.strip("\n") for text in texts)
+    alone = prepared([text.strip("\n") for text in texts], name="x.jsonl", tokenizer=tokenizer)
+    assert held_out(alone) == found  # a newline that no document has is a character all the same
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_tokenizer_is_trained_on_the_source(prepared, kind):
+    pytest.importorskip("tokenizers")
+    out = prepared(tokenizer=kind, vocab_size=320, val_fraction=0.3)
+    tokenizer = load_tokenizer(out / "tokenizer.json")
+    assert tokenizer.vocab_size <= 320
+    assert tokenizer.encode("Document").size == 1  # it has seen the word
+    ids = split_ids(out, "train")
+    starts = np.flatnonzero(ids == tokenizer.eot_id)
+    assert starts[0] == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["splits"]["train"]["documents"] == len(starts)
+    if kind == "bpe":
+        [*_, last] = np.split(ids, starts)
+        assert tokenizer.decode(last[1:]) in DOCUMENTS
+
+
+def test_more_than_65536_tokens_are_written_as_32_bits(prepared):
+    many = "".join(
+        map(chr, [*range(0x20, 0xD800), *range(0xE000, 0xF900), *range(2**16, 2**16 + 9000)])
+    )
+    assert len(many) > 65_536
+    out = prepared([many], name="x.txt", tokenizer="chars", val_fraction=0.5)
+    found = np.concatenate([split_ids(out, split) for split in ("train", "val")])
+    assert found.dtype == "<u4"
+    assert found.tolist() == list(range(len(many)))
+    assert read_header(out / "val_000000.bin")[1] == LARGE
+
+
+# --- shards and manifest --------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 12), max_size=12),
+    lost=st.lists(st.integers(1, 9), max_size=4),
+    shard_tokens=st.integers(1, 9),
+)
+def test_shards_depend_on_the_tokens_alone(tmp_path_factory, cuts, lost, shard_tokens):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # a thousand of them take half a minute
+        _append_and_lose(tmp_path_factory.mktemp("shards"), cuts, lost, shard_tokens)
+
+
+def _append_and_lose(out, cuts, lost, shard_tokens):
+    tokens, written = np.arange(1, sum(cuts) + 1, dtype=SMALL), 0
+    writer = ShardWriter(out, "train", SMALL, shard_tokens, 0)
+    for cut in cuts:
+        writer.append(tokens[written : written + cut])
+        written += cut
+        if lost:  # killed: what was appended, and not reckoned with, is forgotten
+            writer.sync()
+            writer.append(np.full(lost.pop(), 9999, SMALL))
+            writer.sync()
+            writer = ShardWriter(out, "train", SMALL, shard_tokens, written)
+        open_shards = [path for path in out.iterdir() if path.read_bytes()[:4] == bytes(4)]
+        assert len(open_shards) <= 1  # the last, until it is whole
+    paths = writer.finish()
+    assert paths == sorted(out.iterdir())
+    parts = [read_ids(path).tolist() for path in paths]
+    full = [tokens[i : i + shard_tokens].tolist() for i in range(0, tokens.size, shard_tokens)]
+    assert parts == full
+    assert writer.counts() == [len(part) for part in full]
+
+
+def test_manifest_tells_what_is_there(prepared, tmp_path):
+    out = prepared(tokenizer="bytes", val_fraction=0.3, shard_tokens=1000)
+    manifest = json.loads((out / "manifest.json").read_text())
+    documents = held_out(out)
+    for split, entry in manifest["splits"].items():
+        sizes = [len(text.encode()) + 1 for text in documents[split]]
+        assert (entry["tokens"], entry["bytes"]) == (sum(sizes), sum(sizes))
+        assert entry["documents"] == len(sizes)
+        assert [shard["file"] for shard in entry["shards"]] == sorted(
+            path.name for path in out.glob(f"{split}_*")
+        )
+        for shard in entry["shards"]:
+            data = (out / shard["file"]).read_bytes()
+            assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+            assert shard["crc32"] == [zlib.crc32(data)]
+            assert shard["tokens"] == (len(data) - 1024) // 2
+        assert {shard["tokens"] for shard in entry["shards"][:-1]} == {1000}
+    assert manifest["source"]["held_out"] == "hash"
+    assert (manifest["vocab_size"], manifest["eot_id"]) == (256, None)
+    changed = prepared([*DOCUMENTS[:-1], "another"], tokenizer="bytes", val_fraction=0.3)
+    assert json.loads((changed / "manifest.json").read_text())["sha256"] != manifest["sha256"]
+
+
+def test_progress_is_told_from_nothing_to_all(prepared):
+    shares, counts = [], []
+
+    def report(tokens, share):
+        shares.append(share)
+        counts.append(tokens)
+
+    out = prepared(name="x.jsonl.gz", tokenizer="bytes", report=report)
+    assert (shares[0], shares[-1], counts[0]) == (0, 1, 0)
+    assert shares == sorted(shares)
+    assert counts == sorted(counts)
+    assert counts[-1] == sum(split_ids(out, split).size for split in ("train", "val"))
+    assert len(counts) > 20
