@@ -16,7 +16,7 @@ from fastgpt.cli import parse
 from fastgpt.data.shards import write_shard
 from fastgpt.trainer import Trainer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

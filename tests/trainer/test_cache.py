@@ -14,7 +14,7 @@ from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from tests.proof import launches
-from tests.test_model import OPTIONS, build, draw_tokens
+from tests.trainer.test_model import OPTIONS, build, draw_tokens
 
 CHUNKS = ([16], [1] * 16, [5, 1, 1, 4, 5], [15, 1])
 DOCUMENTS = {"document_mask": True, "eot_id": 7}

@@ -19,7 +19,7 @@ from fastgpt.trainer import Trainer
 from fastgpt.trials import TRIALS, Sizes
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SMALL = ModelConfig(num_layers=2, num_heads=4, dim=64, context=64, vocab_size=257)
 

@@ -18,7 +18,7 @@ from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.metrics import read_records
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # train.py, but each rank says in the end what it was given and how often it synced.
 COUNTED = """

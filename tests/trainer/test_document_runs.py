@@ -9,8 +9,8 @@ from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
 from tests.data_sets import prepared, texts
-from tests.test_ddp import ROOT, finish, torchrun
-from tests.test_resume import at_step, outcome, terminate
+from tests.trainer.test_ddp import ROOT, finish, torchrun
+from tests.trainer.test_resume import at_step, outcome, terminate
 
 PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-tokens 0"
 

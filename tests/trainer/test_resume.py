@@ -20,7 +20,7 @@ from fastgpt.display import Display
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.trainer import Trainer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = "--steps 12 --model.dropout 0.2"
 
 

@@ -10,7 +10,7 @@ from fastgpt.data.tokenizer import ByteTokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main
-from tests.test_cache import counted, greedy
+from tests.trainer.test_cache import counted, greedy
 
 FLAGS = ("--device", "cpu", "--tokens", "9")
 

@@ -26,7 +26,7 @@ from fastgpt.metrics import read_records
 from fastgpt.model import GPT
 from fastgpt.trainer import Trainer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def series(run, key):
