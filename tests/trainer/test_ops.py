@@ -106,7 +106,7 @@ def test_loss_under_autocast_is_that_of_fp32():
     losses = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), launches(*LOSS_KERNELS):
-            losses.append(model.loss(x, model.wte.weight, tokens[:, 1:], valid_vocab=300))
+            losses.append(model.ops.loss(x, model.wte.weight, tokens[:, 1:], valid_vocab=300))
     fp32, bf16 = losses
     assert bf16 != fp32
     torch.testing.assert_close(bf16, fp32, rtol=1e-3, atol=0)
@@ -160,7 +160,7 @@ def test_the_model_on_flash_attn_is_the_model_on_torchs_attention(flash_attn, wi
     model = GPT(config, ops.select(PLAIN, "cpu", compiled=False))
     want = loss_and_gradients(model, False)
     for block in model.h:
-        block.attn.op = chosen.attention
+        block.attn.ops = chosen
     got = loss_and_gradients(model, False)
     assert all(map(torch.equal, got, want))
 
