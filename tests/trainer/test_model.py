@@ -7,165 +7,25 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
 from fastgpt.model import GPT
 from fastgpt.ops import Ops
 from fastgpt.positions import LearnedPositions, Rotary
 from fastgpt.recipes import RECIPES
-from kernels import rotary_ref, runtime
-from kernels.attention import attention_ref
-
-OPTIONS = {
-    "gpt2": {},
-    "rmsnorm": {"norm": "rmsnorm"},
-    "post-norm": {"norm_position": "post"},
-    "no-bias": {"bias": False},
-    "gelu-erf": {"activation": "gelu_erf"},
-    "relu": {"activation": "relu"},
-    "relu-squared": {"activation": "relu_squared"},
-    "swiglu": {"activation": "swiglu"},
-    "ffn-dim": {"ffn_dim": 40},
-    "sinusoidal": {"position": "sinusoidal"},
-    "rotary": {"position": "rotary", "rotary_base": 100.0},
-    "no-positions": {"position": "none"},
-    "grouped-heads": {"num_kv_heads": 2},
-    "one-kv-head": {"num_kv_heads": 1},
-    "qk-norm": {"qk_norm": True},
-    "untied": {"tied": False},
-    "softcap": {"softcap": 3.0},
-    "window": {"window": 3},
-    "modern": {
-        "norm": "rmsnorm", "bias": False, "activation": "swiglu", "position": "rotary", "window": 5,
-        "num_kv_heads": 2, "qk_norm": True, "tied": False, "softcap": 15.0,
-    },
-    "original": {
-        "norm_position": "post", "activation": "relu", "position": "sinusoidal", "qk_norm": True,
-    },
-}  # fmt: skip
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
-
-
-def configure(**options) -> ModelConfig:
-    tiny = {"num_layers": 2, "num_heads": 4, "dim": 32, "context": 16, "vocab_size": 50}
-    return ModelConfig(**{**tiny, **options})
-
-
-def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> GPT:
-    """A tiny model whose every parameter matters: none is 0 or 1, and attention is not even."""
-    chosen = chosen or ops.select(OpsConfig(attention=attention), "cpu", compiled=False)
-    model = GPT(configure(**options), chosen)
-    with torch.no_grad():
-        for weight in model.parameters():
-            matrix = weight.dim() == 2
-            weight.copy_(
-                0.4 * torch.randn_like(weight) if matrix else torch.randn_like(weight) / 5 + 0.9
-            )
-    model.load_state_dict(model.state_dict())  # what was drawn above is no padding: that is 0
-    return model
-
-
-def draw_tokens(B: int = 2, T: int = 16, V: int = 50) -> Tensor:
-    return torch.randint(V, (B, T))
-
-
-# --- the whole network, written a second time -----------------------------------------------------
-
-
-def plain_norm(x, w, name, config):
-    if config.norm == "rmsnorm":
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
-    y = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    return y * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
-
-
-def plain_linear(x, w, name):
-    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
-
-def plain_rotary(x, base):
-    """Pairs (i, i + D/2) as complex numbers, turned by position * base ** (-2 i / D)."""
-    T, half = x.shape[1], x.shape[-1] // 2
-    turned = torch.complex(x[..., :half], x[..., half:])
-    for t in range(T):
-        for i in range(half):
-            angle = torch.tensor(t * base ** (-i / half), dtype=torch.float64)
-            turned[:, t, :, i] = turned[:, t, :, i] * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((turned.real, turned.imag), -1)
-
-
-def plain_attention(x, w, name, config):
-    B, T, C = x.shape
-    H, K = config.num_heads, config.num_kv_heads or config.num_heads
-    D = C // H
-    q, k, v = plain_linear(x, w, f"{name}.c_attn").split((H * D, K * D, K * D), -1)
-    q, k, v = q.view(B, T, H, D), k.view(B, T, K, D), v.view(B, T, K, D)
-    if config.qk_norm:
-        q, k = (t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-    if config.position == "rotary":
-        q, k = plain_rotary(q, config.rotary_base), plain_rotary(k, config.rotary_base)
-    out = torch.zeros_like(q)
-    for h in range(H):
-        for t in range(T):
-            seen = slice(0 if config.window is None else max(0, t + 1 - config.window), t + 1)
-            kv = h // (H // K)
-            scores = torch.einsum("bd,bjd->bj", q[:, t, h], k[:, seen, kv]) / math.sqrt(D)
-            out[:, t, h] = torch.einsum("bj,bjd->bd", scores.softmax(-1), v[:, seen, kv])
-    return plain_linear(out.flatten(2), w, f"{name}.c_proj")
-
-
-def plain_mlp(x, w, name, config):
-    x = plain_linear(x, w, f"{name}.c_fc")
-    match config.activation:
-        case "gelu_tanh":
-            y = 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
-        case "gelu_erf":
-            y = 0.5 * x * (1 + (x / math.sqrt(2)).erf())
-        case "relu":
-            y = x.clamp(min=0)
-        case "relu_squared":
-            y = x.clamp(min=0) ** 2
-        case "swiglu":
-            gate, up = x.split(x.shape[-1] // 2, -1)
-            y = gate * gate.sigmoid() * up
-    return plain_linear(y, w, f"{name}.c_proj")
-
-
-def plain_position(config, w, T):
-    if config.position == "learned":
-        return w["wpe.weight"][:T]
-    if config.position != "sinusoidal":
-        return 0
-    half = config.dim // 2
-    angles = [[t / 10_000 ** (2 * i / config.dim) for i in range(half)] for t in range(T)]
-    angles = torch.tensor(angles, dtype=torch.float64)
-    return torch.cat((angles.sin(), angles.cos()), -1)
-
-
-def plain_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """The same network from its weights alone, in float64 and in the order of the papers."""
-    config = model.config
-    w = {name: weight.double() for name, weight in model.state_dict().items()}
-    x = w["wte.weight"][tokens] + plain_position(config, w, tokens.shape[1])
-    for i in range(config.num_layers):
-        if config.norm_position == "pre":
-            y = plain_norm(x, w, f"h.{i}.ln_1", config)
-            x = x + plain_attention(y, w, f"h.{i}.attn", config)
-            y = plain_norm(x, w, f"h.{i}.ln_2", config)
-            x = x + plain_mlp(y, w, f"h.{i}.mlp", config)
-        else:
-            x = plain_norm(
-                x + plain_attention(x, w, f"h.{i}.attn", config), w, f"h.{i}.ln_1", config
-            )
-            x = plain_norm(x + plain_mlp(x, w, f"h.{i}.mlp", config), w, f"h.{i}.ln_2", config)
-    if config.norm_position == "pre":
-        x = plain_norm(x, w, "ln_f", config)
-    logits = x @ w.get("lm_head.weight", w["wte.weight"]).T
-    if config.softcap is not None:
-        logits = config.softcap * (logits / config.softcap).tanh()
-    return logits
+from kernels import attention_ref, rotary_ref, runtime
+from tests.trainer.models import (
+    OPTIONS,
+    TINY,
+    build,
+    draw_tokens,
+    each_attention,
+    each_option,
+    initial,
+    on_cpu,
+    plain_logits,
+)
 
 
 @each_option
@@ -186,7 +46,7 @@ def test_logits_and_loss_match_a_plain_computation(options):
 @each_option
 def test_attention_implementations_agree(options, attention):
     model, tokens, targets = build(**options), draw_tokens(), draw_tokens()
-    other = GPT(model.config, ops.select(OpsConfig(attention=attention), "cpu", compiled=False))
+    other = initial(model.config, chosen=on_cpu(attention=attention))
     other.load_state_dict(model.state_dict())
     losses = [net(tokens, targets) for net in (model, other)]
     torch.testing.assert_close(*losses)
@@ -259,7 +119,7 @@ def test_with_positions_their_order_matters(position):
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    cos, sin = Rotary(configure(position="rotary", context=40))(slice(40))
+    cos, sin = Rotary(replace(TINY, position="rotary", context=40))(slice(40))
     q, k = torch.randn(2, 1, 1, 3, 8).expand(2, 1, 40, 3, 8).unbind()
     turned_q, turned_k = rotary_ref(q, k, cos, sin)
     scores = torch.einsum("bihd,bjhd->hij", turned_q, turned_k)
@@ -311,6 +171,32 @@ def test_targets_that_are_all_ignored_give_nan():
     assert build()(draw_tokens(), torch.full((2, 16), -100)).isnan()
 
 
+@pytest.mark.parametrize("loss", ["torch", "chunked"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied": False, "head_bias": True, "softcap": 3.0},
+        {"architecture": "bigram", "activation": "relu"},
+    ],
+    ids=str,
+)
+def test_label_smoothing_and_z_loss_are_of_training_alone(options, loss):
+    model, (tokens, targets) = build(chosen=on_cpu(loss=loss), **options), draw_tokens(4).chunk(2)
+    targets[0, 3:6] = -100
+    model.label_smoothing, model.z_loss = 0.2, 0.01
+    for training, smoothing, factor in ((True, 0.2, 0.01), (False, 0.0, 0.0)):
+        got = model.train(training)(tokens, targets)
+        logits = model(tokens)
+        lse = logits.logsumexp(-1)
+        target = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        losses = lse - (1 - smoothing) * target - smoothing * logits.mean(-1) + factor * lse**2
+        expected = losses[targets != -100].mean()
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        gradients = [torch.autograd.grad(x, list(model.parameters())) for x in (got, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 # --- dropout: each place, in training, and only there ---------------------------------------------
 
 
@@ -358,8 +244,8 @@ def test_dropout_acts_at_its_place_alone(place):
 
 @pytest.mark.parametrize("dropout", ["torch", "lanes"])
 def test_dropout_drops_the_share_it_was_asked_for(dropout):
-    chosen = ops.select(OpsConfig(dropout=dropout), "cpu", compiled=False)
-    model = GPT(configure(embedding_dropout=0.25, dim=256, position="none"), chosen)
+    chosen = on_cpu(dropout=dropout)
+    model = initial(chosen=chosen, embedding_dropout=0.25, dim=256, position="none")
     seen = []
     model.h[0].ln_1.register_forward_hook(lambda _, args, out: seen.append(args[0].detach()))
     tokens = draw_tokens(B=8)
@@ -370,7 +256,7 @@ def test_dropout_drops_the_share_it_was_asked_for(dropout):
 
 
 def test_dropout_has_one_default_for_all_places():
-    config = configure(dropout=0.3, attention_dropout=0.0, residual_dropout=0.1)
+    config = replace(TINY, dropout=0.3, attention_dropout=0.0, residual_dropout=0.1)
     assert {place: config.dropout_at(place) for place in PLACES} == {
         "embedding": 0.3, "attention": 0.0, "residual": 0.1, "feed_forward": 0.3,
     }  # fmt: skip
@@ -382,8 +268,7 @@ def test_dropout_has_one_default_for_all_places():
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_gpt2_init(activation, tied):
-    config = configure(num_layers=8, dim=128, activation=activation, tied=tied, vocab_size=512)
-    model = GPT(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    model = initial(num_layers=8, dim=128, activation=activation, tied=tied, vocab_size=512)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # 1/sqrt(2 * 8)
@@ -394,14 +279,12 @@ def test_gpt2_init(activation, tied):
 
 
 def test_gpt2_init_starts_at_the_loss_of_a_uniform_guess():
-    model = GPT(configure(), ops.select(OpsConfig(), "cpu", compiled=False))
-    assert model(draw_tokens(), draw_tokens()).item() == pytest.approx(math.log(50), abs=0.05)
+    assert initial()(draw_tokens(), draw_tokens()).item() == pytest.approx(math.log(50), abs=0.05)
 
 
 def test_torch_init_is_what_pytorchs_modules_draw():
-    config = configure(init="torch", tied=False, vocab_multiple=1)
     torch.manual_seed(1)
-    model = GPT(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    model = initial(init="torch", tied=False, vocab_multiple=1)
     torch.manual_seed(1)
     for name, module in model.named_modules():  # in the order in which they were made
         if isinstance(module, nn.Linear):
@@ -487,15 +370,15 @@ def test_recipes_have_the_published_number_of_parameters(recipe):
     config = RECIPES[recipe][1].model
     config = replace(config, vocab_size=config.vocab_size or 65)  # characters of tiny shakespeare
     with torch.device("meta"):
-        model = GPT(config, ops.select(OpsConfig(), "cpu", compiled=False))
+        model = initial(config)
     assert model.num_params() == PARAMETERS[recipe]
     assert model.config.padded_vocab % 64 == 0
 
 
 def test_default_widths():
-    assert configure().ffn_width == 128
-    assert configure(activation="swiglu", dim=768).ffn_width == 2048
-    assert configure(activation="swiglu", dim=800).ffn_width == 2176  # 2133.3 rounded up
+    assert TINY.ffn_width == 128
+    assert replace(TINY, activation="swiglu", dim=768).ffn_width == 2048
+    assert replace(TINY, activation="swiglu", dim=800).ffn_width == 2176  # 2133.3 rounded up
 
 
 # --- torch.compile --------------------------------------------------------------------------------
