@@ -68,8 +68,27 @@ def initial(config: ModelConfig = TINY, *, chosen: Ops | None = None, **options)
     return build_model(replace(config, **options), chosen or on_cpu())
 
 
+def sharp(noise: float = 0.3, **options) -> GPT:
+    """A model that is sure of itself, in evaluation: GPT-2's initial weights tell tokens apart by
+    little, and attend to all of them alike."""
+    model = initial(**options)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=noise)
+    return model.eval()
+
+
 def draw_tokens(B: int = 2, T: int = 16, V: int = 50) -> Tensor:
     return torch.randint(V, (B, T))
+
+
+def greedy(model: GPT, prompt: Tensor, new: int) -> list[int]:
+    """The prompt continued by `new` tokens, from the whole window at each step."""
+    row = prompt.tolist()
+    for _ in range(new):
+        window = torch.tensor([row[-model.config.context :]])
+        row.append(int(model(window)[0, -1].argmax()))
+    return row
 
 
 # --- the whole network, written a second time -----------------------------------------------------

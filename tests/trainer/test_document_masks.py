@@ -4,31 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
 from fastgpt.run import with_vocabulary
+from tests.trainer.models import each_attention, on_cpu, sharp
 
 EOT = 49
-each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
 # Rows of 150 places: more than two of the blocks of 64 queries. The first document of the first row
 # began before the window; the second row has an empty one.
 ROWS = [[40, 24, 1, 85], [63, 1, 2, 84]]
 
 
 def build(attention: str, **options) -> GPT:
-    """A model of sharp attention: with GPT-2's initial weights, documents would hardly show."""
-    config = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "dim": 32, "context": 150}
-    config |= {"vocab_size": 50, "eot_id": EOT, "document_mask": True, "position": "none"}
-    chosen = ops.select(OpsConfig(attention=attention), "cpu", compiled=False)
+    """The same model for each way of attention."""
+    config = {"num_kv_heads": 2, "context": 150, "eot_id": EOT, "document_mask": True}
     torch.manual_seed(0)
-    model = GPT(ModelConfig(**{**config, **options}), chosen)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.3)
-    return model.eval()
+    return sharp(chosen=on_cpu(attention=attention), **{**config, "position": "none", **options})
 
 
 def draw() -> tuple[Tensor, list[list[Tensor]]]:

@@ -1,24 +1,20 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from fastgpt import ops
 from fastgpt.cache import Cache
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import ModelConfig
 from fastgpt.generate import generate
 from fastgpt.model import GPT
+from tests.trainer.models import greedy, sharp
 
-PROMPT = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
+PADDED, LENGTHS = pad_sequence(PROMPTS, batch_first=True), torch.tensor([5, 1, 3])
 
 
-def sharp_model() -> GPT:
-    """Small, and sure of itself: with GPT-2's initial weights every token would be as likely."""
-    config = ModelConfig(num_layers=2, num_heads=2, dim=16, context=8, vocab_size=30)
-    model = GPT(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.3)
-    return model
+def sharp_model(**options) -> GPT:
+    return sharp(num_heads=2, dim=16, vocab_size=30, **options)
 
 
 class Bigram(nn.Module):
@@ -41,33 +37,16 @@ def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
     return torch.bincount(tokens[:, 1], minlength=len(probabilities)) / n
 
 
+@torch.no_grad()
 def test_greedy_is_the_argmax_over_the_last_context_tokens():
-    model, tokens = sharp_model(), PROMPT
-    for _ in range(12):  # beyond the context of 8
-        following = model(tokens[:, -8:])[:, -1].argmax(-1, keepdim=True)
-        tokens = torch.cat((tokens, following), 1)
-    assert len(set(tokens[0, 4:].tolist())) > 3
-    options = {"max_new_tokens": 12, "vocab_size": 30}
-    assert torch.equal(generate(model, PROMPT, temperature=0, **options), tokens)
-    assert torch.equal(generate(model, PROMPT, top_k=1, **options), tokens)
-    assert torch.equal(generate(model, PROMPT, top_p=1e-9, **options), tokens)
-    assert torch.equal(generate(model, PROMPT, temperature=1e-5, **options), tokens)
-
-
-def test_rows_do_not_see_each_other():
-    model = sharp_model()
-    options = {"max_new_tokens": 12, "vocab_size": 30, "temperature": 0}
-    alone = torch.cat([generate(model, row[None], **options) for row in PROMPT])
-    assert torch.equal(generate(model, PROMPT, **options), alone)
-
-
-def test_a_prompt_longer_than_the_context_is_cropped_and_kept():
-    model = sharp_model()
-    prompt = torch.randint(30, (1, 20))
-    long = generate(model, prompt, max_new_tokens=3, vocab_size=30, temperature=0)
-    short = generate(model, prompt[:, -8:], max_new_tokens=3, vocab_size=30, temperature=0)
-    assert torch.equal(long[:, :20], prompt)
-    assert torch.equal(long[:, 20:], short[:, 8:])
+    """Beyond the context, too; a prompt that is longer than it is cropped, but kept."""
+    model = sharp_model(context=8)
+    for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
+        expected = greedy(model, prompt, 12)
+        assert len(set(expected[len(prompt) :])) > 2
+        for cold in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-5}):
+            got = generate(model, prompt[None], max_new_tokens=12, vocab_size=30, **cold)
+            assert got.tolist() == [expected]
 
 
 def test_draws_repeat_from_the_generators_seed_alone():
@@ -76,14 +55,14 @@ def test_draws_repeat_from_the_generators_seed_alone():
     def drawn(seed: int, **options) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         options = {"max_new_tokens": 10, "vocab_size": 30, "generator": generator, **options}
-        return generate(model, PROMPT, temperature=3.0, **options)
+        return generate(model, PADDED, temperature=3.0, **options)
 
     first = drawn(1)
     torch.manual_seed(99)
     assert torch.equal(drawn(1), first)
     assert not torch.equal(drawn(2), first)
-    assert torch.equal(first[:, :4], PROMPT)
-    assert torch.equal(drawn(1, max_new_tokens=0), PROMPT)
+    assert torch.equal(first[:, :5], PADDED)
+    assert torch.equal(drawn(1, max_new_tokens=0), PADDED)
 
 
 def test_draws_follow_the_models_distribution():
@@ -138,6 +117,65 @@ def test_greedy_ignores_ids_without_text():
 
 def test_no_gradient_is_kept():
     model = sharp_model()
-    tokens = generate(model, PROMPT, max_new_tokens=2, vocab_size=30)
+    tokens = generate(model, PADDED, max_new_tokens=2, vocab_size=30)
     assert not tokens.requires_grad
     assert all(p.grad is None for p in model.parameters())
+
+
+# --- what is computed -----------------------------------------------------------------------------
+
+
+def counted(model: GPT) -> list[int]:
+    """How many tokens each call of the model computes, from here on."""
+    counts = []
+    model.wte.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    return counts
+
+
+@torch.no_grad()
+def test_each_token_is_computed_once_as_long_as_the_text_fits():
+    model, options = sharp_model(), {"vocab_size": 30, "temperature": 0}
+    computed = counted(model)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=12, **options)
+    assert sum(computed) == 2 * (5 + 11)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=14, **options)
+    assert sum(computed) == 2 * (5 + 11) + 2 * (5 + 11 + 2 * 16)  # two more windows
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "sinusoidal", "none"])
+@torch.no_grad()
+def test_prompts_of_any_lengths_continue_as_each_would_alone(position):
+    model = sharp_model(position=position)
+    for junk in (0, 29):  # what the rows are filled up with is not seen
+        batch = pad_sequence(PROMPTS, batch_first=True, padding_value=junk)
+        for new in (1, 11, 12, 30):  # the context is 16
+            got = generate(
+                model, batch, lengths=LENGTHS, max_new_tokens=new, vocab_size=30, temperature=0
+            )
+            assert got.shape == (3, 5 + new)
+            alone = [greedy(model, prompt, new) for prompt in PROMPTS]
+            for row, expected in zip(got.tolist(), alone, strict=True):
+                assert row == expected + [0] * (5 + new - len(expected))
+            assert len({token for row in alone for token in row}) > 6 or new == 1
+
+
+@torch.no_grad()
+def test_a_row_ends_with_the_stop_token_and_all_rows_end_the_work():
+    model = sharp_model()
+    computed = counted(model)
+    full = [greedy(model, prompt, 11) for prompt in PROMPTS]
+    drawn = [set(row[len(prompt) :]) for row, prompt in zip(full, PROMPTS, strict=True)]
+    for stop in sorted(set.union(*drawn)):
+        computed.clear()
+        got = generate(
+            model, PADDED, lengths=LENGTHS, max_new_tokens=11, vocab_size=30, temperature=0,
+            stop_id=stop,
+        )  # fmt: skip
+        steps = 0
+        for row, whole, prompt in zip(got.tolist(), full, PROMPTS, strict=True):
+            after = whole[len(prompt) :]
+            n = after.index(stop) + 1 if stop in after else 11
+            steps = max(steps, n)
+            expected = whole[: len(prompt) + n]
+            assert row == expected + [stop] * (16 - len(expected))
+        assert sum(computed) == 3 * (5 + steps - 1)

@@ -10,23 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
-from fastgpt import ops
-from fastgpt.cli import parse
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import ModelConfig
 from fastgpt.data.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizer import CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.storage import data_dir
+from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]
 FIVE_STEPS = [name for name in LADDER if not name.startswith("lecture-gpt")]
 
 
-def build(config: ModelConfig, *, attention: str = "auto") -> GPT:
-    return build_model(config, ops.select(OpsConfig(attention=attention), "cpu", compiled=False))
+def build(config: ModelConfig, attention: str = "auto") -> GPT:
+    return initial(config, chosen=on_cpu(attention=attention))
 
 
 def recipe(name: str, **changes) -> ModelConfig:
@@ -60,50 +58,12 @@ def test_parameters_are_the_published_ones(name, vocab_multiple):
 # --- each step, written a second time -------------------------------------------------------------
 
 
-def plain_step(name: str, w: dict[str, Tensor], tokens: Tensor, heads: int) -> Tensor:
-    """Logits of A to F from their weights alone, head by head and without a mask of the library."""
-    if name == "lecture-bigram":
-        return w["wte.weight"][tokens]
-    T, n = tokens.shape[1], w["wte.weight"].shape[1]
-
-    def linear(x: Tensor, layer: str) -> Tensor:
-        return x @ w[f"{layer}.weight"].T + w.get(f"{layer}.bias", 0)
-
-    def attend(x: Tensor, block: str) -> Tensor:
-        parts = []
-        for h in range(heads):
-            rows = slice(h * n // heads, (h + 1) * n // heads)
-            q, k, v = (x @ m[rows].T for m in w[f"{block}.attn.c_attn.weight"].chunk(3))
-            scores = q @ k.transpose(1, 2) / math.sqrt(n)  # of the width, whatever the head's
-            scores += torch.full((T, T), -math.inf).triu(1)
-            parts.append(scores.softmax(-1) @ v)
-        return torch.cat(parts, -1)
-
-    def norm(x: Tensor, layer: str) -> Tensor:
-        if f"{layer}.weight" not in w:
-            return x
-        return F.layer_norm(x, (n,), w[f"{layer}.weight"], w[f"{layer}.bias"])
-
-    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    if "h.0.attn.c_proj.weight" not in w:
-        x = attend(x, "h.0")
-        if "h.0.mlp.0.weight" in w:
-            x = linear(x, "h.0.mlp.0").relu()
-        return linear(x, "lm_head")
-    for i in range(3):
-        x = x + linear(attend(norm(x, f"h.{i}.ln_1"), f"h.{i}"), f"h.{i}.attn.c_proj")
-        hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc").relu()
-        x = x + linear(hidden, f"h.{i}.mlp.c_proj")
-    return linear(norm(x, "ln_f"), "lm_head")
-
-
-@pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
+@each_attention
 @pytest.mark.parametrize("name", FIVE_STEPS)
 def test_each_step_is_what_the_notes_say(name, attention):
     model = build(recipe(name, vocab_multiple=64), attention=attention)
     tokens, targets = torch.randint(65, (2, 4, 8))
-    weights = {key: weight.double() for key, weight in model.state_dict().items()}
-    expected = plain_step(name, weights, tokens, model.config.num_heads)
+    expected = plain_logits(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-5, atol=1e-5)
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(tokens, targets).double(), loss, rtol=1e-5, atol=1e-5)
@@ -120,22 +80,6 @@ def test_steps_differ_in_what_the_notes_add():
     assert "attn.c_proj.bias" in parts["lecture-residual"]
     added = parts["lecture-layernorm"] - parts["lecture-residual"]
     assert added == {"ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("lecture-gpt --model.tied", "embedding has none: --model.no-tied$"),
-        ("lecture-gpt --data.align document", "data.eval_batches is 200: random windows do not"),
-        ("lecture-head --model.num-layers 0", "model.num_layers is 0"),
-        ("baby --epochs 0", "epochs is 0"),
-        ("baby --steps 9223372036854775808", "steps is 9223372036854775808: expected 0"),
-        ("baby --train.sample-tokens 268435457", "train.sample_tokens is 268435457: expected 0 to"),
-    ],
-)
-def test_what_cannot_be_is_named(flags, said):
-    with pytest.raises(UserError, match=said):
-        parse(flags.split())
 
 
 @pytest.mark.parametrize(
@@ -188,18 +132,15 @@ def test_bigram_starts_at_the_published_loss(corpus):
 
 
 @pytest.mark.parametrize("init", ["gpt2", "normal"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, tied, init):
+@pytest.mark.parametrize(
+    "options", [{}, {"head_bias": False}, {"head_bias": False, "tied": True}], ids=str
+)
+def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
     """The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2)."""
-    model = build(recipe("lecture-gpt", tied=tied, head_bias=False, init=init)).eval()
+    assert RECIPES["lecture-gpt"][1].model.init == "normal"
+    model = build(recipe("lecture-gpt", init=init, **options)).eval()
     expected = math.log(65) + 192 * 0.02**2 / 2
     assert loss_over(model, corpus, every=100) == pytest.approx(expected, abs=0.1)
-
-
-def test_the_notes_gpt_starts_there_too(corpus):
-    assert RECIPES["lecture-gpt"][1].model.init == "normal"
-    loss = loss_over(build(recipe("lecture-gpt")).eval(), corpus, every=100)
-    assert loss == pytest.approx(math.log(65) + 192 * 0.02**2 / 2, abs=0.1)
 
 
 # --- one batch, learnt by heart -------------------------------------------------------------------
@@ -250,9 +191,7 @@ def shrunk(name: str) -> ModelConfig:
     return replace(model, vocab_size=65, document_mask=False, **NO_DROPOUT)
 
 
-NO_DROPOUT = {
-    name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")
-}  # fmt: skip
+NO_DROPOUT = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in LARGER])

@@ -4,17 +4,16 @@ import math
 import pytest
 import torch
 
-from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig, OptimConfig
+from fastgpt.config import OptimConfig
 from fastgpt.model import GPT
 from fastgpt.optim import Optimizers
+from tests.trainer.models import initial
 
 KINDS = ("adamw", "muon")
 
 
 def tiny_model(**options) -> GPT:
-    config = ModelConfig(num_layers=2, num_heads=2, dim=16, context=8, vocab_size=64, **options)
-    return GPT(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    return initial(num_heads=2, dim=16, context=8, vocab_size=64, **options)
 
 
 def optimizers(model: GPT, *, fp16: bool = False, **options) -> Optimizers:

@@ -10,7 +10,7 @@ from fastgpt.data.tokenizer import ByteTokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main
-from tests.trainer.test_cache import counted, greedy
+from tests.trainer.models import greedy, sharp
 
 FLAGS = ("--device", "cpu", "--tokens", "9")
 
@@ -82,7 +82,7 @@ class WithEnd(ByteTokenizer):
 
 
 def test_texts_end_before_the_end_of_text_token():
-    model = counted()
+    model = sharp(num_heads=2, dim=16, vocab_size=30)
     prompts = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
     options = {"max_new_tokens": 11, "temperature": 0, "seed": 0}
     full = [greedy(model, prompt, 11) for prompt in prompts]

@@ -8,70 +8,37 @@ import inspect
 import json
 import math
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
-from fastgpt import ops, sample
+from fastgpt import sample
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.data.preparing import prepare
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
-from fastgpt.lecture import build_model
 from fastgpt.metrics import read_records
-from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
+from tests.trainer.models import initial, on_cpu, plain_logits
 
 STORIES, ABSTRACTS = (RECIPES[name][1].model for name in ("tinystories-char", "pubmed"))
-
-
-def build(config: ModelConfig) -> GPT:
-    """In evaluation mode, by the plain ops."""
-    chosen = ops.select(OpsConfig(attention="torch", dropout="torch"), "cpu", compiled=False)
-    return build_model(config, chosen).eval()
 
 
 # --- M: characters of TinyStories -----------------------------------------------------------------
 
 
-def separate_projections(model: GPT, tokens: Tensor) -> Tensor:
-    """Logits with q, k and v from three matrices of each block, as the write-up has them."""
-    w = model.state_dict()
-    C, H = model.config.dim, model.config.num_heads
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[f"{name}.weight"]
-
-    x = w["wte.weight"][tokens] + w["wpe.weight"][: tokens.shape[1]]
-    for i in range(model.config.num_layers):
-        query, key, value = w[f"h.{i}.attn.c_attn.weight"].split(C)
-        y = norm(x, f"h.{i}.ln_1")
-        q, k, v = (F.linear(y, m).unflatten(-1, (H, -1)).transpose(1, 2) for m in
-                   (query, key, value))  # fmt: skip
-        assert q.shape == (*tokens.shape[:1], H, tokens.shape[1], C // H)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + F.linear(out, w[f"h.{i}.attn.c_proj.weight"])
-        hidden = F.linear(norm(x, f"h.{i}.ln_2"), w[f"h.{i}.mlp.c_fc.weight"]).relu()
-        x = x + F.linear(hidden, w[f"h.{i}.mlp.c_proj.weight"])
-    return F.linear(norm(x, "ln_f"), w["lm_head.weight"])
-
-
 def test_three_projections_in_one_matrix_give_what_three_give():
-    model = build(replace(STORIES, vocab_size=82))
-    tokens = torch.randint(82, (2, 256))
-    logits = model(tokens)
-    assert logits.shape == (2, 256, 82)
-    torch.testing.assert_close(logits, separate_projections(model, tokens), rtol=1e-4, atol=1e-4)
+    model = initial(STORIES, vocab_size=82).eval()
+    tokens = torch.randint(82, (2, 40))
+    expected = plain_logits(model, tokens)
+    assert expected.shape == (2, 40, 82)
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_stories_have_no_biases_and_heads_of_32():
-    model = build(replace(STORIES, vocab_size=82))
+    model = initial(STORIES, vocab_size=82)
     assert not [name for name in model.state_dict() if name.endswith("bias")]
     blocks = 6 * (4 * 128**2 + 8 * 128**2 + 2 * 128)
     assert model.num_params() == 2 * 82 * 128 + 256 * 128 + blocks + 128
@@ -82,7 +49,7 @@ def test_stories_have_no_biases_and_heads_of_32():
 
 
 def test_abstracts_model_has_the_published_parameters():
-    assert build(replace(ABSTRACTS, vocab_size=28_996)).num_params() == 8_704_068
+    assert initial(ABSTRACTS, vocab_size=28_996).num_params() == 8_704_068
 
 
 def docstrings() -> list[str]:
@@ -151,7 +118,7 @@ def test_padding_changes_neither_loss_nor_gradients(flags):
     engine.loader.close()
     lengths = (y != -100).sum(1)
     assert lengths.min() < 48
-    model = build(engine.config.model)
+    model = initial(engine.config.model, chosen=on_cpu(attention="torch", dropout="torch")).eval()
     loss = model(x, y)
     loss.backward()
     padded = [p.grad.clone() for p in model.parameters()]
@@ -169,12 +136,8 @@ def test_padding_changes_neither_loss_nor_gradients(flags):
 def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
     assert (parse(flags).epochs, parse(flags).eval_epochs) == (20, 1)
     config = parse([*flags, "--steps", "7", "--eval_every=3"])
-    assert (config.epochs, config.eval_epochs, config.steps, config.eval_every) == (
-        None,
-        None,
-        7,
-        3,
-    )
+    assert (config.epochs, config.eval_epochs) == (None, None)
+    assert (config.steps, config.eval_every) == (7, 3)
     with pytest.raises(UserError, match="--steps and --epochs are both given"):
         parse([*flags, "--steps", "7", "--epochs", "1"])
 
@@ -195,44 +158,18 @@ def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypa
 
 # --- any checkpoint, one command ------------------------------------------------------------------
 
-SMALL = [
-    "--steps",
-    "1",
-    "--eval-every",
-    "0",
-    "--train.device",
-    "cpu",
-    "--train.precision",
-    "fp32",
-    "--train.sample-tokens",
-    "0",
-    "--data.val-fraction",
-    "0.2",
-    "--data.eval-batches",
-    "0",
-    "--data.align",
-    "none",
-    "--train.batch-tokens",
-    "512",
-]
-SMALLER = [
-    "--model.num-layers",
-    "2",
-    "--model.num-heads",
-    "2",
-    "--model.dim",
-    "32",
-    "--model.context",
-    "16",
-]
+SMALL = (
+    "--steps 1 --eval-every 0 --train.device cpu --train.precision fp32 --train.sample-tokens 0"
+    " --data.val-fraction 0.2 --data.eval-batches 0 --data.align none --train.batch-tokens 512"
+)
+SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
-    shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else []
-    run = ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]
-    size = ["--model.vocab-size", "None"]
-    Trainer(parse([recipe, *SMALL, *shrink, *size, *run])).fit()
+    shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
+    place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
+    Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
     capsys.readouterr()
     sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
     first, second = capsys.readouterr().out.split("\n---\n")
