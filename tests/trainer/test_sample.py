@@ -28,18 +28,6 @@ def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
     return command
 
 
-def test_prompts_are_continued_together_as_each_would_be_alone(sample):
-    prompts = ("the cat", "t", "sat on the mat, and")  # the context is 16
-    flags = [flag for prompt in prompts for flag in ("--prompt", prompt)]
-    together = sample("--temperature", "0", *flags)
-    assert together == [
-        text for x in prompts for text in sample("--temperature", "0", "--prompt", x)
-    ]
-    for text, prompt in zip(together, prompts, strict=True):
-        assert text.startswith(prompt)
-        assert len(text) == len(prompt) + 9
-
-
 def test_samples_of_each_prompt_stand_together(sample):
     texts = sample("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
     assert [text[:3] for text in texts] == ["the"] * 3 + ["cat"] * 3

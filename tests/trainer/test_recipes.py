@@ -1,23 +1,37 @@
 """The lecture's ladder and the write-ups around it: sizes, first losses, what one batch can teach,
 and one command that samples from any of them."""
 
+import argparse
+import collections
+import decimal
+import functools
+import inspect
+import json
 import math
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
+from fastgpt import sample
+from fastgpt.cli import parse
 from fastgpt.config import ModelConfig
+from fastgpt.data.preparing import prepare
 from fastgpt.data.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizer import CharTokenizer
+from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.storage import data_dir
+from fastgpt.trainer import Trainer
 from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
+from tests.trainer.runs import series
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]
 FIVE_STEPS = [name for name in LADDER if not name.startswith("lecture-gpt")]
@@ -29,30 +43,6 @@ def build(config: ModelConfig, attention: str = "auto") -> GPT:
 
 def recipe(name: str, **changes) -> ModelConfig:
     return replace(RECIPES[name][1].model, **{"vocab_size": 65, **changes})
-
-
-# --- sizes ----------------------------------------------------------------------------------------
-
-# Published: G 2.715713, G' 10.79, H 0.209729 million. A to F by hand, with n = 32:
-# A 65^2; B (65 + 8) n + 3 n^2 + 65 (n + 1); C the same; D and n (n + 1);
-# E (65 + 8) n + 3 (3 n^2 + n (n + 1) + 4 n (n + 1) + n (4 n + 1)) + 65 (n + 1); F and 7 * 2 n
-PARAMETERS = {
-    "lecture-bigram": 4_225,
-    "lecture-head": 7_553,
-    "lecture-multihead": 7_553,
-    "lecture-feedforward": 8_609,
-    "lecture-residual": 41_921,
-    "lecture-layernorm": 42_369,
-    "lecture-gpt": 2_715_713,
-    "lecture-gpt-full": 10_788_929,
-    "lecture-gpt-small": 209_729,
-}
-
-
-@pytest.mark.parametrize("vocab_multiple", [1, 64])
-@pytest.mark.parametrize("name", LADDER)
-def test_parameters_are_the_published_ones(name, vocab_multiple):
-    assert build(recipe(name, vocab_multiple=vocab_multiple)).num_params() == PARAMETERS[name]
 
 
 # --- each step, written a second time -------------------------------------------------------------
@@ -214,3 +204,119 @@ def test_the_floor_of_a_batch():
     # after a 1 anywhere: 2, 3, 2; after a 2: 5, 6
     blind = math.log(3) - 2 / 3 * math.log(2)
     assert floor(tokens, targets, 1) == pytest.approx((3 * blind + 2 * math.log(2)) / 9)
+
+
+# --- M: characters of TinyStories -----------------------------------------------------------------
+
+
+def test_three_projections_in_one_matrix_give_what_three_give():
+    model = initial(RECIPES["tinystories-char"][1].model, vocab_size=82).eval()
+    tokens = torch.randint(82, (2, 40))
+    expected = plain_logits(model, tokens)
+    assert expected.shape == (2, 40, 82)
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- O and P: abstracts ---------------------------------------------------------------------------
+
+
+def docstrings() -> list[str]:
+    """Of the classes and functions of a few modules: real prose, and no two alike."""
+    modules = (argparse, collections, decimal, functools, inspect, json, math, statistics)
+    found = {
+        text
+        for module in modules
+        for member in vars(module).values()
+        if (inspect.isroutine(member) or inspect.isclass(member))
+        and (text := inspect.getdoc(member))
+    }
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def abstracts(tmp_path_factory) -> Path:
+    """A folder for FASTGPT_DATA with docstrings as `pubmed`."""
+    place = tmp_path_factory.mktemp("abstracts")
+    source = place / "abstracts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGPT_CACHE", str(place / "cache"))
+        prepare(
+            str(source), place / "pubmed", tokenizer="wordpiece", vocab_size=800, val_fraction=0.2
+        )
+    return place
+
+
+@pytest.fixture
+def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
+    """The recipe, but small."""
+    monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
+    return [
+        "pubmed", "--model.num-layers", "2", "--model.dim", "32", "--model.context", "48",
+        "--train.batch-tokens", str(8 * 48), "--train.device", "cpu", "--train.precision", "fp32",
+        "--train.sample-tokens", "5", "--log-every", "5", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+
+
+def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
+    abstracts, flags, tmp_path, capsys
+):
+    Trainer(parse([*flags, "--epochs", "2"])).fit()
+    run, said = tmp_path / "run", capsys.readouterr().out
+    prepared = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
+    documents = prepared["splits"]["train"]["documents"]
+    losses = series(run, "val_loss")
+    per_epoch = math.ceil(documents / 8)
+    assert list(losses) == [0, per_epoch, math.ceil(2 * documents / 8)]
+    assert losses[0] == pytest.approx(math.log(800), abs=1)
+    assert list(losses.values()) == sorted(losses.values(), reverse=True)
+    for step, loss in losses.items():
+        epoch = step * 8 / documents
+        assert f"step {step:>6}  epoch {epoch:.2f}  val loss {loss:.4f}" in said
+        assert f"perplexity {math.exp(loss):.2f}" in said
+    progress = list(series(run, "train_loss"))
+    assert progress == [*range(5, progress[-1], 5), list(losses)[-1]]
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
+    assert (parse(flags).epochs, parse(flags).eval_epochs) == (20, 1)
+    config = parse([*flags, "--steps", "7", "--eval_every=3"])
+    assert (config.epochs, config.eval_epochs) == (None, None)
+    assert (config.steps, config.eval_every) == (7, 3)
+    with pytest.raises(UserError, match="--steps and --epochs are both given"):
+        parse([*flags, "--steps", "7", "--epochs", "1"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [("pubmed", "abstracts.jsonl"), ("tinystories-char", "TinyStories-valid.txt")],
+)
+def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        Engine(parse([recipe, "--train.device", "cpu"]))
+    said = str(error.value)
+    assert f"python -m fastgpt.prepare {named} --tokenizer" in said
+    assert f"--out {tmp_path / recipe}" in said
+    assert "\n" not in said
+
+
+# --- any checkpoint, one command ------------------------------------------------------------------
+
+SMALL = (
+    "--steps 1 --eval-every 0 --train.device cpu --train.precision fp32 --train.sample-tokens 0"
+    " --data.val-fraction 0.2 --data.eval-batches 0 --data.align none --train.batch-tokens 512"
+)
+SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
+    shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
+    place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
+    Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
+    capsys.readouterr()
+    sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
+    first, second = capsys.readouterr().out.split("\n---\n")
+    assert first.startswith("\n")
+    assert first != second
