@@ -1,7 +1,7 @@
 """The keys and values of the tokens so far, so that a new token alone is computed.
 
 Shapes
-    B rows, T new tokens, Tmax places, K key/value heads, D head dim
+    B rows, T new tokens, Tmax positions, K key/value heads, D head dim
 """
 
 import torch
@@ -13,7 +13,7 @@ from fastgpt.config import ModelConfig
 class Cache:
     """What `GPT.forward` needs of the tokens it was given before, in evaluation.
 
-    Rows may be of different lengths. Prompts of different lengths are filled up on the right, which
+    Rows may be of different lengths. Prompts of different lengths are padded on the right, which
     nothing before sees, and `lengths` is set to their own afterwards: what is beyond is written
     over by the tokens that follow.
 
@@ -36,17 +36,17 @@ class Cache:
         self.used = 0
         """No row holds more: what the host knows of the lengths."""
         self.fresh = True
-        """Whether there was nothing before the new tokens, which then see each other alone."""
-        self.places = self.lengths[:, None]
+        """True while there was nothing before the new tokens, which then see each other alone."""
+        self.positions = self.lengths[:, None]
         """(B, T), where the new tokens stand."""
         self.starts: Tensor | None = None
-        """(B, T), the first place that each of them sees; None: place 0."""
+        """(B, T), the first position that each of them sees; None: position 0."""
         self.layers = [LayerCache(self) for _ in range(config.num_layers)]
-        # place by place, where its document begins; all 0 until an end-of-text token is met
+        # where the document at each position begins; all 0 until an end-of-text token is met
         self.documents = torch.zeros(rows, size, dtype=torch.int64, device=device)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Makes room for `tokens` (B, T); their places (B, T).
+        """Makes room for `tokens` (B, T); their positions (B, T).
 
         Raises:
             ValueError: there is less room than that.
@@ -56,17 +56,17 @@ class Cache:
             raise ValueError(f"tokens: expected at most {self.size - self.used} more, got {T}")
         self.fresh = self.used == 0
         self.used += T
-        self.places = self.lengths[:, None] + torch.arange(T, device=tokens.device)
+        self.positions = self.lengths[:, None] + torch.arange(T, device=tokens.device)
         self.lengths = self.lengths + T
         self.starts = None
         if self.eot_id is not None:
-            before = self.documents.gather(1, (self.places[:, :1] - 1).clamp(min=0))
-            begins = torch.where(tokens == self.eot_id, self.places, before)
-            self.starts = self.documents[self.rows, self.places] = begins.cummax(1).values
+            before = self.documents.gather(1, (self.positions[:, :1] - 1).clamp(min=0))
+            begins = torch.where(tokens == self.eot_id, self.positions, before)
+            self.starts = self.documents[self.rows, self.positions] = begins.cummax(1).values
         if self.window is not None:
-            first = self.places - self.window + 1
+            first = self.positions - self.window + 1
             self.starts = first if self.starts is None else torch.maximum(first, self.starts)
-        return self.places
+        return self.positions
 
 
 class LayerCache:
@@ -76,13 +76,17 @@ class LayerCache:
         self.cache = cache
         self.keys_values: tuple[Tensor, Tensor] | None = None
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps k and v (B, T, K, D) of the new tokens; views (B, Tmax, K, D) of all there are."""
+    def extend(self, k: Tensor, v: Tensor) -> None:
+        """Keeps k and v (B, T, K, D) of the new tokens."""
         cache = self.cache
         if self.keys_values is None:  # not before: autocast decides on the dtype
             shape = (len(k), cache.size, *k.shape[2:])
             self.keys_values = k.new_zeros(shape), v.new_zeros(shape)
         for kept, new in zip(self.keys_values, (k, v)):
-            kept[cache.rows, cache.places] = new
+            kept[cache.rows, cache.positions] = new
+
+    def used(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens so far: views (B, up to Tmax, K, D)."""
+        assert self.keys_values is not None
         keys, values = self.keys_values
-        return keys[:, : cache.used], values[:, : cache.used]
+        return keys[:, : self.cache.used], values[:, : self.cache.used]

@@ -7,9 +7,10 @@ help.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -19,20 +20,19 @@ MOST_TOKENS = 2**28
 """In one batch of samples: their ids alone are 2 GiB."""
 
 
-def positive(section: str, config: object, *names: str) -> None:
-    """Raises `UserError` unless each named field is greater than zero."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"{section}{name} is {value}: expected a number greater than 0")
+POSITIVE = ("a number greater than 0", lambda x: 0 < x < float("inf"))
+NOT_NEGATIVE = ("0 or more", lambda x: 0 <= x < float("inf"))
+FRACTION = ("a fraction in [0, 1)", lambda x: 0 <= x < 1)
+SHARE = ("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
-def fraction(section: str, config: object, *names: str) -> None:
-    """Raises `UserError` unless each named field lies in [0, 1)."""
+def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: str) -> None:
+    """Raises `UserError` unless each field, such as `model.dim`, is None or as expected."""
+    words, fits = expected
     for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            raise UserError(f"{section}{name} is {value}: expected a fraction in [0, 1)")
+        value = getattr(config, name.split(".")[-1])
+        if value is not None and not fits(value):
+            raise UserError(f"{name} is {value}: expected {words}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +64,13 @@ class ModelConfig:
     bias: bool = True
     """Biases in the blocks' linear layers and in LayerNorm."""
     qkv_bias: bool | None = None
-    """Of the projection to queries, keys and values. None: as `bias`."""
+    """Bias in the projection to queries, keys and values. None: as `bias`."""
     projection_bias: bool | None = None
-    """Of attention's output projection. None: as `bias`."""
+    """Bias in attention's output projection. None: as `bias`."""
     head_bias: bool = False
-    """Of the output head; it needs `tied` off."""
+    """Bias in the output head; it needs `tied` off."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
-    """Of the feed-forward layer; SwiGLU adds a gate."""
+    """Activation of the feed-forward layer; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
     """How the model knows where a token stands."""
     rotary_base: float = 10_000.0
@@ -105,12 +105,12 @@ class ModelConfig:
     """After the feed-forward's output projection."""
 
     def __post_init__(self) -> None:
-        positive("model.", self, "num_heads", "num_kv_heads", "dim", "ffn_dim")
-        if self.architecture != "bigram":  # which has none
-            positive("model.", self, "num_layers")
-        positive("model.", self, "context", "vocab_size", "vocab_multiple", "rotary_base")
-        positive("model.", self, "softcap", "window")
-        fraction("model.", self, *(f for f in self.__slots__ if f.endswith("dropout")))
+        layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
+        check(self, POSITIVE, "model.num_heads", "model.num_kv_heads", "model.dim", *layers)
+        check(self, POSITIVE, "model.ffn_dim", "model.context", "model.vocab_size", "model.window")
+        check(self, POSITIVE, "model.vocab_multiple", "model.rotary_base", "model.softcap")
+        dropouts = (name for name in self.__slots__ if name.endswith("dropout"))
+        check(self, FRACTION, *(f"model.{name}" for name in dropouts))
         if self.dim % self.num_heads:
             raise UserError(
                 f"model.dim is {self.dim}: expected a multiple of model.num_heads, {self.num_heads}"
@@ -188,13 +188,8 @@ class DataConfig:
     """Evaluate instead on so many batches of random windows of each split, others every time."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise UserError(
-                f"data.val_fraction is {self.val_fraction}: expected a fraction in (0, 1)"
-            )
-        for name in ("eval_tokens", "final_eval_tokens", "eval_batches"):
-            if getattr(self, name) < 0:
-                raise UserError(f"data.{name} is {getattr(self, name)}: expected 0 or more")
+        check(self, ("a fraction in (0, 1)", lambda x: 0 < x < 1), "data.val_fraction")
+        check(self, NOT_NEGATIVE, "data.eval_tokens", "data.final_eval_tokens", "data.eval_batches")
         if self.eval_batches and self.align == "document":
             raise UserError(
                 f"data.eval_batches is {self.eval_batches}: random windows do not keep to documents"
@@ -234,16 +229,10 @@ class OptimConfig:
     """`wsd`: share of all steps that the fall takes."""
 
     def __post_init__(self) -> None:
-        positive("optim.", self, "lr", "muon_lr", "eps", "decay_fraction")
-        fraction("optim.", self, "muon_momentum", "beta1", "beta2")
-        for name in ("weight_decay", "grad_clip", "warmup_steps"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"optim.{name} is {getattr(self, name)}: expected 0 or more")
-        for name in ("min_lr_ratio", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(
-                    f"optim.{name} is {getattr(self, name)}: expected a number from 0 to 1"
-                )
+        check(self, POSITIVE, "optim.lr", "optim.muon_lr", "optim.eps", "optim.decay_fraction")
+        check(self, FRACTION, "optim.muon_momentum", "optim.beta1", "optim.beta2")
+        check(self, NOT_NEGATIVE, "optim.weight_decay", "optim.grad_clip", "optim.warmup_steps")
+        check(self, SHARE, "optim.min_lr_ratio", "optim.decay_fraction")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +251,10 @@ class TrainConfig:
     """Let CUDA round the fp32 matrix products to TF32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of model and loss; `auto`: on CUDA."""
+    label_smoothing: float = 0.0
+    """Spread this share of each target's probability evenly over the vocabulary; training only."""
+    z_loss: float = 0.0
+    """Add this times the mean of log(sum(exp(logits)))^2 to the loss; training only."""
     keep_checkpoints: int = 3
     """How many of the last checkpoints stay on disk (the best one stays too)."""
     sample_tokens: int = 200
@@ -270,11 +263,11 @@ class TrainConfig:
     """What the samples continue."""
 
     def __post_init__(self) -> None:
-        positive("train.", self, "batch_tokens", "micro_batch", "keep_checkpoints")
-        if not 0 <= self.sample_tokens <= MOST_TOKENS:
-            raise UserError(
-                f"train.sample_tokens is {self.sample_tokens}: expected 0 to {MOST_TOKENS:,}"
-            )
+        check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
+        check(self, FRACTION, "train.label_smoothing")
+        check(self, NOT_NEGATIVE, "train.z_loss")
+        most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
+        check(self, most, "train.sample_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +285,7 @@ class OpsConfig:
     rotary: Literal["auto", "torch", "triton"] = "auto"
     """Rotary positions, where the model has them. `triton`: our kernel, on CUDA."""
     activation: Literal["auto", "torch", "triton"] = "auto"
-    """Of the feed-forward layers, with the bias before it. `triton`: our kernels, on CUDA."""
+    """The feed-forward layers' bias and activation. `triton`: our kernels, on CUDA."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Attention of new tokens over the cache, when text is generated. `auto`: PyTorch's; `triton`:
     our kernels, on CUDA."""
@@ -313,7 +306,7 @@ class Config:
     eval_epochs: float | None = None
     """Passes between two evaluations, instead of `eval_every`."""
     seed: int = 1337
-    """Of the initial weights, the sample order and dropout."""
+    """Random seed for the initial weights, the sample order and dropout."""
     run_dir: Path | None = None
     """Where everything about the run is kept. None: runs/<recipe>-<date>."""
     log_every: int = 10
@@ -332,10 +325,9 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
 
     def __post_init__(self) -> None:
-        positive("", self, "steps", "log_every", "epochs", "eval_epochs")
-        for name in ("steps", "seed", "eval_every", "save_every"):
-            if not 0 <= getattr(self, name) < 2**63:
-                raise UserError(f"{name} is {getattr(self, name)}: expected 0 to 2^63 - 1")
+        check(self, POSITIVE, "steps", "log_every", "epochs", "eval_epochs")
+        int64 = ("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)
+        check(self, int64, "steps", "seed", "eval_every", "save_every")
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("run_dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
@@ -369,13 +361,7 @@ def from_json(text: str) -> Config:
         TypeError: a field is unknown to this version.
     """
     values = json.loads(text)
-    sections = {
-        "model": ModelConfig,
-        "data": DataConfig,
-        "optim": OptimConfig,
-        "train": TrainConfig,
-        "ops": OpsConfig,
-    }
-    for name, section in sections.items():
-        values[name] = section(**values[name])
+    for section in dataclasses.fields(Config):
+        if isinstance(section.default_factory, type):
+            values[section.name] = section.default_factory(**values[section.name])
     return Config(**values)

@@ -95,7 +95,8 @@ class Engine:
         )
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
         torch.manual_seed(config.seed)
-        self.model = build_model(config.model, self.ops).to(self.device)
+        losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
+        self.model = build_model(config.model, self.ops, **losses).to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler)
         self.loss: Callable[..., Tensor] = self.model

@@ -5,7 +5,7 @@ B   HeadsBlock         token and position embeddings, one attention head, a line
 C   HeadsBlock         several heads side by side
 D   FeedForwardBlock   then a layer that thinks about what the heads have brought
 E   ResidualBlock      both as additions to a residual stream, so that blocks can be stacked
-F   model.PreNormBlock LayerNorm before each of them and at the end: from here on it is a GPT
+F   model.Block        LayerNorm before each of them and at the end: from here on it is a GPT
 
 The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
 `-gpt` train them; what each reaches is in docs/reproduction.md.
@@ -14,22 +14,22 @@ The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, MLP, Attention
-from fastgpt.ops import Ops
+from fastgpt.ops import Ops, cross_entropy
 
 
 class Bigram(GPT):
     """A GPT with no layers, no positions and no head: its embeddings are the logits."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, **options: float) -> None:
         width = {"dim": config.vocab_size, "vocab_multiple": 1}  # looked up: padding gains nothing
         bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
-        super().__init__(replace(bare, position="none", tied=True, head_bias=False), ops)
+        bare = replace(bare, position="none", tied=True, head_bias=False)
+        super().__init__(bare, ops, **options)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> None:
         return None
@@ -37,7 +37,8 @@ class Bigram(GPT):
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return x
-        return F.cross_entropy(x.float().flatten(0, -2), targets.flatten())
+        extra = (self.label_smoothing, self.z_loss) if self.training else ()
+        return cross_entropy(x, targets, *extra)
 
 
 class HeadsBlock(nn.Module):
@@ -104,14 +105,14 @@ LACKS = {
 _PLAIN = ModelConfig(activation="relu")
 
 
-def build_model(config: ModelConfig, ops: Ops) -> GPT:
-    """The network that `config.architecture` names; `config.vocab_size` must be set.
+def build_model(config: ModelConfig, ops: Ops, **options: float) -> GPT:
+    """The network that `config.architecture` names; the arguments are `GPT`'s.
 
     Raises:
         UserError: an option is set of which this network has no part.
     """
     if config.architecture == "gpt":
-        return GPT(config, ops)
+        return GPT(config, ops, **options)
     for name in LACKS[config.architecture]:
         given, plain = getattr(config, name), getattr(_PLAIN, name)
         off = name.endswith("dropout") and given == 0
@@ -120,4 +121,5 @@ def build_model(config: ModelConfig, ops: Ops) -> GPT:
                 f"model.{name} is {given}: it changes nothing in model.architecture"
                 f" {config.architecture}, expected {plain}"
             )
-    return (Bigram if config.architecture == "bigram" else Unnormalised)(config, ops)
+    kind = Bigram if config.architecture == "bigram" else Unnormalised
+    return kind(config, ops, **options)

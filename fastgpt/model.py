@@ -1,5 +1,8 @@
 """GPT-2, and what has been changed in it since, as options chosen when the model is built.
 
+A model computes by `self.ops`, which holds the implementations chosen for it: `fastgpt.ops` says
+what each of them computes.
+
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
     V vocabulary
@@ -15,22 +18,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
-from fastgpt import ops as op
 from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
-from fastgpt.ops import Ops
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.ops import Ops, head_logits
 from fastgpt.positions import POSITIONS, Rotary
 
 
 class Dropout(nn.Module):
-    """Dropout through the chosen implementation; nothing at all in evaluation or where p is 0."""
+    """Dropout with probability p in training; nothing at all in evaluation or where p is 0."""
 
     def __init__(self, p: float, ops: Ops) -> None:
         super().__init__()
-        self.p, self.op = p, ops.dropout
+        self.p, self.ops = p, ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.op(x, self.p) if self.training and self.p else x
+        return self.ops.dropout(x, self.p) if self.training and self.p else x
 
 
 class LayerNorm(nn.Module):
@@ -38,14 +41,14 @@ class LayerNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.op = ops.norms
+        self.ops = ops
         self.weight = nn.Parameter(torch.ones(config.dim))
         self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self.op.layer_norm(x, self.weight, self.bias, 1e-5), x
-        return self.op.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
+            return self.ops.norms.layer_norm(x, self.weight, self.bias, 1e-5), x
+        return self.ops.norms.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
 
 
 class RMSNorm(nn.Module):
@@ -53,13 +56,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.op = ops.norms
+        self.ops = ops
         self.weight = nn.Parameter(torch.ones(config.dim))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self.op.rms_norm(x, self.weight, 1e-6), x
-        return self.op.add_rms_norm(x, residual, self.weight, 1e-6)
+            return self.ops.norms.rms_norm(x, self.weight, 1e-6), x
+        return self.ops.norms.add_rms_norm(x, residual, self.weight, 1e-6)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -71,62 +74,67 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
-        self.heads = (H, K, K)
-        self.head_dim = D
         qkv_bias, bias = config.qkv_bias, config.projection_bias
+        self.ops = ops
+        self.heads, self.head_dim = (H, K, K), D
         self.c_attn = nn.Linear(
             C, (H + 2 * K) * D, bias=config.bias if qkv_bias is None else qkv_bias
         )
         self.c_proj: nn.Module = nn.Linear(H * D, C, bias=config.bias if bias is None else bias)
-        self.scale = config.attention_scale
-        self.qk_norm = config.qk_norm
-        self.op, self.window, self.p = ops.attention, config.window, config.dropout_at("attention")
-        self.rotary = ops.rotary
-        turned = config.qk_norm or config.position == "rotary"
-        self.packed = None if turned else ops.attention_packed
-        self.decode = ops.decode
+        self.qk_norm, self.scale, self.window = (
+            config.qk_norm,
+            config.attention_scale,
+            config.window,
+        )
+        self.p = config.dropout_at("attention")
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
         self,
         x: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
-        past: LayerCache | None,
+        layer_cache: LayerCache | None,
     ) -> Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         p = self.p if self.training else 0.0
-        if self.packed is not None and past is None:
-            y = self.packed(
+        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        as_projected = not self.qk_norm and cos_sin is None and layer_cache is None
+        if as_projected and self.ops.attention_packed is not None:
+            y = self.ops.attention_packed(
                 qkv,
                 self.heads[0],
                 scale=self.scale,
                 window=self.window,
                 dropout_p=p,
                 doc_ids=doc_ids,
-            )  # (B, T, H, D)
+            )
             return self.dropout(self.c_proj(y.flatten(2)))
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
             # autocast may normalise in fp32
             q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
-        if turn is not None and past is None:
-            q, k = self.rotary(q, k, *turn)
-        elif turn is not None:  # rows stand at places of their own: as one row of them all
-            turned = self.rotary(q.flatten(0, 1)[None], k.flatten(0, 1)[None], *turn)
-            q, k = (x.reshape(y.shape) for x, y in zip(turned, (q, k)))
-        if past is not None:
-            keys, values = past.extend(k, v)
-            if not past.cache.fresh:
-                cache = past.cache
-                y = self.decode(
-                    q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
-                )
-                return self.c_proj(y.flatten(2))
-        y = self.op(
-            q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
-        )  # (B, T, H, D)
+        if cos_sin is not None:
+            q, k = self.rotate(q, k, *cos_sin)
+        if layer_cache is not None:
+            layer_cache.extend(k, v)
+        if layer_cache is None or layer_cache.cache.fresh:
+            y = self.ops.attention(
+                q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
+            )
+        else:
+            cache, (keys, values) = layer_cache.cache, layer_cache.used()
+            y = self.ops.decode(
+                q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
+            )
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k, rotated by the angles of T positions, or of B T where each row has its own."""
+        if len(cos) == q.shape[1]:
+            return self.ops.rotary(q, k, cos, sin)
+        q_row, k_row = (t.flatten(0, 1)[None] for t in (q, k))  # all rows as a single long one
+        q_row, k_row = self.ops.rotary(q_row, k_row, cos, sin)
+        return q_row.reshape(q.shape), k_row.reshape(k.shape)
 
 
 class MLP(nn.Module):
@@ -134,26 +142,31 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.ops, self.activation = ops, config.activation
         width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
         self.c_fc = nn.Linear(config.dim, width, bias=config.bias)
         self.c_proj = nn.Linear(config.ffn_width, config.dim, bias=config.bias)
-        self.op, self.kind = ops.activation, config.activation
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.op(x, self.c_fc, self.kind)  # (B, T, F)
-        return self.dropout(self.c_proj(y))  # (B, T, C)
+        if self.ops.activation is None:
+            y = ACTIVATIONS[self.activation](self.c_fc(x))
+        else:  # a kernel that adds the bias as well
+            y = self.ops.activation(F.linear(x, self.c_fc.weight), self.c_fc.bias, self.activation)
+        return self.dropout(self.c_proj(y))  # (B, T, F) to (B, T, C)
 
 
-class PreNormBlock(nn.Module):
-    """GPT-2's block.
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each added to the residual stream.
 
-    `x` is what the last sub-layer put out and has yet to join the `residual` stream, so that each
-    sum and the normalisation after it are one op.
+    Pre-norm is GPT-2's: `x` is the output of the last sub-layer, which has yet to join `residual`,
+    so that each sum and the normalisation after it are one op. Post-norm is the 2017 transformer's:
+    x = norm(x + attn(x)), then x = norm(x + mlp(x)), and nothing is left to join.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.pre_norm = config.norm_position == "pre"
         self.ln_1 = NORMS[config.norm](config, ops)
         self.attn = Attention(config, ops)
         self.ln_2 = NORMS[config.norm](config, ops)
@@ -163,51 +176,43 @@ class PreNormBlock(nn.Module):
         self,
         x: Tensor,
         residual: Tensor | None,
-        turn: tuple[Tensor, Tensor] | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
-        past: LayerCache | None,
+        layer_cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        y, residual = self.ln_1(x, residual)
-        y, residual = self.ln_2(self.attn(y, turn, doc_ids, past), residual)
-        return self.mlp(y), residual
-
-
-class PostNormBlock(PreNormBlock):
-    """The 2017 transformer's block: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        turn: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
-        past: LayerCache | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.ln_1(self.attn(x, turn, doc_ids, past), x)
+        if self.pre_norm:
+            x, residual = self.ln_1(x, residual)
+            x, residual = self.ln_2(self.attn(x, cos_sin, doc_ids, layer_cache), residual)
+            return self.mlp(x), residual
+        x, _ = self.ln_1(self.attn(x, cos_sin, doc_ids, layer_cache), x)
         x, _ = self.ln_2(self.mlp(x), x)
         return x, None
 
 
 class GPT(nn.Module):
-    """Tokens in, logits or loss out; `build_model` makes one.
+    """Tokens in, logits or loss out; `fastgpt.lecture.build_model` makes one.
 
     Args:
         config: `vocab_size` must be set.
         ops: from `fastgpt.ops.select`.
+        label_smoothing: of the loss in training; in evaluation it is the plain cross-entropy.
+        z_loss: likewise.
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None
         assert config.eot_id is not None or not config.document_mask
-        self.config = config
+        self.config, self.ops = config, ops
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
         self.ln_f = self.last_norm(config, ops)
-        self.loss = ops.loss
         self.lm_head = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.head_bias)
@@ -217,10 +222,10 @@ class GPT(nn.Module):
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """One of the layers."""
-        return (PreNormBlock if config.norm_position == "pre" else PostNormBlock)(config, ops)
+        return Block(config, ops)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
-        """What normalises the residual stream before the head."""
+        """The normalisation of the residual stream before the head."""
         return NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
 
     def _init_weights(self) -> None:
@@ -234,12 +239,9 @@ class GPT(nn.Module):
                 elif name.endswith("bias"):
                     nn.init.zeros_(weight)
         with torch.no_grad():
-            for table in self._vocab_tables():
-                table[self.config.vocab_size :] = 0
-
-    def _vocab_tables(self) -> list[Tensor]:
-        """Whatever has a row for each token of the padded vocabulary."""
-        return [self.wte.weight, *([] if self.lm_head is None else self.lm_head.parameters())]
+            for name, weight in self.named_parameters():
+                if name in VOCAB_TABLES:
+                    weight[self.config.vocab_size :] = 0
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
@@ -255,30 +257,38 @@ class GPT(nn.Module):
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
         """
         assert cache is None or not self.training
-        places = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
-        x = self.dropout(self.wpe(self.wte(tokens), places))  # (B, T, C)
-        turn = None
-        if self.rotary is not None:
-            turn = self.rotary(places.flatten() if isinstance(places, Tensor) else places)
+        positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+        x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
+        cos_sin = None if self.rotary is None else self.rotary(positions)
         residual = doc_ids = None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them
         for i, block in enumerate(self.h):
-            past = None if cache is None else cache.layers[i]
-            x, residual = block(x, residual, turn, doc_ids, past)
+            layer_cache = None if cache is None else cache.layers[i]
+            x, residual = block(x, residual, cos_sin, doc_ids, layer_cache)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
         return self.head(x, targets)
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Logits or loss, as `forward`, from the normalised residual stream x (B, T, C)."""
+        config = self.config
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         bias = None if self.lm_head is None else self.lm_head.bias
-        V, softcap = self.config.vocab_size, self.config.softcap
-        assert V is not None
         if targets is None:
-            return op.head_logits(x, weight, bias=bias, valid_vocab=V, softcap=softcap)
-        return self.loss(x, weight, targets, bias=bias, valid_vocab=V, softcap=softcap)
+            return head_logits(
+                x, weight, bias=bias, softcap=config.softcap, valid_vocab=config.vocab_size
+            )
+        return self.ops.loss(
+            x,
+            weight,
+            targets,
+            bias=bias,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
+            softcap=config.softcap,
+            valid_vocab=config.vocab_size,
+        )
 
     def num_params(self) -> int:
         """Trained numbers; the padding of the vocabulary is left out."""
@@ -286,6 +296,7 @@ class GPT(nn.Module):
 
 
 VOCAB_TABLES = ("wte.weight", "lm_head.weight", "lm_head.bias")
+"""The parameters with a row for each token of the padded vocabulary."""
 
 
 def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -1,27 +1,189 @@
-"""Which implementation of each op the model runs: the one place that chooses.
+"""The ops that a model runs: what each computes, who implements it, and the one place that chooses.
 
-`torch` is the plain form, `sdpa` PyTorch's fused attention, `flash_attn` the package's, `triton`
-our kernels, on CUDA (and on CPUs where Triton interprets them, for tests); `blocked` and `lanes`
-are for CPUs; `chunked` is for both, with our kernels on CUDA. A name that cannot run on the device
-is an error, never a silent fallback; `auto` is resolved once, when the model is built, and the
-choice is written to the run's manifest.
+A model says `self.ops.attention(...)`; the protocols below are what it may rely on. The tables map
+the names of `OpsConfig` to functions: `torch` is the plain form, `sdpa` PyTorch's fused attention,
+`flash_attn` the package's, `triton` our kernels, on CUDA (and on CPUs where Triton interprets them,
+for tests); `blocked` and `lanes` are for CPUs; `chunked` is for both, with our kernels on CUDA. A
+name that cannot run on the device is an error, never a silent fallback; `auto` is resolved once,
+when the model is built, and the choice is written to the run's manifest.
+
+Shapes
+    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
+    V vocabulary
 """
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgpt import kernels
 from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
-from fastgpt.kernels import attention_blocked, attention_ref, dropout, rotary_ref
 from fastgpt.kernels.attention.op import attention_mask
-from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.runtime import runs_kernels
+
+# --- what each op computes ------------------------------------------------------------------------
+
+
+class AttentionOp(Protocol):
+    """Causal self-attention of q (B, T, H, D) over k and v (B, T, K, D): (B, T, H, D).
+
+    Scores are multiplied by `scale`; a query sees the last `window` keys, its own included (None:
+    all), of its own document. `doc_ids` (B, T) are equal within a document. The contract is
+    `kernels.attention_ref`.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout_p: float = 0.0,
+        doc_ids: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class PackedAttentionOp(Protocol):
+    """`AttentionOp` of one projection (B, T, H + 2 K, D), which holds q, k and v of `heads` = H.
+
+    Its gradient is written into one buffer, where that of three slices needs a concatenation.
+    """
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        heads: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout_p: float = 0.0,
+        doc_ids: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class DecodeOp(Protocol):
+    """Attention of the last T tokens of each row, q (B, T, H, D), over its cache: (B, T, H, D).
+
+    The caches are (B, Tmax, K, D), of which a row's first `lengths` (B,) positions are in use. A
+    query sees the positions up to its own, from `starts` (B, T) on.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        lengths: Tensor,
+        *,
+        starts: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor: ...
+
+
+class RotaryOp(Protocol):
+    """q and k (B, T, heads, D), rotated by the angles with cosines and sines (T, D/2)."""
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class LayerNormOp(Protocol):
+    """LayerNorm of x (..., C) over the last dimension."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+
+
+class AddLayerNormOp(Protocol):
+    """(layer_norm(x + residual), x + residual): a sub-layer's output joins the residual stream."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class RMSNormOp(Protocol):
+    """RMSNorm of x (..., C) over the last dimension; Zhang & Sennrich 2019, arXiv:1910.07467."""
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class AddRMSNormOp(Protocol):
+    """(rms_norm(x + residual), x + residual)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The two normalisations, alone and after a residual sum."""
+
+    layer_norm: LayerNormOp
+    add_layer_norm: AddLayerNormOp
+    rms_norm: RMSNormOp
+    add_rms_norm: AddRMSNormOp
+
+
+class ActivationOp(Protocol):
+    """The activation `kind` of x + bias, (..., F); of (..., 2 F) for SwiGLU."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor: ...
+
+
+class LossOp(Protocol):
+    """Mean loss in nats, () fp32, of the head's logits with the targets that are not -100.
+
+    The logits of x (..., C) are x @ weight.T + bias, without the columns from `valid_vocab` on,
+    which are padding, and squashed to (-softcap, softcap). A token's loss is
+        lse - (1 - label_smoothing) logits[target] - label_smoothing mean(logits) + z_loss lse**2
+    where lse = log sum exp(logits), in fp32. It is NaN where every target is -100.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        valid_vocab: int | None = None,
+    ) -> Tensor: ...
+
+
+class DropoutOp(Protocol):
+    """x with elements zeroed with probability p, and the others scaled up by 1 / (1 - p)."""
+
+    def __call__(self, x: Tensor, p: float, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The implementations chosen for a model, and their names."""
+
+    attention: AttentionOp
+    attention_packed: PackedAttentionOp | None
+    """None where the chosen attention takes q, k and v only."""
+    decode: DecodeOp
+    rotary: RotaryOp
+    norms: Norms
+    activation: ActivationOp | None
+    """None for PyTorch's, which runs after a linear layer that has added the bias itself."""
+    loss: LossOp
+    dropout: DropoutOp
+    names: dict[str, str]
+
+
+# --- by PyTorch -----------------------------------------------------------------------------------
 
 
 def sdpa(
@@ -34,7 +196,7 @@ def sdpa(
     dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """Causal self-attention by F.scaled_dot_product_attention; contract: `attention_ref`."""
+    """`AttentionOp` by F.scaled_dot_product_attention."""
     T = q.shape[1]
     mask = None
     if window is not None or doc_ids is not None:
@@ -60,9 +222,9 @@ def flash_attn(
     scale: float | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
-    doc_ids: None = None,
+    doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """Causal self-attention by the package flash-attn, bf16 or fp16; contract: `attention_ref`."""
+    """`AttentionOp` by the package flash-attn, bf16 or fp16; `doc_ids` must be None."""
     from flash_attn import flash_attn_func  # pyright: ignore
 
     seen = (-1, -1) if window is None else (window - 1, 0)  # keys before and after a query's own
@@ -80,10 +242,10 @@ def decode_sdpa(
     starts: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`kernels.decode_attention` by F.scaled_dot_product_attention; unused places are finite."""
+    """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
     keys = torch.arange(k_cache.shape[1], device=q.device)
-    places = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-    mask = keys <= places[..., None]  # (B, Tq, Tmax)
+    positions = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
+    mask = keys <= positions[..., None]  # (B, T, Tmax)
     if starts is not None:
         mask = mask & (keys >= starts[..., None])
     out = F.scaled_dot_product_attention(
@@ -98,37 +260,23 @@ def decode_sdpa(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Over the last dimension, by PyTorch; contract: `kernels.layer_norm`."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual): a sub-layer's output joins the residual stream."""
     total = x + residual
     return layer_norm(total, weight, bias, eps), total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, by PyTorch; contract: `kernels.rms_norm`."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); Zhang & Sennrich 2019, arXiv:1910.07467."""
     total = x + residual
     return rms_norm(total, weight, eps), total
-
-
-def linear_activation(x: Tensor, linear: nn.Linear, kind: str) -> Tensor:
-    """A projection with its bias, then the activation `kind` (`kernels.bias_act`), by PyTorch."""
-    return ACTIVATIONS[kind](linear(x))
-
-
-def linear_bias_act(x: Tensor, linear: nn.Linear, kind: str) -> Tensor:
-    """`linear_activation` whose bias is added by the kernel of the activation."""
-    return kernels.bias_act(F.linear(x, linear.weight), linear.bias, kind)
 
 
 def head_logits(
@@ -136,13 +284,24 @@ def head_logits(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
-    valid_vocab: int,
-    softcap: float | None,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
 ) -> Tensor:
-    """Logits (..., valid_vocab) of x (..., C), weight (padded V, C) and bias (padded V,); the
-    padding's are cut."""
+    """Logits (..., valid_vocab), as `LossOp` has them."""
     logits = F.linear(x, weight, bias)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """The loss that `LossOp` describes, of logits (..., V)."""
+    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    if z_loss:
+        scored = targets != -100
+        loss = loss + z_loss * (scored * logits.logsumexp(-1).square()).sum() / scored.sum()
+    return loss
 
 
 def linear_cross_entropy(
@@ -151,75 +310,37 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    valid_vocab: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float | None = None,
+    valid_vocab: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy in nats over the targets that are not -100, all logits at once.
-
-    The softmax is in fp32; contract: `kernels.linear_cross_entropy`.
-
-    Args:
-        x: (B, T, C).
-        weight: (padded V, C); rows from `valid_vocab` on take no part.
-        targets: (B, T) int64.
-        bias: (padded V,).
-        valid_vocab: V.
-        softcap: see `ModelConfig.softcap`.
-
-    Returns:
-        Tensor: () fp32; NaN where every target is -100.
-    """
-    logits = head_logits(x, weight, bias=bias, valid_vocab=valid_vocab, softcap=softcap)
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+    """`LossOp` with the logits of all tokens at once."""
+    logits = head_logits(x, weight, bias=bias, softcap=softcap, valid_vocab=valid_vocab)
+    return cross_entropy(logits, targets, label_smoothing, z_loss)
 
 
-ATTENTION = {
-    "torch": attention_ref,
+# --- the choice -----------------------------------------------------------------------------------
+
+ATTENTION: dict[str, AttentionOp] = {
+    "torch": kernels.attention_ref,
     "sdpa": sdpa,
-    "blocked": attention_blocked,
+    "blocked": kernels.attention_blocked,
     "triton": kernels.attention,
     "flash_attn": flash_attn,
 }
-LOSS = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
-PACKED_ATTENTION = {"triton": kernels.attention_packed}
-"""Those that take the packed projection itself, whose gradient then needs no concatenation."""
-ROTARY = {"torch": rotary_ref, "triton": kernels.rotary}
-ACTIVATION = {"torch": linear_activation, "triton": linear_bias_act}
-DECODE = {"torch": decode_sdpa, "triton": kernels.decode_attention}
-DROPOUT = {"torch": F.dropout, "lanes": dropout}
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """The two normalisations, alone and after a residual sum."""
-
-    layer_norm: Callable[..., Tensor]
-    add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
-    rms_norm: Callable[..., Tensor]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-
-
+PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
+DECODE: dict[str, DecodeOp] = {"torch": decode_sdpa, "triton": kernels.decode_attention}
+ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm),
     "triton": Norms(
         kernels.layer_norm, kernels.add_layer_norm, kernels.rms_norm, kernels.add_rms_norm
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Ops:
-    """The implementations chosen for the ops that have more than one, and their names."""
-
-    attention: Callable[..., Tensor]
-    attention_packed: Callable[..., Tensor] | None
-    norms: Norms
-    loss: Callable[..., Tensor]
-    rotary: Callable[..., tuple[Tensor, Tensor]]
-    activation: Callable[[Tensor, nn.Linear, str], Tensor]
-    decode: Callable[..., Tensor]
-    dropout: Callable[[Tensor, float], Tensor]
-    names: dict[str, str]
+ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}
+LOSS: dict[str, LossOp] = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
+DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 
 def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
@@ -229,44 +350,38 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     torch.compile they are left to Inductor. Our Triton kernels, which `chunked` launches where they
     run, must be asked for: by a person, or for a run on CUDA by `fastgpt.choose`.
     """
-    on_cpu = torch.device(device).type == "cpu"
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
     fast_cpu = on_cpu and not compiled
-    names = {
-        "attention": _named(config.attention, "blocked" if fast_cpu else "sdpa"),
-        "norm": _named(config.norm, "torch"),
-        "loss": _named(config.loss, "torch" if runs_kernels(torch.device(device)) else "chunked"),
-        "rotary": _named(config.rotary, "torch"),
-        "activation": _named(config.activation, "torch"),
-        "decode": _named(config.decode, "torch"),
-        "dropout": _named(config.dropout, "lanes" if fast_cpu else "torch"),
+    automatic = {
+        "attention": "blocked" if fast_cpu else "sdpa",
+        "loss": "torch" if runs_kernels(device) else "chunked",
+        "dropout": "lanes" if fast_cpu else "torch",
     }
+    names: dict[str, str] = asdict(config)
     for op, name in names.items():
+        if name == "auto":
+            names[op] = automatic.get(op, "torch")
         if name in ("blocked", "lanes") and not fast_cpu:
-            where = "torch.compile" if on_cpu else torch.device(device).type
+            where = "torch.compile" if on_cpu else device.type
             raise UserError(
                 f"ops.{op} is {name}: it runs on an uncompiled CPU model, not on {where}"
             )
-        if name == "triton" and not runs_kernels(torch.device(device)):
-            raise UserError(
-                f"ops.{op} is triton: it runs on CUDA, not on {torch.device(device).type}"
-            )
+        if name == "triton" and not runs_kernels(device):
+            raise UserError(f"ops.{op} is triton: it runs on CUDA, not on {device.type}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
             raise UserError(
                 "ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
                 + ("not on cpu" if on_cpu else "which is not installed")
             )
     return Ops(
-        ATTENTION[names["attention"]],
-        PACKED_ATTENTION.get(names["attention"]),
-        NORMS[names["norm"]],
-        LOSS[names["loss"]],
-        ROTARY[names["rotary"]],
-        ACTIVATION[names["activation"]],
-        DECODE[names["decode"]],
-        DROPOUT[names["dropout"]],
-        names,
+        attention=ATTENTION[names["attention"]],
+        attention_packed=PACKED_ATTENTION.get(names["attention"]),
+        decode=DECODE[names["decode"]],
+        rotary=ROTARY[names["rotary"]],
+        norms=NORMS[names["norm"]],
+        activation=ACTIVATION.get(names["activation"]),
+        loss=LOSS[names["loss"]],
+        dropout=DROPOUT[names["dropout"]],
+        names=names,
     )
-
-
-def _named(asked: str, automatic: str) -> str:
-    return automatic if asked == "auto" else asked

@@ -1,7 +1,8 @@
-"""How the model knows where a token stands: added to its embedding, or turned into q and k.
+"""How the model knows where a token stands: added to its embedding, or rotated into q and k.
 
 Shapes
     B batch, T tokens, C width, D head dim
+    positions: a slice of T, the same for each row, or (B, T) int64
 """
 
 import torch
@@ -11,14 +12,14 @@ from fastgpt.config import ModelConfig
 
 
 class LearnedPositions(nn.Module):
-    """x (B, T, C) plus a trained vector for each place."""
+    """x (B, T, C) plus a trained vector for each position."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
 
-    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
-        return x + self.weight[places]
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        return x + self.weight[positions]
 
 
 class NoPositions(nn.Module):
@@ -27,7 +28,7 @@ class NoPositions(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
 
-    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
         return x
 
 
@@ -41,12 +42,15 @@ class SinusoidalPositions(nn.Module):
         angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
         self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
 
-    def forward(self, x: Tensor, places: slice | Tensor) -> Tensor:
-        return x + self.waves[places]
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        return x + self.waves[positions]
 
 
 class Rotary(nn.Module):
-    """Cosines and sines (T, D/2) of the angles by which `kernels.rotary` turns queries and keys."""
+    """Cosines and sines of the angles by which queries and keys are rotated.
+
+    Each is (T, D/2); of positions (B, T) it is (B T, D/2), one row after the other.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -57,8 +61,8 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, places: slice | Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[places], self.sin[places]
+    def forward(self, positions: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions].flatten(0, -2), self.sin[positions].flatten(0, -2)
 
 
 def _angles(T: int, width: int, base: float) -> Tensor:

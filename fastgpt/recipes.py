@@ -244,7 +244,13 @@ def expected(config: Config) -> str:
     if own is None:
         return "where this recipe ends is not known yet"
     model = replace(config.model, vocab_size=own.model.vocab_size)
-    same = (model, config.optim, config.data, config.steps, config.global_batch)
-    if same != (own.model, own.optim, own.data, own.steps, own.global_batch):
+    train = replace(
+        own.train,
+        batch_tokens=config.train.batch_tokens,
+        label_smoothing=config.train.label_smoothing,
+        z_loss=config.train.z_loss,
+    )
+    same = (model, config.optim, config.data, config.steps, train)
+    if same != (own.model, own.optim, own.data, own.steps, own.train):
         return f"where the recipe ends with its own settings: {EXPECTED[config.recipe]}"
     return EXPECTED[config.recipe]

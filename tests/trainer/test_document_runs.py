@@ -2,15 +2,22 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
-from tests.data.sets import prepared, texts
-from tests.test_ddp import ROOT, finish, torchrun
-from tests.test_resume import at_step, outcome, terminate
+from tests.data_sets import prepared, texts
+from tests.trainer.runs import (
+    ROOT,
+    assert_same_up_to_rounding,
+    at_step,
+    finish,
+    outcome,
+    series,
+    terminate,
+    torchrun,
+)  # fmt: skip
 
 PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-tokens 0"
 
@@ -31,23 +38,6 @@ def documents(folder, tmp_path, monkeypatch):
     return f"--data.source {folder} --model.context 32 --data.align document"
 
 
-def series(run, key):
-    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
-
-
-def weights_of(run):
-    return load_file(run / "checkpoints" / "step_00000004" / "model.safetensors")
-
-
-def assert_same_run(run, expected):
-    """Sums run in another order, nothing else differs."""
-    for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
-        assert series(run, key) == pytest.approx(series(expected, key), rel=tolerance)
-    wanted = weights_of(expected)
-    for name, weight in weights_of(run).items():
-        torch.testing.assert_close(weight, wanted[name], rtol=1e-3, atol=1e-5)
-
-
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(
     fit, tiny, documents, tmp_path
 ):
@@ -56,10 +46,10 @@ def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length
     whole = fit(flags, f"--train.micro-batch 4 --run-dir {tmp_path / 'whole'}")
     for size in (2, 1):
         split = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / str(size)}")
-        assert_same_run(split, whole)
+        assert_same_up_to_rounding(split, whole)
     argv = tiny(flags, f"--train.micro-batch 1 --run-dir {tmp_path / 'two'}")
     finish(torchrun(2, str(ROOT / "train.py"), *argv))
-    assert_same_run(tmp_path / "two", whole)
+    assert_same_up_to_rounding(tmp_path / "two", whole)
 
 
 def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):

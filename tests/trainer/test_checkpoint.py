@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -20,7 +21,6 @@ from fastgpt.checkpoint import FILES, FORMAT_VERSION
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
-from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
 
 
@@ -240,24 +240,23 @@ def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
         checkpoint.find(str(newest))
 
 
+NO_RECORD = r"step_00000002 is no checkpoint: its checkpoint\.json "
+
+
 @pytest.mark.parametrize(
-    "written",
+    ("written", "said"),
     [
-        "",
-        "{",
-        "{}",
-        '{"format_version": 99}',
-        "[]",
-        "null",
-        '{"format_version": 1}',
+        *((damaged, NO_RECORD) for damaged in ("", "{", "{}", "[]", "null")),
+        (f'{{"format_version": {FORMAT_VERSION}}}', NO_RECORD),
+        ('{"format_version": 99}', f"has format version 99: expected {FORMAT_VERSION}"),
     ],
 )
-def test_damaged_record_gives_way_to_the_one_before(folder, written):
+def test_damaged_record_gives_way_to_the_one_before(folder, written, said):
     save(folder, 1)
     (save(folder, 2) / "checkpoint.json").write_text(written)
-    found, complaints = checkpoint.find(str(folder.parent))
+    found, [complaint] = checkpoint.find(str(folder.parent))
     assert found.step == 1
-    assert len(complaints) == 1
+    assert re.search(said, complaint)
 
 
 def test_nothing_good_is_an_error_that_names_each(folder):
@@ -266,14 +265,6 @@ def test_nothing_good_is_an_error_that_names_each(folder):
     with pytest.raises(UserError) as caught:
         checkpoint.find(str(folder.parent))
     assert str(caught.value).count("state.pt has sha256") == 2
-
-
-def test_unknown_format_version_is_named(folder):
-    saved = save(folder, 1)
-    record = json.loads((saved / "checkpoint.json").read_text())
-    (saved / "checkpoint.json").write_text(json.dumps(record | {"format_version": 99}))
-    with pytest.raises(UserError, match=f"format version 99: expected {FORMAT_VERSION}"):
-        checkpoint.load(saved)
 
 
 def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
@@ -306,20 +297,6 @@ def test_state_is_plain_and_safe_to_read(fit):
     assert {"optimizers", "loader", "rng"} <= set(state)
     assert load_tokenizer(saved / "tokenizer.json").decode([104, 105]) == "hi"
     assert json.loads((saved / "config.json").read_text())["model"]["dim"] == 32
-
-
-def test_best_follows_the_held_out_loss(fit):
-    """A learning rate that ruins the model: the best checkpoint is not the last one."""
-    flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
-    run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
-    losses = {
-        r["step"]: r["val_loss"] for r in read_records(run / "metrics.jsonl") if "val_loss" in r
-    }
-    best = min((step for step in losses if step), key=losses.__getitem__)
-    assert best < 11, "choose flags with which the last steps are not the best"
-    folder = run / "checkpoints"
-    assert content(folder) == ["best", "step_00000011", "step_00000012"]
-    assert checkpoint.load(folder / "best").step == best
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):

@@ -1,13 +1,10 @@
 """The model against the `transformers` library's GPT-2, with the same random weights."""
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.model import GPT
+from tests.trainer.models import each_attention, initial, on_cpu
 
 
 def theirs() -> GPT2LMHeadModel:
@@ -34,11 +31,11 @@ def to_our_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
+@each_attention
 def test_gpt2_matches_transformers(attention):
     hf = theirs()
-    config = ModelConfig(num_layers=2, num_heads=4, dim=64, context=80, vocab_size=50_257)
-    model = GPT(config, ops.select(OpsConfig(attention=attention), "cpu", compiled=False))
+    chosen = on_cpu(attention=attention)
+    model = initial(chosen=chosen, dim=64, context=80, vocab_size=50_257)
     model.load_state_dict(to_our_names(hf.state_dict()))
     tokens = torch.randint(50_257, (2, 75))
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from fastgpt.metrics import read_records
 from fastgpt.model import GPT
 from fastgpt.trainer import Trainer
 from fastgpt.trials import TRIALS, Sizes
+from tests.trainer.runs import ROOT, series
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[1]
 
 SMALL = ModelConfig(num_layers=2, num_heads=4, dim=64, context=64, vocab_size=257)
 
@@ -86,16 +85,14 @@ def test_a_step_waits_for_nothing(tiny):
 def test_trains_compiled_and_resumes(tiny, tmp_path, kind, precision):
     flags = f"--optim.kind {kind} --train.precision {precision} --model.dropout 0.1 --save-every 4"
     Trainer(parse(on_cuda(tiny, flags))).fit()
-    whole = read_records(tmp_path / "run" / "metrics.jsonl")
-    losses = {r["step"]: r["train_loss"] for r in whole if "train_loss" in r}
+    losses = series(tmp_path / "run", "train_loss")
     assert losses[8] < losses[1]
     again = tmp_path / "again"
     at = tmp_path / "run" / "checkpoints" / "step_00000004"
     Trainer(parse(["--resume", str(at), "--run-dir", str(again)])).fit()
-    resumed = read_records(again / "metrics.jsonl")
-    for record in resumed:
-        if "train_loss" in record:  # sums over atomics are not in one order on a GPU
-            assert record["train_loss"] == pytest.approx(losses[record["step"]], rel=1e-3)
+    for step, loss in series(again, "train_loss").items():
+        # sums over atomics are not in one order on a GPU
+        assert loss == pytest.approx(losses[step], rel=1e-3)
 
 
 @pytest.mark.slow

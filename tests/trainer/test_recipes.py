@@ -1,109 +1,59 @@
 """The lecture's ladder and the write-ups around it: sizes, first losses, what one batch can teach,
 and one command that samples from any of them."""
 
+import argparse
+import collections
+import decimal
+import functools
+import inspect
+import json
 import math
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
-from fastgpt import ops
+from fastgpt import sample
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import ModelConfig
+from fastgpt.data.prepare import prepare
 from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizers import CharTokenizer
+from fastgpt.engine import Engine
 from fastgpt.errors import UserError
-from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.storage import data_dir
+from fastgpt.trainer import Trainer
+from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
+from tests.trainer.runs import series
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]
 FIVE_STEPS = [name for name in LADDER if not name.startswith("lecture-gpt")]
 
 
-def build(config: ModelConfig, *, attention: str = "auto") -> GPT:
-    return build_model(config, ops.select(OpsConfig(attention=attention), "cpu", compiled=False))
+def build(config: ModelConfig, attention: str = "auto") -> GPT:
+    return initial(config, chosen=on_cpu(attention=attention))
 
 
 def recipe(name: str, **changes) -> ModelConfig:
     return replace(RECIPES[name][1].model, **{"vocab_size": 65, **changes})
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
-# Published: G 2.715713, G' 10.79, H 0.209729 million. A to F by hand, with n = 32:
-# A 65^2; B (65 + 8) n + 3 n^2 + 65 (n + 1); C the same; D and n (n + 1);
-# E (65 + 8) n + 3 (3 n^2 + n (n + 1) + 4 n (n + 1) + n (4 n + 1)) + 65 (n + 1); F and 7 * 2 n
-PARAMETERS = {
-    "lecture-bigram": 4_225,
-    "lecture-head": 7_553,
-    "lecture-multihead": 7_553,
-    "lecture-feedforward": 8_609,
-    "lecture-residual": 41_921,
-    "lecture-layernorm": 42_369,
-    "lecture-gpt": 2_715_713,
-    "lecture-gpt-full": 10_788_929,
-    "lecture-gpt-small": 209_729,
-}
-
-
-@pytest.mark.parametrize("vocab_multiple", [1, 64])
-@pytest.mark.parametrize("name", LADDER)
-def test_parameters_are_the_published_ones(name, vocab_multiple):
-    assert build(recipe(name, vocab_multiple=vocab_multiple)).num_params() == PARAMETERS[name]
-
-
 # --- each step, written a second time -------------------------------------------------------------
 
 
-def plain_step(name: str, w: dict[str, Tensor], tokens: Tensor, heads: int) -> Tensor:
-    """Logits of A to F from their weights alone, head by head and without a mask of the library."""
-    if name == "lecture-bigram":
-        return w["wte.weight"][tokens]
-    T, n = tokens.shape[1], w["wte.weight"].shape[1]
-
-    def linear(x: Tensor, layer: str) -> Tensor:
-        return x @ w[f"{layer}.weight"].T + w.get(f"{layer}.bias", 0)
-
-    def attend(x: Tensor, block: str) -> Tensor:
-        parts = []
-        for h in range(heads):
-            rows = slice(h * n // heads, (h + 1) * n // heads)
-            q, k, v = (x @ m[rows].T for m in w[f"{block}.attn.c_attn.weight"].chunk(3))
-            scores = q @ k.transpose(1, 2) / math.sqrt(n)  # of the width, whatever the head's
-            scores += torch.full((T, T), -math.inf).triu(1)
-            parts.append(scores.softmax(-1) @ v)
-        return torch.cat(parts, -1)
-
-    def norm(x: Tensor, layer: str) -> Tensor:
-        if f"{layer}.weight" not in w:
-            return x
-        return F.layer_norm(x, (n,), w[f"{layer}.weight"], w[f"{layer}.bias"])
-
-    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    if "h.0.attn.c_proj.weight" not in w:
-        x = attend(x, "h.0")
-        if "h.0.mlp.0.weight" in w:
-            x = linear(x, "h.0.mlp.0").relu()
-        return linear(x, "lm_head")
-    for i in range(3):
-        x = x + linear(attend(norm(x, f"h.{i}.ln_1"), f"h.{i}"), f"h.{i}.attn.c_proj")
-        hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc").relu()
-        x = x + linear(hidden, f"h.{i}.mlp.c_proj")
-    return linear(norm(x, "ln_f"), "lm_head")
-
-
-@pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
+@each_attention
 @pytest.mark.parametrize("name", FIVE_STEPS)
 def test_each_step_is_what_the_notes_say(name, attention):
     model = build(recipe(name, vocab_multiple=64), attention=attention)
     tokens, targets = torch.randint(65, (2, 4, 8))
-    weights = {key: weight.double() for key, weight in model.state_dict().items()}
-    expected = plain_step(name, weights, tokens, model.config.num_heads)
+    expected = plain_logits(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-5, atol=1e-5)
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(tokens, targets).double(), loss, rtol=1e-5, atol=1e-5)
@@ -120,22 +70,6 @@ def test_steps_differ_in_what_the_notes_add():
     assert "attn.c_proj.bias" in parts["lecture-residual"]
     added = parts["lecture-layernorm"] - parts["lecture-residual"]
     assert added == {"ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("lecture-gpt --model.tied", "embedding has none: --model.no-tied$"),
-        ("lecture-gpt --data.align document", "data.eval_batches is 200: random windows do not"),
-        ("lecture-head --model.num-layers 0", "model.num_layers is 0"),
-        ("baby --epochs 0", "epochs is 0"),
-        ("baby --steps 9223372036854775808", "steps is 9223372036854775808: expected 0"),
-        ("baby --train.sample-tokens 268435457", "train.sample_tokens is 268435457: expected 0 to"),
-    ],
-)
-def test_what_cannot_be_is_named(flags, said):
-    with pytest.raises(UserError, match=said):
-        parse(flags.split())
 
 
 @pytest.mark.parametrize(
@@ -188,18 +122,15 @@ def test_bigram_starts_at_the_published_loss(corpus):
 
 
 @pytest.mark.parametrize("init", ["gpt2", "normal"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, tied, init):
+@pytest.mark.parametrize(
+    "options", [{}, {"head_bias": False}, {"head_bias": False, "tied": True}], ids=str
+)
+def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
     """The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2)."""
-    model = build(recipe("lecture-gpt", tied=tied, head_bias=False, init=init)).eval()
+    assert RECIPES["lecture-gpt"][1].model.init == "normal"
+    model = build(recipe("lecture-gpt", init=init, **options)).eval()
     expected = math.log(65) + 192 * 0.02**2 / 2
     assert loss_over(model, corpus, every=100) == pytest.approx(expected, abs=0.1)
-
-
-def test_the_notes_gpt_starts_there_too(corpus):
-    assert RECIPES["lecture-gpt"][1].model.init == "normal"
-    loss = loss_over(build(recipe("lecture-gpt")).eval(), corpus, every=100)
-    assert loss == pytest.approx(math.log(65) + 192 * 0.02**2 / 2, abs=0.1)
 
 
 # --- one batch, learnt by heart -------------------------------------------------------------------
@@ -250,9 +181,7 @@ def shrunk(name: str) -> ModelConfig:
     return replace(model, vocab_size=65, document_mask=False, **NO_DROPOUT)
 
 
-NO_DROPOUT = {
-    name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")
-}  # fmt: skip
+NO_DROPOUT = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in LARGER])
@@ -275,3 +204,119 @@ def test_the_floor_of_a_batch():
     # after a 1 anywhere: 2, 3, 2; after a 2: 5, 6
     blind = math.log(3) - 2 / 3 * math.log(2)
     assert floor(tokens, targets, 1) == pytest.approx((3 * blind + 2 * math.log(2)) / 9)
+
+
+# --- M: characters of TinyStories -----------------------------------------------------------------
+
+
+def test_three_projections_in_one_matrix_give_what_three_give():
+    model = initial(RECIPES["tinystories-char"][1].model, vocab_size=82).eval()
+    tokens = torch.randint(82, (2, 40))
+    expected = plain_logits(model, tokens)
+    assert expected.shape == (2, 40, 82)
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- O and P: abstracts ---------------------------------------------------------------------------
+
+
+def docstrings() -> list[str]:
+    """Of the classes and functions of a few modules: real prose, and no two alike."""
+    modules = (argparse, collections, decimal, functools, inspect, json, math, statistics)
+    found = {
+        text
+        for module in modules
+        for member in vars(module).values()
+        if (inspect.isroutine(member) or inspect.isclass(member))
+        and (text := inspect.getdoc(member))
+    }
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def abstracts(tmp_path_factory) -> Path:
+    """A folder for FASTGPT_DATA with docstrings as `pubmed`."""
+    place = tmp_path_factory.mktemp("abstracts")
+    source = place / "abstracts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGPT_CACHE", str(place / "cache"))
+        prepare(
+            str(source), place / "pubmed", tokenizer="wordpiece", vocab_size=800, val_fraction=0.2
+        )
+    return place
+
+
+@pytest.fixture
+def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
+    """The recipe, but small."""
+    monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
+    return [
+        "pubmed", "--model.num-layers", "2", "--model.dim", "32", "--model.context", "48",
+        "--train.batch-tokens", str(8 * 48), "--train.device", "cpu", "--train.precision", "fp32",
+        "--train.sample-tokens", "5", "--log-every", "5", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+
+
+def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
+    abstracts, flags, tmp_path, capsys
+):
+    Trainer(parse([*flags, "--epochs", "2"])).fit()
+    run, said = tmp_path / "run", capsys.readouterr().out
+    prepared = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
+    documents = prepared["splits"]["train"]["documents"]
+    losses = series(run, "val_loss")
+    per_epoch = math.ceil(documents / 8)
+    assert list(losses) == [0, per_epoch, math.ceil(2 * documents / 8)]
+    assert losses[0] == pytest.approx(math.log(800), abs=1)
+    assert list(losses.values()) == sorted(losses.values(), reverse=True)
+    for step, loss in losses.items():
+        epoch = step * 8 / documents
+        assert f"step {step:>6}  epoch {epoch:.2f}  val loss {loss:.4f}" in said
+        assert f"perplexity {math.exp(loss):.2f}" in said
+    progress = list(series(run, "train_loss"))
+    assert progress == [*range(5, progress[-1], 5), list(losses)[-1]]
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
+    assert (parse(flags).epochs, parse(flags).eval_epochs) == (20, 1)
+    config = parse([*flags, "--steps", "7", "--eval_every=3"])
+    assert (config.epochs, config.eval_epochs) == (None, None)
+    assert (config.steps, config.eval_every) == (7, 3)
+    with pytest.raises(UserError, match="--steps and --epochs are both given"):
+        parse([*flags, "--steps", "7", "--epochs", "1"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [("pubmed", "abstracts.jsonl"), ("tinystories-char", "TinyStories-valid.txt")],
+)
+def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        Engine(parse([recipe, "--train.device", "cpu"]))
+    said = str(error.value)
+    assert f"python -m fastgpt.prepare {named} --tokenizer" in said
+    assert f"--out {tmp_path / recipe}" in said
+    assert "\n" not in said
+
+
+# --- any checkpoint, one command ------------------------------------------------------------------
+
+SMALL = (
+    "--steps 1 --eval-every 0 --train.device cpu --train.precision fp32 --train.sample-tokens 0"
+    " --data.val-fraction 0.2 --data.eval-batches 0 --data.align none --train.batch-tokens 512"
+)
+SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
+    shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
+    place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
+    Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
+    capsys.readouterr()
+    sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
+    first, second = capsys.readouterr().out.split("\n---\n")
+    assert first.startswith("\n")
+    assert first != second

@@ -5,7 +5,9 @@ import json
 import math
 import platform
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -18,19 +20,17 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from fastgpt import checkpoint, device, distributed
 from fastgpt.cli import parse
-from fastgpt.config import OpsConfig, from_json
+from fastgpt.config import ModelConfig, OpsConfig, from_json
 from fastgpt.data.loader import IGNORED, eval_batches
-from fastgpt.metrics import read_records
+from fastgpt.engine import Engine
+from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
+from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
-
-ROOT = Path(__file__).parents[1]
-
-
-def series(run, key):
-    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+from tests.trainer.runs import ROOT, series
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -106,6 +106,25 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
         trainer.fit()
     between = [after - before for before, after in pairwise(at_log)]
     assert between == [1, 1]
+
+
+def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp_path):
+    flags = "--train.label-smoothing 0.1 --train.z-loss 0.01 --steps 1"
+    plain, run = fit(f"--steps 1 --run-dir {tmp_path / 'plain'}"), fit(flags)
+    assert series(run, "val_loss")[0] == series(plain, "val_loss")[0]
+    engine = Engine(parse(tiny(flags)))
+    x, y = engine.loader.next()
+    engine.loader.close()
+    logits = engine.model(x).double()
+    lse, target = logits.logsumexp(-1), logits.gather(-1, y[..., None])[..., 0]
+    losses = lse - 0.9 * target - 0.1 * logits.mean(-1) + 0.01 * lse**2
+    assert series(run, "train_loss")[1] == pytest.approx(losses.mean().item(), rel=1e-6)
+    kept = parse(["--resume", str(run)]).train
+    assert (kept.label_smoothing, kept.z_loss) == (0.1, 0.01)
+    config = json.loads((run / "config.json").read_text())
+    del config["train"]["label_smoothing"], config["train"]["z_loss"]  # as before there were any
+    (run / "config.json").write_text(json.dumps(config))
+    assert parse(["--resume", str(run)]).train == parse(tiny()).train
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -186,7 +205,7 @@ def test_throughput_is_of_training_alone(tiny, monkeypatch):
             assert r["mfu"] == pytest.approx(r["tok_per_s"] * flops / 1e9, abs=1e-4)
 
 
-# --- the run directory's other files are in test_run_dir.py; what they say of training is here ----
+# --- what a run says of itself --------------------------------------------------------------------
 
 
 def test_tensorboard_holds_what_metrics_hold(fit):
@@ -250,3 +269,142 @@ def test_config_is_kept_as_it_was_used(tiny):
         trainer.config.optim,
         trainer.config.train,
     )
+
+
+# --- the run directory ----------------------------------------------------------------------------
+
+
+EXPECTED = {
+    "config.json",
+    "manifest.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "samples.txt",
+    "loss.png",
+}
+
+
+def test_everything_is_there_and_nothing_else(fit):
+    run = fit()
+    names = {path.name for path in run.iterdir()}
+    events = {name for name in names if name.startswith("events.out.tfevents.")}
+    assert len(events) == 1
+    assert names - events == EXPECTED
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    assert kept == {"step_00000004", "step_00000008", "best"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        ("", [4, 8]),
+        ("--save-every 3", [4, 6, 8]),
+        ("--eval-every 0", [8]),
+        ("--save-every 1 --train.keep-checkpoints 2", [7, 8]),
+    ],
+)
+def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
+    folder = fit(flags, "--train.sample-tokens 0") / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step_*")) == [f"step_{n:08d}" for n in saved]
+
+
+def test_saved_before_it_is_evaluated(fit, monkeypatch):
+    """A crash in an evaluation must not cost the steps before it."""
+    write, saved = MetricsLog.write, []
+
+    def look(self, record):
+        if "val_loss" in record and record["step"]:
+            name = f"step_{record['step']:08d}"
+            saved.append((self.path.parent / "checkpoints" / name / "checkpoint.json").exists())
+        write(self, record)
+
+    monkeypatch.setattr(MetricsLog, "write", look)
+    fit()
+    assert saved == [True, True]
+
+
+def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatch):
+    fit("--steps 4")
+    write = Path.write_text
+
+    def cut_short(self, content, *args, **kwargs):
+        write(self, content[:10], *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with suppress(KeyboardInterrupt):
+        fit("--resume auto")
+    monkeypatch.setattr(Path, "write_text", write)
+    assert read_records(fit("--resume auto") / "metrics.jsonl")[-1]["step"] == 8
+
+
+def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
+    """Two runs of one second do not meet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20240102-030405")
+    argv = tiny("--steps 1")
+    at = argv.index("--run-dir")
+    del argv[at : at + 2]
+    for _ in range(2):
+        Trainer(parse(argv)).fit()
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == ["baby-20240102-030405", "baby-20240102-030405-2"]
+
+
+def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--log-every 2")])
+    train.main()
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    heads = [line.split("  ")[0] for line in lines[:10]]
+    assert heads == [
+        "recipe", "device", "model", "data", "training", "epochs", "estimate", "ops", "MFU", "run",
+    ]  # fmt: skip
+    data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
+    assert data["sha256"][:16] in lines[3]
+    assert "655 + 73" in lines[3]
+    shown = [line for line in lines if line.startswith("step")]
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert len(shown) == len(records)
+    for line, record in zip(shown, records):
+        loss = record.get("train_loss", record.get("val_loss"))
+        assert f"loss {loss:.4f}" in line
+    assert "--- sample ---" in lines
+    assert lines[-1] == f"done: {tmp_path / 'run'}"
+    assert err == ""
+    assert "\x1b" not in out, "colours and bars are for terminals"
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+
+
+def test_gpt2_124m_is_counted_by_hand():
+    qkv, out, up, down = 768 * 2304, 768 * 768, 768 * 3072, 3072 * 768
+    N = 12 * (qkv + out + up + down) + 50_304 * 768  # the head is padded to a multiple of 64
+    assert N == 123_568_128
+    # q k^T and weights x v: 2 FLOPs * 12 heads * 64 for each key, forward once and backward twice
+    for_one_key = 3 * (2 + 2) * 12 * 64
+    keys = sum(range(1, 1025)) / 1024  # the first token sees itself alone
+    flops = flops_per_token(RECIPES["gpt2-124m"][1].model)
+    assert flops == 6 * N + 12 * for_one_key * keys
+    assert round(flops / 1e6) == 798
+
+
+# One layer of width 64 in 4 heads over 8 tokens; each matrix of a token costs 6 FLOPs a weight.
+CASES = {
+    "plain": ({}, 4 * 64 * 64 + 2 * 64 * 256, 36 / 8),
+    "grouped-heads": ({"num_kv_heads": 1}, 64 * (64 + 32) + 64 * 64 + 2 * 64 * 256, 36 / 8),
+    "swiglu": ({"activation": "swiglu", "ffn_dim": 100}, 4 * 64 * 64 + 3 * 64 * 100, 36 / 8),
+    "window": ({"window": 3}, 4 * 64 * 64 + 2 * 64 * 256, (1 + 2 + 6 * 3) / 8),
+    "window-of-one": ({"window": 1}, 4 * 64 * 64 + 2 * 64 * 256, 1),
+    "window-beyond-the-context": ({"window": 99}, 4 * 64 * 64 + 2 * 64 * 256, 36 / 8),
+    "untied": ({"tied": False}, 4 * 64 * 64 + 2 * 64 * 256, 36 / 8),
+}
+
+
+@pytest.mark.parametrize(("options", "weights", "keys"), CASES.values(), ids=CASES)
+def test_flops_follow_the_shapes(options, weights, keys):
+    small = {"num_layers": 1, "num_heads": 4, "dim": 64, "context": 8, "vocab_size": 100}
+    config = ModelConfig(**small, **options)
+    head = 128 * 64
+    assert flops_per_token(config) == 6 * (weights + head) + 12 * 64 * keys

@@ -9,8 +9,8 @@ import torch
 from fastgpt import device
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
+from tests.trainer.runs import series
 
 
 @pytest.fixture
@@ -95,11 +95,6 @@ def test_training_without_a_compiler_says_so_in_one_line(tiny, no_compiler, capf
 # --- peak -----------------------------------------------------------------------------------------
 
 
-def test_peak_where_the_first_product_takes_long(tmp_path):
-    """Libraries are loaded by then; on a GPU that takes a second."""
-    assert device.peak_flops("cpu", "fp32", tmp_path, seconds=0.0) > 1e8
-
-
 def test_peak_is_measured_once_and_remembered(tmp_path):
     first = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
     assert 1e8 < first < 1e15
@@ -133,8 +128,9 @@ def test_damaged_memory_is_measured_again(tmp_path, damage):
 
 
 def test_memory_that_cannot_be_written_is_done_without(tmp_path):
+    """And one measurement does, though libraries are loaded in the first, for a second on a GPU."""
     (tmp_path / "file").touch()
-    assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.3) > 1e8
+    assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0) > 1e8
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -156,8 +152,4 @@ def test_compiled_training_gives_the_losses_of_eager(fit, tmp_path):
     assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
     assert json.loads((compiled / "manifest.json").read_text())["compile"] is True
     for key in ("train_loss", "val_loss"):
-        losses = [
-            [r[key] for r in read_records(run / "metrics.jsonl") if key in r]
-            for run in (eager, compiled)
-        ]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        assert series(compiled, key) == pytest.approx(series(eager, key), rel=1e-4)

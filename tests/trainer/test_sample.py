@@ -10,7 +10,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main
-from tests.test_cache import counted, greedy
+from tests.trainer.models import greedy, sharp
 
 FLAGS = ("--device", "cpu", "--tokens", "9")
 
@@ -26,18 +26,6 @@ def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
         return capsys.readouterr().out[:-1].split("\n---\n")
 
     return command
-
-
-def test_prompts_are_continued_together_as_each_would_be_alone(sample):
-    prompts = ("the cat", "t", "sat on the mat, and")  # the context is 16
-    flags = [flag for prompt in prompts for flag in ("--prompt", prompt)]
-    together = sample("--temperature", "0", *flags)
-    assert together == [
-        text for x in prompts for text in sample("--temperature", "0", "--prompt", x)
-    ]
-    for text, prompt in zip(together, prompts, strict=True):
-        assert text.startswith(prompt)
-        assert len(text) == len(prompt) + 9
 
 
 def test_samples_of_each_prompt_stand_together(sample):
@@ -82,7 +70,7 @@ class WithEnd(ByteTokenizer):
 
 
 def test_texts_end_before_the_end_of_text_token():
-    model = counted()
+    model = sharp(num_heads=2, dim=16, vocab_size=30)
     prompts = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
     options = {"max_new_tokens": 11, "temperature": 0, "seed": 0}
     full = [greedy(model, prompt, 11) for prompt in prompts]

@@ -1,6 +1,5 @@
 """A run that was cut short, in whatever way, goes on to the very bits of one that was not."""
 
-import hashlib
 import json
 import random
 import re
@@ -19,45 +18,9 @@ from fastgpt.cli import parse
 from fastgpt.display import Display
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.trainer import Trainer
+from tests.trainer.runs import ROOT, Crash, at_step, crash, outcome, read_until, terminate
 
-ROOT = Path(__file__).parents[1]
 STEPS = "--steps 12 --model.dropout 0.2"
-
-
-class Crash(BaseException):
-    """Power cut: nothing in the trainer may catch it and tidy up."""
-
-
-def at_step(monkeypatch, step, action):
-    """Does `action` once, when `step` has been logged."""
-    show = Display.step
-
-    def shown(self, record, steps):
-        show(self, record, steps)
-        if record["step"] == step:
-            monkeypatch.setattr(Display, "step", show)
-            action()
-
-    monkeypatch.setattr(Display, "step", shown)
-
-
-def crash():
-    raise Crash
-
-
-def terminate():
-    signal.raise_signal(signal.SIGTERM)
-
-
-def outcome(run):
-    """Everything that must be equal: losses, norms and rates by step, and the last weights."""
-    kept = ("train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
-    records = [
-        {key: value for key, value in record.items() if key in ("step", *kept)}
-        for record in read_records(run / "metrics.jsonl")
-    ]
-    weights = checkpoint.steps_on_disk(run / "checkpoints")[-1] / "model.safetensors"
-    return records, hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -229,16 +192,6 @@ def start(argv):
         [sys.executable, str(ROOT / "train.py"), *argv],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
     )  # fmt: skip
-
-
-def read_until(process, pattern):
-    """Lines up to the first that matches."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return lines
-    raise AssertionError("".join(lines) + process.stderr.read())
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

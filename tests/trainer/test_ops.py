@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from fastgpt import ops
-from fastgpt.config import Config, ModelConfig, OpsConfig
+from fastgpt.config import Config, OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import attention_ref, runtime
 from fastgpt.model import GPT
 from tests.parity import launches
+from tests.trainer.models import TINY, initial, on_cpu, sharp
 
-TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)
-ATTENTION_KERNELS = (
-    "_attention_fwd_kernel",
-    "_attention_bwd_dq_kernel",
-    "_attention_bwd_dkv_kernel",
-)
+ATTENTION_KERNELS = [f"_attention_{part}_kernel" for part in ("fwd", "bwd_dq", "bwd_dkv")]
 NORM_KERNELS = ("_norm_fwd_kernel", "_norm_bwd_kernel")
 LOSS_KERNELS = ("_cross_entropy_fwd_kernel",)
 ACTIVATION_KERNELS = ("_bias_act_fwd_kernel", "_bias_act_bwd_kernel")
@@ -50,86 +46,55 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
     if autocast and options:
         options = {**options, "num_layers": 1}
     config = replace(TINY, **options)
-    models = []
     # the interpreter multiplies the raw bits of bf16
-    ours = replace(OURS, attention="torch") if autocast else OURS
-    for asked in (PLAIN, ours):
-        torch.manual_seed(0)
-        model = GPT(config, ops.select(asked, "cpu", compiled=False))
-        with torch.no_grad():
-            for parameter, weight in model.named_parameters():
-                weight.add_(torch.randn_like(weight) * (0.3 if "ln" in parameter else 0.1))
-        models.append(model)
+    ours = ops.select(replace(OURS, attention="torch") if autocast else OURS, "cpu", compiled=False)
+    plain = sharp(0.1, config=config, chosen=ops.select(PLAIN, "cpu", compiled=False))
+    model = initial(config, chosen=ours)
+    model.load_state_dict(plain.state_dict())
     with launches():
-        expected = loss_and_gradients(models[0], autocast)
+        expected = loss_and_gradients(plain, autocast)
     ran = [*NORM_KERNELS, *LOSS_KERNELS, *ACTIVATION_KERNELS]
     ran += [] if autocast else ATTENTION_KERNELS
     ran += ["_rotary_kernel"] * (config.position == "rotary")
     with launches(*ran):
-        got = loss_and_gradients(models[1], autocast)
+        got = loss_and_gradients(model, autocast)
     # in bf16 the two round at different places
     tolerance = 5e-2 if autocast else 1e-4
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+# --- the choice -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("steps", "tolerance"), [(20, 1e-5), pytest.param(200, 1e-4, marks=pytest.mark.slow)]
+    ("asked", "device", "compiled", "changed"),
+    [
+        (OpsConfig(), "cpu", True, {"attention": "sdpa"}),
+        (OpsConfig(), "cpu", False, {"attention": "blocked", "dropout": "lanes"}),
+        (OpsConfig(), "cuda", True, {"attention": "sdpa", "loss": "torch"}),
+        (OURS, "cuda", True, dict.fromkeys(TRITON, "triton")),
+    ],
 )
-def test_training_on_our_kernels_has_the_losses_of_training_on_torchs_ops(steps, tolerance):
-    curves = []
-    for asked in (PLAIN, OURS):
-        torch.manual_seed(0)
-        smaller = replace(TINY, num_layers=1, num_heads=2, position="rotary", activation="swiglu")
-        model = GPT(smaller, ops.select(asked, "cpu", compiled=False))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(1)
-        curve = []
-        for _ in range(steps):
-            # each token is the one before it plus one or two: there is something to learn
-            tokens = torch.randint(1, 3, (2, 17), generator=generator).cumsum(1) % 50
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(loss.detach())
-        curves.append(torch.stack(curve))
-    plain, ours = curves
-    assert plain[-1] < plain[0] - 0.02 * steps**0.5
-    torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
-
-
-def test_loss_under_autocast_is_that_of_fp32():
-    torch.manual_seed(0)
-    model = GPT(replace(TINY, vocab_size=300), ops.select(OURS, "cpu", compiled=False))
-    tokens = torch.randint(300, (2, 17))
-    x = model.wte(tokens[:, :-1])  # the head's input: what the blocks round is not the loss's
-    losses = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), launches(*LOSS_KERNELS):
-            losses.append(model.loss(x, model.wte.weight, tokens[:, 1:], valid_vocab=300))
-    fp32, bf16 = losses
-    assert bf16 != fp32
-    torch.testing.assert_close(bf16, fp32, rtol=1e-3, atol=0)
-
-
-def test_our_kernels_run_where_they_are_asked_for():
-    names = ops.select(OURS, "cuda", compiled=True).names
-    assert names == {
-        **dict.fromkeys(TRITON, "triton"),
-        "loss": "chunked",
-        "decode": "torch",
-        "dropout": "torch",
-    }
-    for device in ("cpu", "cuda"):
-        names = ops.select(OpsConfig(), device, compiled=True).names
-        assert not {"triton", "chunked"} & set(names.values())
+def test_what_runs_where(monkeypatch, asked, device, compiled, changed):
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    names = dict.fromkeys(OpsConfig.__slots__, "torch") | {"loss": "chunked"} | changed
+    assert ops.select(asked, device, compiled=compiled).names == names
 
 
 @pytest.mark.parametrize("op", [*TRITON, "decode"])
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):
-        ops.select(OpsConfig(**{op: "triton"}), "cpu", compiled=False)
+        on_cpu(**{op: "triton"})
+
+
+@pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "lanes")])
+@pytest.mark.parametrize(
+    ("device", "compiled", "where"), [("cpu", True, "torch.compile"), ("cuda", False, "cuda")]
+)
+def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
+    with pytest.raises(UserError, match=f"ops.{op} is {name}: .*, not on {where}"):
+        ops.select(OpsConfig(**{op: name}), device, compiled=compiled)
 
 
 # --- the package flash-attn -----------------------------------------------------------------------
@@ -160,7 +125,7 @@ def test_the_model_on_flash_attn_is_the_model_on_torchs_attention(flash_attn, wi
     model = GPT(config, ops.select(PLAIN, "cpu", compiled=False))
     want = loss_and_gradients(model, False)
     for block in model.h:
-        block.attn.op = chosen.attention
+        block.attn.ops = chosen
     got = loss_and_gradients(model, False)
     assert all(map(torch.equal, got, want))
 

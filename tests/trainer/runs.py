@@ -1,0 +1,121 @@
+"""What tests of runs share: how they are started, cut short and compared."""
+
+import hashlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgpt import checkpoint
+from fastgpt.display import Display
+from fastgpt.metrics import read_records
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- cut short ------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """Power cut: nothing in the trainer may catch it and tidy up."""
+
+
+def crash():
+    raise Crash
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def at_step(monkeypatch, step, action):
+    """Does `action` once, when `step` has been logged."""
+    show = Display.step
+
+    def shown(self, record, steps):
+        show(self, record, steps)
+        if record["step"] == step:
+            monkeypatch.setattr(Display, "step", show)
+            action()
+
+    monkeypatch.setattr(Display, "step", shown)
+
+
+# --- compared -------------------------------------------------------------------------------------
+
+
+def series(run, key):
+    """The values of one key of metrics.jsonl, by step."""
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+def outcome(run):
+    """Everything that must be equal: losses, norms and rates by step, and the last weights."""
+    kept = ("step", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
+    records = [
+        {key: value for key, value in record.items() if key in kept}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+    weights = checkpoint.steps_on_disk(run / "checkpoints")[-1] / "model.safetensors"
+    return records, hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def assert_same_up_to_rounding(run, expected):
+    """Sums run in another order, nothing else differs: as measured, losses agree to 3e-7."""
+    for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert series(run, key) == pytest.approx(series(expected, key), rel=tolerance)
+    weights, wanted = (
+        load_file(checkpoint.steps_on_disk(path / "checkpoints")[-1] / "model.safetensors")
+        for path in (run, expected)
+    )
+    torch.testing.assert_close(weights, wanted, rtol=1e-3, atol=1e-5)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def torchrun(ranks, *argv, cwd=ROOT, **environment):
+    """Starts `torchrun --nproc_per_node=RANKS ARGV`, on a port of its own, in a session of its own.
+
+    The port comes through torchrun's own environment variable, so that the command is as typed.
+    """
+    scripts = sysconfig.get_path("scripts")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
+    own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
+    own["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        ["torchrun", f"--nproc_per_node={ranks}", *argv],
+        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process, timeout=150):
+    """What it printed, when it has ended well."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def read_until(process, pattern):
+    """Reads its lines up to the first that matches."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return
+    raise AssertionError("".join(lines) + process.stderr.read())

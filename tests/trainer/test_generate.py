@@ -1,0 +1,300 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from fastgpt.cache import Cache
+from fastgpt.config import ModelConfig
+from fastgpt.generate import generate
+from fastgpt.model import GPT
+from fastgpt.recipes import RECIPES
+from tests.parity import launches
+from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp
+
+PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
+PADDED, LENGTHS = pad_sequence(PROMPTS, batch_first=True), torch.tensor([5, 1, 3])
+
+
+def sharp_model(**options) -> GPT:
+    return sharp(num_heads=2, dim=16, vocab_size=30, **options)
+
+
+class Bigram(nn.Module):
+    """Stands in for the network: the logits follow from the last token alone."""
+
+    def __init__(self, logits: list[list[float]]) -> None:
+        super().__init__()
+        self.table = torch.tensor(logits)
+        self.config = ModelConfig(num_heads=1, dim=1, context=4)
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        return self.table[tokens]
+
+
+def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
+    """How often each token was drawn, as a share."""
+    model = Bigram([torch.tensor(probabilities).log().tolist()] * len(probabilities))
+    options = {"vocab_size": len(probabilities), **options}
+    tokens = generate(model, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=1, **options)
+    return torch.bincount(tokens[:, 1], minlength=len(probabilities)) / n
+
+
+@torch.no_grad()
+def test_greedy_is_the_argmax_over_the_last_context_tokens():
+    """Beyond the context, too; a prompt that is longer than it is cropped, but kept."""
+    model = sharp_model(context=8)
+    for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
+        expected = greedy(model, prompt, 12)
+        assert len(set(expected[len(prompt) :])) > 2
+        for cold in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-5}):
+            got = generate(model, prompt[None], max_new_tokens=12, vocab_size=30, **cold)
+            assert got.tolist() == [expected]
+
+
+def test_draws_repeat_from_the_generators_seed_alone():
+    model = sharp_model()
+
+    def drawn(seed: int, **options) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        options = {"max_new_tokens": 10, "vocab_size": 30, "generator": generator, **options}
+        return generate(model, PADDED, temperature=3.0, **options)
+
+    first = drawn(1)
+    torch.manual_seed(99)
+    assert torch.equal(drawn(1), first)
+    assert not torch.equal(drawn(2), first)
+    assert torch.equal(first[:, :5], PADDED)
+    assert torch.equal(drawn(1, max_new_tokens=0), PADDED)
+
+
+def test_draws_follow_the_models_distribution():
+    shares = draws([0.5, 0.3, 0.2])
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.2]), atol=0.05, rtol=0)
+
+
+def test_temperature_divides_the_logits():
+    shares = draws([0.8, 0.2], temperature=2.0)  # square roots of the probabilities, 2 : 1
+    torch.testing.assert_close(shares, torch.tensor([2 / 3, 1 / 3]), atol=0.05, rtol=0)
+    assert draws([0.8, 0.2], temperature=0.2)[1] < 0.01  # 4 ** -5
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 1}, [1]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 1e-320}, [1]),  # 0 in fp32
+        ({"top_p": 0.1}, [1]),  # the likeliest is kept even where it is more than enough
+        ({"top_p": 0.39}, [1]),
+        ({"top_p": 0.41}, [1, 3]),
+        ({"top_p": 0.69}, [1, 3]),
+        ({"top_p": 0.71}, [1, 2, 3]),
+        ({"top_p": 1.0}, [0, 1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # of the three's own probability
+        ({"vocab_size": 3}, [0, 1, 2]),
+        ({"vocab_size": 3, "top_k": 1}, [1]),
+        ({"vocab_size": 1}, [0]),
+    ],
+    ids=str,
+)
+def test_only_these_tokens_are_drawn(options, kept):
+    shares = draws([0.1, 0.4, 0.2, 0.3], **options)
+    assert shares.nonzero().flatten().tolist() == kept
+    probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])[kept]
+    torch.testing.assert_close(shares[kept], probabilities / probabilities.sum(), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_ties_keep_no_more_tokens_than_asked_for(options):
+    assert (draws([0.25] * 4, **options) > 0).sum() == 2
+
+
+def test_greedy_ignores_ids_without_text():
+    model = Bigram([[0.0, 1.0, 9.0]] * 3)
+    tokens = generate(model, torch.tensor([[0]]), max_new_tokens=3, vocab_size=2, temperature=0)
+    assert tokens.tolist() == [[0, 1, 1, 1]]
+
+
+def test_no_gradient_is_kept():
+    model = sharp_model()
+    tokens = generate(model, PADDED, max_new_tokens=2, vocab_size=30)
+    assert not tokens.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- what is computed -----------------------------------------------------------------------------
+
+
+def counted(model: GPT) -> list[int]:
+    """How many tokens each call of the model computes, from here on."""
+    counts = []
+    model.wte.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    return counts
+
+
+@torch.no_grad()
+def test_each_token_is_computed_once_as_long_as_the_text_fits():
+    model, options = sharp_model(), {"vocab_size": 30, "temperature": 0}
+    computed = counted(model)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=12, **options)
+    assert sum(computed) == 2 * (5 + 11)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=14, **options)
+    assert sum(computed) == 2 * (5 + 11) + 2 * (5 + 11 + 2 * 16)  # two more windows
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "sinusoidal", "none"])
+@torch.no_grad()
+def test_prompts_of_any_lengths_continue_as_each_would_alone(position):
+    model = sharp_model(position=position)
+    for junk in (0, 29):  # what the rows are filled up with is not seen
+        batch = pad_sequence(PROMPTS, batch_first=True, padding_value=junk)
+        for new in (1, 11, 12, 30):  # the context is 16
+            got = generate(
+                model, batch, lengths=LENGTHS, max_new_tokens=new, vocab_size=30, temperature=0
+            )
+            assert got.shape == (3, 5 + new)
+            alone = [greedy(model, prompt, new) for prompt in PROMPTS]
+            for row, expected in zip(got.tolist(), alone, strict=True):
+                assert row == expected + [0] * (5 + new - len(expected))
+            assert len({token for row in alone for token in row}) > 6 or new == 1
+
+
+@torch.no_grad()
+def test_a_row_ends_with_the_stop_token_and_all_rows_end_the_work():
+    model = sharp_model()
+    computed = counted(model)
+    full = [greedy(model, prompt, 11) for prompt in PROMPTS]
+    drawn = [set(row[len(prompt) :]) for row, prompt in zip(full, PROMPTS, strict=True)]
+    for stop in sorted(set.union(*drawn)):
+        computed.clear()
+        got = generate(
+            model, PADDED, lengths=LENGTHS, max_new_tokens=11, vocab_size=30, temperature=0,
+            stop_id=stop,
+        )  # fmt: skip
+        steps = 0
+        for row, whole, prompt in zip(got.tolist(), full, PROMPTS, strict=True):
+            after = whole[len(prompt) :]
+            n = after.index(stop) + 1 if stop in after else 11
+            steps = max(steps, n)
+            expected = whole[: len(prompt) + n]
+            assert row == expected + [stop] * (16 - len(expected))
+        assert sum(computed) == 3 * (5 + steps - 1)
+
+
+# --- the cache of keys and values -----------------------------------------------------------------
+
+
+CHUNKS = ([16], [1] * 16, [5, 1, 1, 4, 5], [15, 1])
+DOCUMENTS = {"document_mask": True, "eot_id": 7}
+MORE = {
+    "documents": DOCUMENTS,
+    "documents-window": {**DOCUMENTS, "window": 4, "position": "rotary"},
+    "documents-modern": {**DOCUMENTS, **OPTIONS["modern"]},
+}
+each_option = pytest.mark.parametrize(
+    "options", [*OPTIONS.values(), *MORE.values()], ids=[*OPTIONS, *MORE]
+)
+
+
+def step_by_step(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
+    """Logits at all positions, from so many tokens at a time."""
+    cache = Cache(model.config, len(tokens), sum(chunks), tokens.device)
+    return torch.cat([model(part, cache=cache) for part in tokens.split(chunks, 1)], 1)
+
+
+def documents(B: int = 2, T: int = 16) -> Tensor:
+    tokens = draw_tokens(B, T)
+    tokens[0, [3, 4, 9]] = 7
+    tokens[1, [0, 15]] = 7
+    return tokens
+
+
+@each_option
+@torch.no_grad()
+def test_logits_equal_those_of_the_whole_at_every_position(options):
+    model, tokens = build(**options).eval(), documents()
+    expected = model(tokens)
+    for chunks in CHUNKS:
+        got = step_by_step(model, tokens, chunks)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_logits_of_every_recipe_equal_those_of_the_whole(name):
+    """Its options at a size of two layers; the lecture's steps are models of their own."""
+    config = RECIPES[name][1].model
+    heads = min(4, config.num_heads)
+    config = replace(
+        config, num_layers=min(2, config.num_layers), num_heads=heads, dim=8 * heads,
+        num_kv_heads=None if config.num_kv_heads is None else min(2, heads),
+        ffn_dim=None, context=16, vocab_size=50, window=config.window and 5,
+    )  # fmt: skip
+    model, tokens = initial(config).eval(), draw_tokens()
+    got = step_by_step(model, tokens, [5, 1, 1, 4, 5])
+    torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS["modern"], MORE["documents-window"], {"score_scale": "width"}],
+    ids=["gpt2", "modern", "documents-window", "score-scale"],
+)
+@torch.no_grad()
+def test_on_our_kernels_logits_are_the_same(options):
+    chosen = on_cpu(decode="triton", rotary="triton")
+    model, tokens = build(chosen=chosen, **options).eval(), documents()
+    with launches("_decode_attention_kernel"):
+        got = step_by_step(model, tokens, [5, 1, 2, 8])
+    torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"position": "rotary"}, DOCUMENTS],
+    ids=["learned", "rotary", "documents"],
+)
+@torch.no_grad()
+def test_rows_of_other_lengths_keep_their_own_positions(options):
+    model, tokens = build(**options).eval(), documents(3)
+    prompt, new = torch.tensor([7, 1, 4]), 6
+    cache = Cache(model.config, 3, 7 + new, "cpu")
+    model(tokens[:, :7], cache=cache)
+    cache.lengths = prompt
+    for step in range(new):
+        positions = prompt + step
+        got = model(tokens[torch.arange(3), positions][:, None], cache=cache)[:, 0]
+        for row, position in enumerate(positions.tolist()):
+            alone = model(tokens[row : row + 1, : position + 1])[0, -1]
+            torch.testing.assert_close(got[row], alone, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_under_autocast_it_is_kept_in_its_dtype():
+    model, tokens = build().eval(), draw_tokens()
+    cache = Cache(model.config, 2, 16, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.cat([model(part, cache=cache) for part in tokens.split([9, 7], 1)], 1)
+        expected = model(tokens)
+    kept = cache.layers[0].keys_values
+    assert kept is not None
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 2
+    assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_cache_that_is_full_or_too_large_is_refused():
+    model = build().eval()
+    cache = Cache(model.config, 2, 10, "cpu")
+    model(draw_tokens(T=8), cache=cache)
+    with pytest.raises(ValueError, match=r"^tokens: expected at most 2 more, got 3$"):
+        model(draw_tokens(T=3), cache=cache)
+    model(draw_tokens(T=2), cache=cache)
+    for size in (0, 17):
+        with pytest.raises(
+            ValueError, match=rf"^size: expected 1 to the context of 16, got {size}"
+        ):
+            Cache(model.config, 2, size, "cpu")
