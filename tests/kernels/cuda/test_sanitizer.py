@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer over every op at small shapes that do not fit the tiles."""
+"""NVIDIA's compute-sanitizer over every op at the small problems of its `Spec`."""
 
 import os
 import shutil
@@ -8,89 +8,33 @@ from pathlib import Path
 
 import pytest
 
+from fastgpt.kernels.specs import SPECS
+
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-OPS = {
-    "attention": """
-from fastgpt.kernels import attention
-from tests.kernels.test_attention_triton import docs
+SCRIPT = """
+import sys
+import torch
+from fastgpt.kernels.specs import SPECS
+from tests.kernels import conformance
 
-doc_ids = docs(2, 100, longest=30).cuda()
-for B, Tq, Tk, H, K, D, options in (
-    (1, 65, 65, 2, 1, 64, {}),
-    (1, 33, 100, 1, 1, 80, {"causal": False}),
-    (1, 130, 130, 1, 1, 128, {}),
-    (2, 100, 100, 2, 2, 16, {"window": 9, "dropout_p": 0.1, "doc_ids": doc_ids}),
-):
-    q, k, v = (torch.randn(B, T, n, D, device="cuda", dtype=torch.float16, requires_grad=True)
-               for T, n in ((Tq, H), (Tk, K), (Tk, K)))
-    attention(q, k, v, **options).square().sum().backward()
-""",
-    "norms": """
-from fastgpt.kernels import add_layer_norm, rms_norm
-
-for M, N in ((3, 65), (257, 100), (5, 8193)):
-    x, r = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(2))
-    w, b = (torch.randn(N, device="cuda", requires_grad=True) for _ in range(2))
-    y, total = add_layer_norm(x, r, w, b)
-    (y.square().sum() + total.sum() + rms_norm(x, w).square().sum()).backward()
-""",
-    "losses": """
-from fastgpt.kernels import cross_entropy, linear_cross_entropy
-
-for M, V in ((3, 65), (130, 2049), (2, 50_257)):
-    targets = torch.randint(V, (M,), device="cuda")
-    targets[0] = -100
-    for inplace in (False, True):
-        logits = torch.randn(M, V, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        cross_entropy(logits * 1, targets, inplace_grad=inplace).backward()
-    x, w = (torch.randn(n, 40, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for n in (M, V))
-    linear_cross_entropy(x, w, targets, chunk_tokens=100).backward()
-""",
-    "activations": """
-from fastgpt.kernels import bias_act
-from fastgpt.kernels.bias_act.op import ACTIVATIONS
-
-for kind in ACTIVATIONS:
-    for M, N in ((3, 66), (257, 100), (5, 2050)):
-        x, b = (torch.randn(*shape, device="cuda", dtype=torch.float16, requires_grad=True)
-                for shape in ((M, N), (N,)))
-        bias_act(x, b, kind).square().sum().backward()
-""",
-    "rotary": """
-from fastgpt.kernels import rotary
-
-for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
-    cos, sin = torch.randn(2, T, D // 2, device="cuda").unbind()
-    for options in ({}, {"interleaved": True}, {"inplace": True}):
-        qkv = torch.randn(B, T, H + 2 * K, D, device="cuda", requires_grad=True)
-        source = qkv * 1
-        q, k = rotary(source[:, :, :H], source[:, :, H : H + K], cos, sin, **options)
-        (q.square().sum() + k.square().sum()).backward()
-""",
-    "decode": """
-from fastgpt.kernels import decode_attention
-from tests.kernels.test_decode_attention import make
-
-for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):
-    inputs, options = make(*case, dtype=torch.float16, page=page, starts=True, device="cuda")
-    decode_attention(*inputs.values(), **options)
-""",
-}
+spec = SPECS[sys.argv[1]]
+for problem in spec.problems.values():
+    inputs = conformance.make_inputs(spec, problem, "cuda", torch.float16)
+    conformance.run(spec, spec.call(spec.op, problem, "cuda"), conformance.plain(inputs))
+torch.cuda.synchronize()
+"""
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-@pytest.mark.parametrize("op", OPS)
-def test_compute_sanitizer_finds_nothing(op, tool):
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if not spec.random])
+def test_compute_sanitizer_finds_nothing(name, tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer of the CUDA toolkit on PATH")
-    script = f"import torch\n{OPS[op]}\ntorch.cuda.synchronize()"
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SCRIPT, name],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,
         # each buffer an allocation of its own: what is read beyond it is seen
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )  # fmt: skip
