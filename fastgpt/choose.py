@@ -30,6 +30,9 @@ from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.trials import TRIALS, Sizes, Trial
 
 ROOT = Path(__file__).parents[1]
+KERNELS = Path(runtime.__file__).parent
+BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
+"""In the kernels' folder, but no part of what runs."""
 TIMEOUT = 600.0
 """Seconds for all ops."""
 CHECKED = 1024
@@ -171,12 +174,10 @@ def _key(sizes: Sizes, on: str) -> str:
     The kernels, what launches them and their tables count; what only proves, tunes or describes
     them does not, so that an edit there forgets nobody's trials.
     """
-    kernels = Path(runtime.__file__).parent
-    beside = {"aot.py", "alias.py", "spec.py", "specs.py"}
     paths = [
-        x
-        for x in kernels.rglob("*")
-        if x.suffix in (".py", ".json") and x.name not in beside and x.parent.name != "proof"
+        path
+        for path in KERNELS.rglob("*")
+        if path.suffix in (".py", ".json") and not BESIDE & {path.name, path.parent.name}
     ]
     paths += [Path(__file__).with_name(f"{name}.py") for name in ("choose", "ops", "trials")]
     sources = hashlib.sha256()

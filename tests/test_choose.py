@@ -156,16 +156,16 @@ def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     assert (again, same, said) == (chosen, verdicts, [])
 
 
-def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
-    keys = {choose._key(SIZES, "cuda"), choose._key(replace(SIZES, batch=3), "cuda")}
+def test_other_sizes_or_kernels_are_tried_anew_but_not_other_proofs(monkeypatch, tmp_path):
     monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "a.py").write_text("x = 1")
-    monkeypatch.setattr(choose, "ROOT", tmp_path)
-    keys.add(choose._key(SIZES, "cuda"))
-    (tmp_path / "kernels" / "a.py").write_text("x = 2")
-    keys.add(choose._key(SIZES, "cuda"))
-    assert len(keys) == 4
+    monkeypatch.setattr(choose, "KERNELS", tmp_path)
+    keys = [choose._key(SIZES, "cuda"), choose._key(replace(SIZES, batch=3), "cuda")]
+    for name in ("op/device.py", "op/tuning/sm_90.json", "op/spec.py", "proof/sass.py", "aot.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+        keys.append(choose._key(SIZES, "cuda"))
+    assert len(set(keys[:4])) == 4
+    assert set(keys[4:]) == {keys[3]}
 
 
 @pytest.mark.parametrize(
