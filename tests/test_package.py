@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -26,14 +25,30 @@ OTHERS = {  # another distribution's `kernels`, which imports itself by that nam
     "hub/__init__.py": "from kernels.version import NUMBER\ndef get_kernel(): return NUMBER\n",
     "version.py": "NUMBER = 17\n",
 }
-THEIRS_AND_OURS = """
+FROM_AN_EMPTY_FOLDER = """
 import fastgpt, sys
 assert "torch" not in sys.modules
 import kernels
 from fastgpt.kernels import attention
 assert kernels.get_kernel() == 17
-print(kernels.attention is attention, fastgpt.GPT.__name__, fastgpt.__file__)
+assert kernels.attention == "theirs"
+print(fastgpt.GPT.__name__, fastgpt.__file__)
 """
+FROM_THE_ROOT = """
+import sys
+import kernels, kernels.proof.compile
+from kernels import attention, get_kernel
+import fastgpt.kernels.proof.compile
+from fastgpt import kernels as ours
+assert get_kernel() == kernels.hub.get_kernel() == 17
+assert attention is kernels.attention is ours.attention
+assert sys.modules["kernels.attention.op"] is sys.modules["fastgpt.kernels.attention.op"]
+assert sys.modules["kernels.proof.compile"] is fastgpt.kernels.proof.compile
+assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.compile"
+assert not hasattr(ours, "get_kernel")
+print(hasattr(kernels, "nothing"), fastgpt.__file__)
+"""
+ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
 
 
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -42,17 +57,6 @@ def finish(*command: str | Path, cwd: Path, **env: str) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def add_others(folder: Path) -> str:
-    for name, source in OTHERS.items():
-        path = folder / "kernels" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    return str(folder)
-
-
-# --- installed ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +88,17 @@ def installed(request, source, wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     finish(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     [site] = folder.glob("lib/python*/site-packages")
-    here = sysconfig.get_path("purelib")
+    here = [path for path in sys.path if path.endswith("-packages")]
     pip = [sys.executable, "-m", "pip", "--python", folder, "install", "--no-deps", "--no-index"]
     if request.param == "wheel":
         finish(*pip, wheel, cwd=folder)
     else:
-        finish(*pip, "--no-build-isolation", "-e", source, cwd=folder, PYTHONPATH=here)
-    (site / "here.pth").write_text(here)
-    add_others(site)
+        setuptools = {"PYTHONPATH": os.pathsep.join(here)}
+        finish(*pip, "--no-build-isolation", "-e", source, cwd=folder, **setuptools)
+    (site / "here.pth").write_text("\n".join(here))
+    for name, text in OTHERS.items():
+        (site / "kernels" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "kernels" / name).write_text(text)
     return folder / "bin"
 
 
@@ -107,11 +114,19 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     "installed", ["wheel", pytest.param("editable", marks=pytest.mark.slow)], indirect=True
 )
 def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed, source, tmp_path):
-    answers = finish(installed / "python", "-c", THEIRS_AND_OURS, cwd=tmp_path).split()
-    assert answers[:2] == ["False", "GPT"]
-    assert ROOT not in Path(answers[2]).parents
-    answers = finish(installed / "python", "-c", THEIRS_AND_OURS, cwd=source).split()
-    assert answers == ["True", "GPT", str(source / "fastgpt" / "__init__.py")]
+    python = installed / "python"
+    name, place = finish(python, "-c", FROM_AN_EMPTY_FOLDER, cwd=tmp_path).split()
+    assert name == "GPT"
+    assert ROOT not in Path(place).parents
+    answer = finish(python, "-c", FROM_THE_ROOT, cwd=source).split()
+    assert answer == ["False", str(source / "fastgpt" / "__init__.py")]
+    module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
+    assert module.startswith("usage: python -m kernels.aot")
+
+
+@pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")
+def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
+    assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
 
 
 @pytest.mark.slow
@@ -168,34 +183,3 @@ def test_names_for_type_checkers_are_those_that_are_there():
         assert getattr(fastgpt, name) is getattr(sys.modules[module], name)
     with pytest.raises(AttributeError, match="module 'fastgpt' has no attribute 'nothing'"):
         _ = fastgpt.nothing
-
-
-# --- from the repository's root -------------------------------------------------------------------
-
-FROM_THE_ROOT = """
-import sys
-import kernels, kernels.proof.compile
-from kernels import attention, get_kernel
-import fastgpt.kernels.proof.compile
-from fastgpt import kernels as ours
-assert get_kernel() == kernels.hub.get_kernel() == 17
-assert attention is kernels.attention is ours.attention
-assert sys.modules["kernels.attention.op"] is sys.modules["fastgpt.kernels.attention.op"]
-assert sys.modules["kernels.proof.compile"] is fastgpt.kernels.proof.compile
-assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.compile"
-assert not hasattr(ours, "get_kernel")
-print(hasattr(kernels, "nothing"))
-"""
-ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
-
-
-def test_kernels_is_ours_and_leads_to_the_others(tmp_path):
-    others = add_others(tmp_path)
-    assert finish(sys.executable, "-c", FROM_THE_ROOT, cwd=ROOT, PYTHONPATH=others) == "False\n"
-    module = (sys.executable, "-m", "kernels.aot", "--help")
-    assert finish(*module, cwd=ROOT, PYTHONPATH=others).startswith("usage: python -m kernels.aot")
-
-
-@pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")
-def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
-    assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
