@@ -1,4 +1,4 @@
-"""What a call of one of our ops costs the host before anything runs: `python -m bench.host`.
+"""The host's cost of a call of our ops, before anything runs: `python -m bench.host`.
 
 Launches are recorded and not run, on tensors of a few numbers, so that no GPU is needed and what is
 left is Python, torch and our launchers: straight to the autograd function, as `runtime.define_op`

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -113,6 +114,10 @@ def test_settings_come_from_the_environment(monkeypatch, tmp_path):
 
 
 def test_without_the_projects_dependencies_the_stages_are_still_recorded(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.delattr("bench.records")
+        patch.setitem(sys.modules, "bench.records", None)  # importing it fails
+        assert runpy.run_path(gpu.__file__)["records"] is None
     monkeypatch.setattr(gpu, "records", None)
     assert gpu.default_out().parent == ROOT / "bench" / "results"
     context = Context(tmp_path, full=False, rehearse=False)
