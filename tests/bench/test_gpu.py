@@ -164,6 +164,7 @@ def test_a_figure_is_of_what_its_stage_has_recorded_even_if_it_is_stopped(stages
     writing = (
         "import time; from bench.records import Writer; from pathlib import Path\n"
         f"writer = Writer('cpu', Path({str(tmp_path)!r}))\n"
+        "writer.write('machine', {})\n"
         "writer.write('test', *[{'outcome': word} for word in ('passed', 'passed', 'skipped')])\n"
         "print('not this'); time.sleep(60)"
     )
