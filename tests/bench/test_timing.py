@@ -113,7 +113,7 @@ def test_a_copy_counts_what_it_reads_and_what_it_writes(clock, monkeypatch):
 
 
 def test_a_process_that_fails_is_an_error_in_one_line(tmp_path):
-    with pytest.raises(UserError, match="^the peer failed: no such thing$"):
+    with pytest.raises(UserError, match=r"^the peer failed: no such thing$"):
         time_process("the peer", "-c", "import sys; print(1); sys.exit('no such thing')")
     seconds, said = time_process("the peer", "-c", "import os; print(os.getcwd())", cwd=tmp_path)
     assert said.strip() == str(tmp_path)
