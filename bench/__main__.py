@@ -22,7 +22,7 @@ from fastgpt import device
 from fastgpt.errors import UserError, shown_in_one_line
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
-"""Of each pass of a case, everybody together."""
+"""Seconds for each pass of a case, all implementations together."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
     "shakespeare-char": {"rounds": 2, "batch": (16,)},  # 64, its own, would take minutes
@@ -39,16 +39,15 @@ class Bench:
     list: bool = False
     """Print the cases and who implements them, and measure nothing."""
     quick: bool = False
-    """Of each op one shape, in less time."""
+    """Measure one shape of each op, in less time."""
     full: bool = False
-    """The cases that take long, too."""
+    """Measure the cases that take long as well."""
     goals: bool = False
-    """Only the cases that have a goal in bench/goals.toml."""
+    """Measure only the cases that have a goal in bench/goals.toml."""
     compiled: bool = False
     """On a CPU, torch.compile of the references as well: 10 to 20 s a case."""
     rounds: int | None = None
-    """So many rounds of each pass; by default as many as fit into half a second (on a
-    CPU 0.2 s)."""
+    """Rounds of each pass; by default as many as fit into half a second (on a CPU 0.2 s)."""
     budget: float = float("inf")
     """Seconds after which no further case is begun; what is left out is said."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -62,7 +61,7 @@ class Bench:
     nanogpt: Path | None = None
     """A checkout of nanoGPT, for the training step."""
     memory_of: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
-    """Prints what one implementation of one case does to the memory of a process."""
+    """Print the memory that a process takes for this implementation of one case."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:

@@ -31,7 +31,7 @@ from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 
 WARM_STEPS, TIMED_STEPS = 2, 3
-"""Of each turn."""
+"""Steps of each turn."""
 TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
 """The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
 PATIENCE = 5
@@ -44,12 +44,12 @@ SIZES = (
     "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
     "init",
 )  # fmt: skip
-"""What the peers' GPT-2 may have otherwise."""
+"""Settings in which the peers' GPT-2 may differ from the default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What all contenders do; picklable."""
+    """The step that all contenders take; picklable."""
 
     config: Config
     on: str
@@ -316,7 +316,7 @@ def take_turns(
     starts: int = 1,
     parallel_start: bool = False,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, figures) of each contender, or (name, {"reason": why it has none}).
+    """Yields (name, figures) of each contender, or (name, {"reason": why it has none}).
 
     Args:
         names: keys of CONTENDERS.

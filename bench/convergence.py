@@ -33,7 +33,7 @@ class Convergence:
     """Trains twice, with Triton kernels and with plain PyTorch, and compares the losses."""
 
     steps: int = 200
-    """Of each."""
+    """Steps of each run."""
     budget: float = float("inf")
     """Seconds after which no further step is taken; at least 40 are."""
     tiny: bool = False
@@ -68,7 +68,7 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 
 
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """(losses of each run, the ops it ran)."""
+    """Trains both; (losses by run, the ops that each ran)."""
     engines = {
         name: Engine(replace(config, ops=ops), warn=lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))

@@ -52,13 +52,13 @@ class DataBench:
     """Times preparation and loading."""
 
     megabytes: int = 100
-    """Of text."""
+    """Megabytes of text."""
     text: str = "builtin"
-    """Where the text is from: whatever fastgpt.prepare takes."""
+    """Source of the text: whatever fastgpt.prepare takes."""
     rounds: int = 3
-    """Pairs of runs."""
+    """Number of pairs of runs."""
     threads: int = os.cpu_count() or 1
-    """Of both."""
+    """Threads that both may use."""
 
 
 def write_documents(source: str, size: int, path: Path) -> None:

@@ -33,11 +33,11 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found: `value` None, and why, where it was not measured."""
+    """The figure found for a goal; where it was not measured, None and the reason."""
 
     value: float | None
     distance: float
-    """Beyond the goal where positive, as a part of it."""
+    """Relative distance from the goal; positive is beyond it."""
     why: str = ""
 
 

@@ -1,4 +1,4 @@
-"""What a call of one of our ops costs the host before anything runs: `python -m bench.host`.
+"""The host's cost of a call of our ops, before anything runs: `python -m bench.host`.
 
 Launches are recorded and not run, on tensors of a few numbers, so that no GPU is needed and what is
 left is Python, torch and our launchers: straight to the autograd function, as `runtime.define_op`
@@ -7,9 +7,9 @@ op, which does compute, stands beside it. Triton's own launch is not in it.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -18,7 +18,7 @@ import tyro
 from torch import Tensor
 
 from bench import records
-from bench.timing import quantiles
+from bench.timing import Timed, Timer, quantiles
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.kernels import attention, layer_norm
 from fastgpt.kernels.runtime import recording
@@ -32,8 +32,9 @@ class Host:
     """Times the host's part of a call."""
 
     calls: int = 500
-    """In each round."""
+    """Calls in each round."""
     rounds: int = 9
+    """Rounds that count, after one that does not."""
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.rounds < 2:
@@ -57,44 +58,33 @@ CASES: dict[str, tuple[Op, Op, list[tuple[int, ...]]]] = {
 }
 
 
-def seconds(op: Op, inputs: list[Tensor], backward: bool, calls: int) -> float:
-    """Of one call."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = op(*inputs)
-        if backward:
-            torch.autograd.grad(out, inputs, out)
-    return (time.perf_counter() - start) / calls
-
-
 def measure(host: Host) -> list[dict]:
-    rows = []
+    rows, timer = [], Timer("cpu")
     for name, (ours, peer, shapes) in CASES.items():
-        for backward in (False, True):
+        for which in ("fwd", "both"):
             inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-            times: dict[str, list[float]] = {way: [] for way in (*WAYS, "pytorch")}
+            calls = {way: Timed(partial(_call, ours, inputs, which)) for way in WAYS}
+            calls["pytorch"] = Timed(partial(_call, peer, inputs, which))
+            times: dict[str, list[float]] = {way: [] for way in calls}
             for turn in range(host.rounds + 1):
-                for way, taken in times.items():
-                    with (
-                        recording(90),
-                        mock.patch(
-                            "fastgpt.kernels.runtime._nobody_listens", return_value=WAYS.get(way)
-                        ),
-                    ):
-                        op = peer if way == "pytorch" else ours
-                        took = seconds(op, inputs, backward, host.calls)
-                    if turn:
-                        taken.append(took)
-            for way, taken in times.items():
-                rows.append(
-                    {
-                        "op": name,
-                        "pass": "both" if backward else "fwd",
-                        "implementation": way,
-                        "seconds": quantiles(taken),
-                    }
-                )
+                for way, timed in calls.items():
+                    listens = mock.patch(
+                        "fastgpt.kernels.runtime._nobody_listens", return_value=WAYS.get(way)
+                    )
+                    with recording(90), listens:
+                        took, _ = timer.sample(timed, host.calls)
+                    times[way] += [took] if turn else []
+            rows += [
+                {"op": name, "pass": which, "implementation": way, "seconds": quantiles(taken)}
+                for way, taken in times.items()
+            ]
     return rows
+
+
+def _call(op: Op, inputs: list[Tensor], which: str, _: None) -> None:
+    out = op(*inputs)
+    if which == "both":
+        torch.autograd.grad(out, inputs, out)
 
 
 def main(argv: list[str]) -> None:

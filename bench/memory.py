@@ -1,4 +1,4 @@
-"""What a training step holds at its peak, by shapes alone: `python -m bench.memory [recipe]`.
+"""The peak memory of a training step, by shapes alone: `python -m bench.memory [recipe]`.
 
 Forward and backward run on tensors without storage, in bf16 autocast and uncompiled, with attention
 and norms by our kernels, whose launches are recorded and not run; what is counted is every buffer
@@ -101,9 +101,9 @@ class Memory:
     """Peak bytes of a step with each implementation of the loss."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "gpt2-124m"
-    """Whose network."""
+    """Recipe whose network is counted."""
     batch: int = 64
-    """Sequences."""
+    """Sequences of a step."""
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: its kernels by what they are, and when none of them runs.
+"""The parts of a training step's time: its kernels by kind, and the time when none runs.
 
 From torch's profiler, not from guesses. A GPU's kernels are told apart by their names; a CPU's ops
 by theirs, without the ops inside them. What no kernel covers is the host's: a gap, or waiting for
@@ -27,7 +27,7 @@ PARTS: tuple[str, ...] = (
     "host gap",
 )
 STEPS = 3
-"""That are profiled, after one that is not."""
+"""Steps that are profiled, after one that is not."""
 
 # The first that matches decides; Inductor's fused kernels name the ops they hold. Of a CPU's eager
 # ops, products of batches are attention's: all others have one weight for the whole batch.
@@ -44,12 +44,12 @@ _COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern i
 
 
 def part_of(name: str) -> str:
-    """Which part a kernel or op of that name belongs to."""
+    """The part that a kernel or op of that name belongs to."""
     return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much of time the intervals cover together."""
+    """The length of time that the intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

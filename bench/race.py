@@ -44,9 +44,9 @@ class Race:
     nanogpt: Path
     """A checkout of nanoGPT; a copy of it is run."""
     recipes: tuple[str, ...] = ("shakespeare-cpu", "shakespeare-cpu-adamw")
-    """Which recipes race."""
+    """Recipes that race."""
     rounds: int = 3
-    """How often each one runs."""
+    """Runs of each."""
 
 
 def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
@@ -86,14 +86,14 @@ def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
 
 
 def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
-    """(seconds, validation loss over all windows of the held-out text)."""
+    """Trains; (seconds, validation loss over all windows of the held-out text)."""
     arguments = ("train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS)
     seconds, _ = time_process("nanoGPT", *arguments, cwd=checkout)
     return seconds, nanogpt_loss(checkout, corpus)
 
 
 def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
-    """(seconds, validation loss over all windows of the held-out text)."""
+    """Trains; (seconds, validation loss over all windows of the held-out text)."""
     run_dir = folder / f"{recipe}-{time.time_ns()}"
     seconds, _ = time_process(recipe, "train.py", recipe, "--run-dir", str(run_dir))
     losses = [r["val_loss"] for r in read_records(run_dir / "metrics.jsonl") if "val_loss" in r]

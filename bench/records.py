@@ -1,6 +1,7 @@
 """Raw records: one JSON line a measurement, with everything that it takes to repeat it.
 
-Each line has its `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`;
+Each line has its `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
+`test`, `environment`, `convergence`, `host`, `reproduction`, `tune`;
 and its `run`, so that only figures of one run are ever compared.
 """
 
@@ -33,7 +34,7 @@ def slug(name: str) -> str:
 
 
 def state(on: str) -> dict[str, Any]:
-    """How fast and how hot the machine is right now; what it does not tell is left out."""
+    """The clocks, temperatures and load of the machine now; what it does not tell is left out."""
     if on == "cuda":
         found = _nvidia_smi()
         return {name: value for name, value in found.items() if name != "driver_version"}
@@ -79,7 +80,7 @@ def described(on: str) -> dict[str, Any]:
 
 
 def folder_of(on: str) -> Path:
-    """Where the records of this machine's `cpu` or `cuda` are kept."""
+    """The folder of the records of this machine's `cpu` or `cuda`."""
     return RESULTS / slug(described(on)["device"])
 
 

@@ -61,7 +61,7 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
 
 
 def storage(name: str) -> Path:
-    """Where the baseline of a device is kept."""
+    """The folder of the baseline of a device."""
     return cache_dir() / "regress" / records.slug(name)
 
 

@@ -48,7 +48,7 @@ class Report:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Of each case the rows of the newest run that has measured anything of it."""
+    """The rows of each case from the newest run that has measured anything of it."""
     runs: dict[str, str] = {}
     rows = [row for row in rows if "run" in row and "case" in row]
     for row in rows:
@@ -78,7 +78,7 @@ def host_us(row: Row) -> str:
 
 
 def rate(row: Row) -> str:
-    """What an op reaches of that which binds it."""
+    """The rate that an op reaches: FLOPs or bytes, whichever limits it."""
     if row["bound"] == "matmul":
         return f"{row['tflops']:.3g} TFLOP/s"
     return f"{row['gb_per_s']:.3g} GB/s"
@@ -118,7 +118,7 @@ def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
 
 
 def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """How far our row is from each of its goals; said if it has none."""
+    """The distance of our row from each of its goals; said if it has none."""
     said = []
     for goal in wanted:
         if (goal.case, goal.which) == (case, which):
@@ -187,7 +187,7 @@ def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
 
 
 def missing_table(rows: list[Row]) -> str:
-    """Who has no figures, and why; cases with one reason share a line."""
+    """Implementations without figures, and why; cases with one reason share a line."""
     why: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in rows:
         if row["kind"] in ("missing", "refused"):

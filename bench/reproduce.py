@@ -29,7 +29,7 @@ from fastgpt.storage import write_atomically
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"
 BEGIN, END = "<!-- written by bench.reproduce -->", "<!-- to here -->"
-"""What is between them on the page comes from the records, the rest is written by hand."""
+"""Marks on the page: the text between them comes from the records, the rest is by hand."""
 
 
 # --- what was published ---------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Target:
     step: int
     published: float
     band: float = 0.05
-    """How far off it may be: other random numbers move each loss by some hundredths."""
+    """Largest deviation allowed: other random numbers move each loss by some hundredths."""
     key: str = "val_loss"
     """A metric of the run: `val_loss`, the mean over 200 random batches, or `train_loss`, one."""
     note: str = ""
@@ -109,9 +109,9 @@ class Reproduce:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where it is visible."""
     runs: Path = Path("runs/reproduce")
-    """Where the runs are kept."""
+    """Folder of the runs."""
     page: Path = ROOT / "docs" / "reproduction.md"
-    """Where the table is put."""
+    """Page into which the table is put."""
 
     def __post_init__(self) -> None:
         if self.gpt_steps < 1:
@@ -128,7 +128,7 @@ def chosen(only: tuple[str, ...]) -> list[System]:
 
 
 def commands(system: System, options: Reproduce) -> list[list[str]]:
-    """What follows `python train.py` in each run, but for where it is kept."""
+    """The arguments of `python train.py` for each run, but for its folder."""
     shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
     on = ["--train.device", device.pick_device(options.device, "--device")]
     return [[system.recipe, *shorter, *on, "--seed", str(seed)] for seed in system.seeds]

@@ -34,7 +34,7 @@ BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
 LLMC_STEPS = 20
 GPT2_VOCABULARY = 50_257
 VOCABULARY = 65
-"""Of recipes that take theirs from the text: tiny shakespeare's."""
+"""Size of tiny shakespeare's vocabulary, for recipes that take theirs from the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +42,12 @@ class StepBench:
     """Times training steps of fastgpt and its peers, in turn."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "auto"
-    """Whose network and settings; `auto`: gpt2-124m on CUDA, else shakespeare-char."""
+    """Recipe of the network and settings; `auto`: gpt2-124m on CUDA, else shakespeare-char."""
     batch: tuple[int, ...] = ()
     """Sequences of a step; 0: the largest that fits on the GPU. By default 64, 16, 4 and the
     largest on CUDA, on a CPU the recipe's."""
     dropout: float | None = None
-    """For all; None: the recipe's."""
+    """Dropout of all contenders; None: the recipe's."""
     contenders: tuple[str, ...] = ()
     """By default fastgpt, eager, nanogpt (if given); on CUDA also `fastgpt triton` and compiled."""
     nanogpt: Path | None = None

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 FLUSH_BYTES = 256 * 2**20
 """Five times the L2 cache of an H200, twice that of a B200."""
 LEAST_SECONDS = 1e-3
-"""Of a sample on a CPU: shorter calls are timed several at a time."""
+"""Shortest sample on a CPU: shorter calls are timed several at a time."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Size of the buffer whose copy is timed: far beyond any cache."""
 PAUSE_HZ = 2.0e9
@@ -39,7 +39,7 @@ def nothing() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What is timed: `call(prepare())`, of which only the call counts."""
+    """A call to be timed: `call(prepare())`, of which only the call counts."""
 
     call: Callable[[Any], Any]
     prepare: Callable[[], Any] = nothing
@@ -54,7 +54,7 @@ class Samples:
 
 
 def quantiles(samples: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 of at least two samples, and how many there were."""
+    """The quantiles p20, p50 and p80 of at least two samples, and how many there were."""
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
     return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
 
@@ -72,7 +72,7 @@ class Timer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How it times, for the record."""
+        """The way it times, for the record."""
         if self.on == "cuda":
             return {"clock": "CUDA events", "cache": f"flushed with {FLUSH_BYTES >> 20} MiB"}
         return {"clock": "perf_counter", "cache": "warm"}
@@ -166,7 +166,7 @@ def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str
 
 
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
-    """(seconds of a whole process of Python, what it printed).
+    """Runs Python as a process of its own; (seconds of all of it, what it printed).
 
     Args:
         what: its name in an error.

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -113,6 +114,10 @@ def test_settings_come_from_the_environment(monkeypatch, tmp_path):
 
 
 def test_without_the_projects_dependencies_the_stages_are_still_recorded(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.delattr("bench.records")
+        patch.setitem(sys.modules, "bench.records", None)  # importing it fails
+        assert runpy.run_path(gpu.__file__)["records"] is None
     monkeypatch.setattr(gpu, "records", None)
     assert gpu.default_out().parent == ROOT / "bench" / "results"
     context = Context(tmp_path, full=False, rehearse=False)
@@ -159,6 +164,7 @@ def test_a_figure_is_of_what_its_stage_has_recorded_even_if_it_is_stopped(stages
     writing = (
         "import time; from bench.records import Writer; from pathlib import Path\n"
         f"writer = Writer('cpu', Path({str(tmp_path)!r}))\n"
+        "writer.write('machine', {})\n"
         "writer.write('test', *[{'outcome': word} for word in ('passed', 'passed', 'skipped')])\n"
         "print('not this'); time.sleep(60)"
     )

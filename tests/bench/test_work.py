@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from bench import work
 from bench.cases import OPS, cases
@@ -67,18 +63,21 @@ def test_linear_cross_entropy_is_what_torch_counts():
     assert found["fwd"][1] == 4 * (24 * 16 + 100 * 16)
 
 
+NORM, ROTARY = {"M": 10, "N": 8}, {"B": 1, "T": 10, "H": 2, "D": 4}
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "fwd", "bwd", "both"),
     [
-        ("layer_norm", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
-        ("rms_norm", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
-        ("add_layer_norm", {"M": 10, "N": 8}, 4 * 160, 4 * 160, 8 * 160),
-        ("add_rms_norm", {"M": 10, "N": 8}, 4 * 160, 4 * 160, 8 * 160),
+        ("layer_norm", NORM, 2 * 160, 3 * 160, 5 * 160),
+        ("rms_norm", NORM, 2 * 160, 3 * 160, 5 * 160),
+        ("add_layer_norm", NORM, 4 * 160, 4 * 160, 8 * 160),
+        ("add_rms_norm", NORM, 4 * 160, 4 * 160, 8 * 160),
         ("cross_entropy", {"M": 10, "V": 8}, 160, 2 * 160, 2 * 160),
-        ("dropout", {"M": 10, "N": 8}, 2 * 160, 2 * 160, 4 * 160),
-        ("bias_act", {"M": 10, "N": 8}, 2 * 160, 3 * 160, 5 * 160),
-        ("bias_act_swiglu", {"M": 10, "N": 8}, 160 + 80, 80 + 2 * 160, 640),
-        ("rotary", {"B": 1, "T": 10, "H": 2, "D": 4}, 4 * 160, 4 * 160, 8 * 160),
+        ("dropout", NORM, 2 * 160, 2 * 160, 4 * 160),
+        ("bias_act", NORM, 2 * 160, 3 * 160, 5 * 160),
+        ("bias_act_swiglu", NORM, 160 + 80, 80 + 2 * 160, 640),
+        ("rotary", ROTARY, 4 * 160, 4 * 160, 8 * 160),
     ],
 )
 def test_bytes_by_hand(op, shape, fwd, bwd, both):
