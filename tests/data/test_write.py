@@ -120,10 +120,10 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
     assert (manifest["val_fraction"], manifest["source"]["held_out"]) == (None, "named")
 
 
-@pytest.mark.parametrize(("name", "of"), [("x.jsonl", "200 documents"), ("x.txt", "characters")])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 @pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
-def test_split_that_leaves_nothing_is_refused(prepared, tmp_path, name, of, fraction, missing):
-    with pytest.raises(UserError, match=f"of .*{of}.* leaves nothing to {missing}"):
+def test_split_that_leaves_nothing_is_refused(prepared, tmp_path, name, fraction, missing):
+    with pytest.raises(UserError, match=f"^val_fraction .* of x .* leaves nothing to {missing}$"):
         prepared(name=name, tokenizer="bytes", val_fraction=fraction)
     [unfinished] = tmp_path.glob("out*")
     assert unfinished.suffix == ".incomplete"
