@@ -1,6 +1,7 @@
 """Small data sets in every format, and what was written read back with none of the code under
 test."""
 
+import functools
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from fastgpt.data.prepare import prepare
+from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
@@ -35,6 +37,22 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
         [sys.executable, *map(str, arguments)],
         cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+LEARNT = [
+    "the cat sat on the mat, and the dog sat on the log. " * 5,
+    "The naïve café: 東京 東京, 東京! \U0001f600\U0001f600 it's 1234 1234\n\n\n    x\n" * 3,
+    "".join(f"word{i} other{i % 7}\n" * 2 for i in range(300)),
+    " ".join(map(chr, range(0x3B1, 0x451))),  # equally rare, and more than WordPiece has room for
+]
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """A tokenizer of that kind, which has learnt from `LEARNT` what it has to learn."""
+    if kind == "gpt2":
+        gpt2_files()
+    return make_tokenizer(kind, lambda: LEARNT, vocab_size={"bpe": 500, "wordpiece": 400}.get(kind))
 
 
 # --- texts and documents --------------------------------------------------------------------------

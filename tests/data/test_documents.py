@@ -14,7 +14,7 @@ from fastgpt.data.prepare.files import opened
 from fastgpt.data.prepare.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.errors import UserError
-from tests.data.sets import gpt2_files, write_documents
+from tests.data.sets import PACKERS, gpt2_files, write_documents
 
 DOCUMENTS = [
     "One two three.", "Zwölf Boxkämpfer\njagen.\r\n", "京都の\U0001f469‍\U0001f467 寺 ", "",
@@ -122,20 +122,10 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(
 
 # --- documents ------------------------------------------------------------------------------------
 
-FORMATS = [
-    "jsonl",
-    "ndjson",
-    "json",
-    "jsonl.gz",
-    "jsonl.zst",
-    "parquet",
-    "txt",
-    "txt.gz",
-    "txt.zst",
-]
+PACKED = [f"{kind}{suffix}" for kind in ("jsonl", "txt") for suffix in ("", *PACKERS)]
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=["ndjson", "json", "parquet", *PACKED])
 def written(request, tmp_path):
     separator = "\n<|end|>\n" if request.param.startswith("txt") else ""
     path = write_documents(tmp_path / f"x.{request.param}", DOCUMENTS, separator=separator)
@@ -178,10 +168,8 @@ def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
 def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
     lines = ['\ufeff{"text": "one"}\r\n', "\n", '{"n": 1, "text": "\\ud83d\\ude00\\ud800"}']
     (tmp_path / "x.jsonl").write_text("".join(lines), encoding="utf-8", newline="")
-    assert [(p.text, p.row) for p in pieces(tmp_path / "x.jsonl")] == [
-        ("one", 1),
-        ("\U0001f600?", 3),
-    ]
+    found = [(piece.text, piece.row) for piece in pieces(tmp_path / "x.jsonl")]
+    assert found == [("one", 1), ("\U0001f600?", 3)]
 
 
 @pytest.mark.parametrize(
@@ -223,12 +211,8 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
         place = content.index(b"first")
         path.write_bytes(content[: place - 25] + b"x" * 30 + content[place + 5 :])
     else:
-        buffers = [
-            None,
-            pyarrow.py_buffer(np.array([0, 2, 4], "<i4")),
-            pyarrow.py_buffer(b"ok\xff\xfe"),
-        ]
-        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+        ends, text = map(pyarrow.py_buffer, (np.array([0, 2, 4], "<i4"), b"ok\xff\xfe"))
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, text])
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
     with pytest.raises(UserError, match=r"^cannot read .*x\.parquet after row \d: [^\n]+$"):
         pieces(path)

@@ -79,16 +79,6 @@ def test_late_batches_are_written_in_the_order_of_the_text(prepared, monkeypatch
     assert contents(prepared(tokenizer="bytes", workers=8)) == expected
 
 
-def test_how_a_text_is_cut_changes_no_token(prepared, monkeypatch):
-    gpt2_files()
-    text = ["".join(DOCUMENTS)]
-    whole = prepared(text, name="x.txt", tokenizer="gpt2")
-    monkeypatch.setattr("fastgpt.data.prepare.documents.CHUNK_BYTES", 11)
-    cut = prepared(text, name="x.txt", tokenizer="gpt2")
-    for split in ("train", "val"):
-        assert split_ids(cut, split).tolist() == split_ids(whole, split).tolist()
-
-
 # --- splits ---------------------------------------------------------------------------------------
 
 
