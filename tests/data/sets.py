@@ -1,7 +1,6 @@
 """Small data sets in every format, and what was written read back with none of the code under
 test."""
 
-import functools
 import gzip
 import json
 import os
@@ -10,9 +9,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from fastgpt.data.prepare import prepare
@@ -47,7 +48,7 @@ LEARNT = [
 ]
 
 
-@functools.cache
+@cache
 def tokenizer_of(kind: str) -> Tokenizer:
     """A tokenizer of that kind, which has learnt from `LEARNT` what it has to learn."""
     if kind == "gpt2":
@@ -65,16 +66,7 @@ def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
     return [f"{i} " + " ".join(draw.choices(words, k=n)) for i, n in enumerate(lengths)]
 
 
-def zst_frame(data: bytes) -> bytes:
-    """One frame of Zstandard."""
-    pyarrow = pytest.importorskip("pyarrow")
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-PACKERS = {".gz": gzip.compress, ".zst": zst_frame}
+PACKERS = {".gz": gzip.compress, ".zst": partial(pyarrow.Codec("zstd").compress, asbytes=True)}
 
 
 def write_documents(
@@ -82,9 +74,9 @@ def write_documents(
 ) -> Path:
     """A file of documents in the format that its name says: JSON lines, Parquet, else a text."""
     if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = pytest.importorskip("pyarrow").table({"id": list(range(len(texts))), field: texts})
-        parquet.write_table(table, path, row_group_size=3 if len(texts) < 1000 else 1000)
+        table = pyarrow.table({"id": list(range(len(texts))), field: texts})
+        rows = 3 if len(texts) < 1000 else 1000
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
         return path
     if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in path.suffixes):
         lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]

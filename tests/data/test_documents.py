@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +42,6 @@ def tokenizer(request):
     if request.param == "gpt2":
         gpt2_files()
         return make_tokenizer("gpt2", None)
-    pytest.importorskip("tokenizers")
     # with merges over what is white space for Python alone
     text = "word don't a word 12345 ... a é — <|endoftext|> \n ...\x1c \x1d'\x1e\r\n" * 3
     return make_tokenizer(request.param, lambda: [text], vocab_size=400)
@@ -200,9 +200,6 @@ def test_parquet_without_such_a_column_tells_what_it_has(tmp_path, field):
 
 @pytest.mark.parametrize("damage", ["end", "page", "not UTF-8"])
 def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
-    import pyarrow
-    import pyarrow.parquet
-
     path = write_documents(tmp_path / "x.parquet", ["first"] * 5)
     content = path.read_bytes()
     if damage == "end":

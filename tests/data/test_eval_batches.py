@@ -15,9 +15,8 @@ from tests.data.test_loader import EOT, of_texts, padded
 def batches(tokens, world_size=1, **options):
     """Those of all ranks, one rank after the other."""
     options = {"micro_batch": 1, "max_tokens": 0, "world_size": world_size, **options}
-    return [
-        pair for rank in range(world_size) for pair in eval_batches(tokens, rank=rank, **options)
-    ]
+    ranks = [eval_batches(tokens, rank=rank, **options) for rank in range(world_size)]
+    return [pair for pairs in ranks for pair in pairs]
 
 
 def scored(num_tokens, *, context, micro_batch, **options):
@@ -72,7 +71,9 @@ def test_rank_without_windows_yields_nothing():
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_split_without_a_target_is_refused_at_once(num_tokens):
     with pytest.raises(UserError, match=f"at least 2 tokens, but has {num_tokens}"):
-        batches(np.arange(num_tokens), context=1)
+        eval_batches(
+            np.arange(num_tokens), context=1, micro_batch=1, rank=0, world_size=1, max_tokens=0
+        )
 
 
 # --- documents ------------------------------------------------------------------------------------

@@ -55,8 +55,6 @@ def held_out(out):
 def test_number_of_workers_changes_no_byte(prepared, name, tokenizer):
     if tokenizer == "gpt2":
         gpt2_files()
-    elif tokenizer in ("bpe", "wordpiece"):
-        pytest.importorskip("tokenizers")
     vocab_size = {"bpe": 300, "wordpiece": 300}.get(tokenizer)
     options = {"tokenizer": tokenizer, "vocab_size": vocab_size, "val_fraction": 0.2}
     first, *others = (
@@ -160,7 +158,6 @@ def test_newline_ends_documents_where_no_token_does(prepared, tokenizer):
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_tokenizer_is_trained_on_the_source(prepared, kind):
-    pytest.importorskip("tokenizers")
     out = prepared(tokenizer=kind, vocab_size=320, val_fraction=0.3)
     tokenizer = load_tokenizer(out / "tokenizer.json")
     assert tokenizer.vocab_size <= 320
