@@ -4,9 +4,9 @@ Then `--data.source DIR` trains on it. Broken off, the same command goes on wher
 """
 
 import codecs
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -53,18 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = tyro.cli(Arguments, args=argv, prog=command("python -m fastgpt.prepare"))
     with shown_in_one_line():
         with PrepareProgress() as shown:
-            out = prepare(
-                arguments.source,
-                arguments.out,
-                tokenizer=arguments.tokenizer,
-                vocab_size=arguments.vocab_size,
-                val_fraction=arguments.val_fraction,
-                separator=_unescaped(arguments.separator),
-                field=arguments.field,
-                shard_tokens=arguments.shard_tokens,
-                workers=arguments.workers,
-                report=shown,
-            )
+            options: dict[str, Any] = asdict(arguments)
+            options["separator"] = _unescaped(arguments.separator)
+            out = prepare(**options, report=shown)
         print(_summary(out, shown.seconds))
 
 

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,8 +91,8 @@ def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
     """
     record = cache_dir() / "checked" / f"{_key(shards, vocab_size)}.json"
     passed = _read_record(record)
-    stamps = {str(shard.path.resolve()): _stamp(shard.path) for shard in shards}
-    due = [s for s in shards if passed.get(str(s.path.resolve())) != _stamp(s.path)]
+    stamps = {str(shard.path.resolve()): file_stamp(shard.path) for shard in shards}
+    due = [s for s in shards if passed.get(str(s.path.resolve())) != file_stamp(s.path)]
     if not due:
         return
     size = sum(shard.path.stat().st_size for shard in due)
@@ -117,7 +118,7 @@ def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
         (documents,) int64, increasing, memory-mapped from the cache after the first time.
     """
     shards = [Shard(path=path) for path in tokens.paths]
-    stamps = [_stamp(path) for path in tokens.paths]
+    stamps = [file_stamp(path) for path in tokens.paths]
     key = hashlib.sha256(repr((_key(shards, eot_id), stamps)).encode()).hexdigest()[:32]
     cached = cache_dir() / "documents" / f"{key}.npy"
     with suppress(OSError, ValueError):
@@ -152,8 +153,9 @@ def _key(shards: Sequence[Shard], number: int) -> str:
     return hashlib.sha256(repr((paths, number)).encode()).hexdigest()[:32]
 
 
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
+def file_stamp(path: str | Path) -> list[int]:
+    """Size and time of change of a file: another of either, and it is read again."""
+    status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
 
 

@@ -9,12 +9,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from fastgpt.data.prepare import prepare
+from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
@@ -37,6 +40,22 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
+LEARNT = [
+    "the cat sat on the mat, and the dog sat on the log. " * 5,
+    "The naïve café: 東京 東京, 東京! \U0001f600\U0001f600 it's 1234 1234\n\n\n    x\n" * 3,
+    "".join(f"word{i} other{i % 7}\n" * 2 for i in range(300)),
+    " ".join(map(chr, range(0x3B1, 0x451))),  # equally rare, and more than WordPiece has room for
+]
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """A tokenizer of that kind, which has learnt from `LEARNT` what it has to learn."""
+    if kind == "gpt2":
+        gpt2_files()
+    return make_tokenizer(kind, lambda: LEARNT, vocab_size={"bpe": 500, "wordpiece": 400}.get(kind))
+
+
 # --- texts and documents --------------------------------------------------------------------------
 
 
@@ -47,16 +66,7 @@ def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
     return [f"{i} " + " ".join(draw.choices(words, k=n)) for i, n in enumerate(lengths)]
 
 
-def zst_frame(data: bytes) -> bytes:
-    """One frame of Zstandard."""
-    pyarrow = pytest.importorskip("pyarrow")
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-PACKERS = {".gz": gzip.compress, ".zst": zst_frame}
+PACKERS = {".gz": gzip.compress, ".zst": partial(pyarrow.Codec("zstd").compress, asbytes=True)}
 
 
 def write_documents(
@@ -64,9 +74,9 @@ def write_documents(
 ) -> Path:
     """A file of documents in the format that its name says: JSON lines, Parquet, else a text."""
     if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = pytest.importorskip("pyarrow").table({"id": list(range(len(texts))), field: texts})
-        parquet.write_table(table, path, row_group_size=3 if len(texts) < 1000 else 1000)
+        table = pyarrow.table({"id": list(range(len(texts))), field: texts})
+        rows = 3 if len(texts) < 1000 else 1000
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
         return path
     if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in path.suffixes):
         lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]

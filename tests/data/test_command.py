@@ -175,7 +175,6 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
         (["{}", "--windows", "-1"], "--windows is -1: expected 0 or more"),
         (["{}", "--length", "0"], "--length is 0: expected 1 or more"),
         (["{}", "--seed", "-1"], "--seed is -1"),
-        (["{}", "--tokenizer", "bytes"], "was prepared with tokenizer 'bpe', not 'bytes'"),
         (["{}", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),
         (["{}", "--plot", "x.nothing"], "--plot x.nothing: "),
     ],

@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from fastgpt.data.prepare.files import opened
 from fastgpt.data.prepare.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.errors import UserError
-from tests.data.sets import gpt2_files, write_documents
+from tests.data.sets import PACKERS, gpt2_files, write_documents
 
 DOCUMENTS = [
     "One two three.", "Zwölf Boxkämpfer\njagen.\r\n", "京都の\U0001f469‍\U0001f467 寺 ", "",
@@ -41,7 +42,6 @@ def tokenizer(request):
     if request.param == "gpt2":
         gpt2_files()
         return make_tokenizer("gpt2", None)
-    pytest.importorskip("tokenizers")
     # with merges over what is white space for Python alone
     text = "word don't a word 12345 ... a é — <|endoftext|> \n ...\x1c \x1d'\x1e\r\n" * 3
     return make_tokenizer(request.param, lambda: [text], vocab_size=400)
@@ -122,20 +122,10 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(
 
 # --- documents ------------------------------------------------------------------------------------
 
-FORMATS = [
-    "jsonl",
-    "ndjson",
-    "json",
-    "jsonl.gz",
-    "jsonl.zst",
-    "parquet",
-    "txt",
-    "txt.gz",
-    "txt.zst",
-]
+PACKED = [f"{kind}{suffix}" for kind in ("jsonl", "txt") for suffix in ("", *PACKERS)]
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=["ndjson", "json", "parquet", *PACKED])
 def written(request, tmp_path):
     separator = "\n<|end|>\n" if request.param.startswith("txt") else ""
     path = write_documents(tmp_path / f"x.{request.param}", DOCUMENTS, separator=separator)
@@ -178,10 +168,8 @@ def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
 def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
     lines = ['\ufeff{"text": "one"}\r\n', "\n", '{"n": 1, "text": "\\ud83d\\ude00\\ud800"}']
     (tmp_path / "x.jsonl").write_text("".join(lines), encoding="utf-8", newline="")
-    assert [(p.text, p.row) for p in pieces(tmp_path / "x.jsonl")] == [
-        ("one", 1),
-        ("\U0001f600?", 3),
-    ]
+    found = [(piece.text, piece.row) for piece in pieces(tmp_path / "x.jsonl")]
+    assert found == [("one", 1), ("\U0001f600?", 3)]
 
 
 @pytest.mark.parametrize(
@@ -212,9 +200,6 @@ def test_parquet_without_such_a_column_tells_what_it_has(tmp_path, field):
 
 @pytest.mark.parametrize("damage", ["end", "page", "not UTF-8"])
 def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
-    import pyarrow
-    import pyarrow.parquet
-
     path = write_documents(tmp_path / "x.parquet", ["first"] * 5)
     content = path.read_bytes()
     if damage == "end":
@@ -223,12 +208,8 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
         place = content.index(b"first")
         path.write_bytes(content[: place - 25] + b"x" * 30 + content[place + 5 :])
     else:
-        buffers = [
-            None,
-            pyarrow.py_buffer(np.array([0, 2, 4], "<i4")),
-            pyarrow.py_buffer(b"ok\xff\xfe"),
-        ]
-        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+        ends, text = map(pyarrow.py_buffer, (np.array([0, 2, 4], "<i4"), b"ok\xff\xfe"))
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, text])
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
     with pytest.raises(UserError, match=r"^cannot read .*x\.parquet after row \d: [^\n]+$"):
         pieces(path)

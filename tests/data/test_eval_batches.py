@@ -12,20 +12,23 @@ from fastgpt.errors import UserError
 from tests.data.test_loader import EOT, of_texts, padded
 
 
-def scored(num_tokens, *, context, micro_batch, world_size, max_tokens=0):
+def batches(tokens, world_size=1, **options):
+    """Those of all ranks, one rank after the other."""
+    options = {"micro_batch": 1, "max_tokens": 0, "world_size": world_size, **options}
+    ranks = [eval_batches(tokens, rank=rank, **options) for rank in range(world_size)]
+    return [pair for pairs in ranks for pair in pairs]
+
+
+def scored(num_tokens, *, context, micro_batch, **options):
     """The target positions that all ranks score, in one sorted list."""
-    found = []
-    for rank in range(world_size):
-        for x, y in eval_batches(
-            np.arange(num_tokens, dtype=np.uint16), context=context, micro_batch=micro_batch,
-            rank=rank, world_size=world_size, max_tokens=max_tokens,
-        ):  # fmt: skip
-            assert x.shape == y.shape == (micro_batch, context)
-            assert x.dtype == y.dtype == torch.int64
-            counted = y != -100
-            assert counted.any()
-            assert torch.equal(y[counted], x[counted] + 1)
-            found += y[counted].tolist()
+    found, tokens = [], np.arange(num_tokens, dtype=np.uint16)
+    for x, y in batches(tokens, context=context, micro_batch=micro_batch, **options):
+        assert x.shape == y.shape == (micro_batch, context)
+        assert x.dtype == y.dtype == torch.int64
+        counted = y != -100
+        assert counted.any()
+        assert torch.equal(y[counted], x[counted] + 1)
+        found += y[counted].tolist()
     return sorted(found)
 
 
@@ -54,9 +57,7 @@ def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, wo
 
 
 def test_last_window_keeps_its_context():
-    *_, (x, y) = eval_batches(
-        np.arange(26), context=10, micro_batch=1, rank=0, world_size=1, max_tokens=0
-    )
+    *_, (x, y) = batches(np.arange(26), context=10)
     assert x.tolist() == [list(range(15, 25))]
     assert y.tolist() == [[-100] * 5 + list(range(21, 26))]
 
@@ -85,24 +86,18 @@ def test_split_without_a_target_is_refused_at_once(num_tokens):
 def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batch, world_size):
     texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
     tokens, order = of_texts(texts, context=context, align="document")
-    scored = []
-    for rank in range(world_size):
-        for x, y in eval_batches(
-            tokens, context=context, micro_batch=micro_batch, rank=rank, world_size=world_size,
-            max_tokens=0, documents=order, pad_id=EOT,
-        ):  # fmt: skip
-            rows = zip(x.tolist(), y.tolist())
-            scored += [(a, b) for a, b in rows if b != [IGNORED] * context]
+    found = batches(
+        tokens, world_size, context=context, micro_batch=micro_batch, documents=order, pad_id=EOT
+    )
+    rows = [row for x, y in found for row in zip(x.tolist(), y.tolist())]
+    scored = [(a, b) for a, b in rows if b != [IGNORED] * context]
     assert sorted(scored) == sorted(padded(text, context) for text in texts)
 
 
 def test_part_of_the_documents_is_spread():
-    tokens = np.tile([EOT, 1, 2, 3], 50)
     order = SampleOrder(200, context=8, seed=0, align="document", documents=np.arange(0, 200, 4))
-    [(_, y)] = eval_batches(
-        tokens + np.arange(200) * 1_000, context=8, micro_batch=5, rank=0, world_size=1,
-        max_tokens=20, documents=order,
-    )  # fmt: skip
+    tokens = np.tile([EOT, 1, 2, 3], 50) + np.arange(200) * 1_000
+    [(_, y)] = batches(tokens, context=8, micro_batch=5, max_tokens=20, documents=order)
     assert (y[:, 0] // 1_000).tolist() == [1, 41, 81, 121, 161]
 
 
@@ -110,11 +105,8 @@ def test_budget_counts_the_targets_that_are_scored():
     """Documents of 100 tokens have 10 targets each in a context of 10, not 100."""
     starts = np.arange(0, 4000, 100)
     order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
-    batches = eval_batches(
-        np.zeros(4000, np.uint16), context=10, micro_batch=4, rank=0, world_size=1,
-        max_tokens=200, documents=order,
-    )  # fmt: skip
-    assert sum(int((y != IGNORED).sum()) for _, y in batches) == 200
+    found = batches(np.zeros(4000, np.uint16), context=10, max_tokens=200, documents=order)
+    assert sum(int((y != IGNORED).sum()) for _, y in found) == 200
 
 
 # --- random windows -------------------------------------------------------------------------------

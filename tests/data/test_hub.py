@@ -21,7 +21,7 @@ def nowhere(tmp_path, monkeypatch):
 @pytest.fixture
 def load(monkeypatch):
     """Puts columns of made-up splits in the place of the network; what was asked for."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def serve(**splits):
         asked = []
@@ -112,13 +112,10 @@ def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
         find_source("fineweb")
-    assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in str(raised.value)
-    assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in str(
-        raised.value
-    )
-    assert f"put them into {tmp_path / 'mine' / 'fineweb'} and give that folder" in str(
-        raised.value
-    )
+    said = str(raised.value)
+    assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in said
+    assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in said
+    assert f"put them into {tmp_path / 'mine' / 'fineweb'} and give that folder" in said
 
 
 def test_missing_package_says_what_to_install_or_what_to_put_where(monkeypatch, tmp_path):

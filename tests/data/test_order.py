@@ -30,14 +30,6 @@ def whole_epoch(order, epoch=0):
     return starts
 
 
-def assert_is_one_epoch(starts, num_tokens, context):
-    starts = np.sort(starts)
-    assert starts[0] in range(min(context, num_tokens - context))
-    assert (np.diff(starts) == context).all()
-    rest = num_tokens - 1 - (starts[-1] + context)
-    assert 0 <= rest < context
-
-
 # --- any alignment --------------------------------------------------------------------------------
 
 
@@ -105,7 +97,9 @@ def test_what_cannot_be_is_named(wrong, said):
 def test_epoch_holds_every_window_once(context, extra, seed, epoch):
     order = SampleOrder(context + extra, context=context, seed=seed, sampling="epoch")
     starts = whole_epoch(order, epoch)
-    assert_is_one_epoch(starts, context + extra, context)
+    assert min(starts) in range(min(context, extra))
+    assert (np.diff(np.sort(starts)) == context).all()
+    assert 0 <= extra - 1 - max(starts) < context
     assert (order.stops(starts) - starts == context + 1).all()
 
 
@@ -116,12 +110,19 @@ def test_every_token_is_reached_over_the_epochs():
     assert set(reached) == set(range(53))
 
 
-def test_random_windows_reach_every_start_and_repeat_some():
-    order = SampleOrder(53, context=8, seed=0, sampling="random-windows")
-    starts, *_ = order.take(0, 0, 1_000)
-    assert set(starts) == set(range(45))
-    one_epoch = order.take(5, 0, order.epoch_size(5))[0]
-    assert len(one_epoch) in (5, 6)
+@pytest.mark.parametrize(
+    ("align", "expected"),
+    [
+        ("none", range(NUM_TOKENS - 10)),
+        ("bos", [start for start in DOCUMENTS if start + 10 < NUM_TOKENS]),
+        ("document", DOCUMENTS),
+    ],
+)
+def test_random_samples_reach_every_start_and_repeat_some(align, expected):
+    order = order_of(align, "random-windows")
+    assert len(set(whole_epoch(order))) < len(whole_epoch(order))
+    assert len(whole_epoch(order)) == len(whole_epoch(order_of(align)))
+    assert set(order.take(0, 0, 20_000)[0]) == set(expected)
 
 
 # --- windows that begin with documents ------------------------------------------------------------
@@ -163,13 +164,6 @@ def test_bos_epochs_begin_with_every_document_of_the_first_window():
     assert len(firsts) > 2
 
 
-def test_random_bos_windows_reach_every_document_with_room():
-    order = order_of("bos", "random-windows")
-    starts = np.concatenate([whole_epoch(order, epoch) for epoch in range(50)])
-    assert set(starts) == {start for start in DOCUMENTS if start + 10 < NUM_TOKENS}
-    assert len(whole_epoch(order)) == len(whole_epoch(order_of("bos")))
-
-
 # --- documents ------------------------------------------------------------------------------------
 
 
@@ -185,12 +179,6 @@ def test_document_samples_are_each_document_once_and_its_end(lengths, context, e
     ends = {start: start + length + 1 for start, length in zip(documents, lengths)}
     expected = [min(ends[start], start + context + 1) for start in starts.tolist()]
     assert order.stops(starts).tolist() == expected
-
-
-def test_random_documents_reach_every_one_and_repeat_some():
-    order = order_of("document", "random-windows")
-    assert len(set(whole_epoch(order))) < len(whole_epoch(order)) == 40
-    assert set(order.take(0, 0, 1_000)[0]) == set(DOCUMENTS)
 
 
 # --- mixtures -------------------------------------------------------------------------------------

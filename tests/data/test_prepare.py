@@ -9,7 +9,7 @@ import requests
 
 from fastgpt import prepare
 from fastgpt.data.prepare import batches, open_corpus
-from tests.data.sets import ROOT, contents, gpt2_files, python, split_ids, write_documents
+from tests.data.sets import ROOT, contents, python, split_ids, write_documents
 
 TEXT = "One two three, four five six.\n" * 20
 
@@ -52,7 +52,6 @@ def test_every_flag_reaches_the_preparation(tmp_path, main, capsys):
     assert manifest["splits"]["train"]["shards"][0]["tokens"] == 900
     assert manifest["splits"]["val"]["documents"] == pytest.approx(375, abs=60)
     assert "documents: 1,500;" in capsys.readouterr().out
-    pytest.importorskip("tokenizers")
     out = main(source, "--field", "body", "--tokenizer", "bpe", "--vocab-size", "270", out="bpe")
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["vocab_size"], manifest["val_fraction"]) == (270, 0.005)
@@ -140,17 +139,6 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkey
     progress = json.loads((tmp_path / "out.incomplete" / "progress.json").read_text())
     assert sum(progress["progress"]["tokens"].values()) > 0
     assert contents(main(source, *flags)) == contents(main(source, *flags, out="unbroken"))
-
-
-def test_gpt2_works_offline_from_its_two_files(text_file, main, capsys):
-    gpt2_files()
-    out = main(text_file, "--tokenizer", "gpt2")
-    assert "(gpt2, vocabulary 50,257)" in capsys.readouterr().out
-    corpus = open_corpus(str(out), tokenizer="gpt2", val_fraction=0.1)
-    first, *train = corpus.train[:]
-    assert first == corpus.tokenizer.eot_id
-    assert corpus.tokenizer.decode([*train, *corpus.val[:]]) == TEXT
-    assert corpus.val_bytes_per_token == pytest.approx(60 / len(corpus.val))
 
 
 def test_without_gpt2s_files_and_network_it_says_what_to_put_where(

@@ -72,7 +72,6 @@ def test_killed_wherever_it_touches_the_disk_it_goes_on_to_the_same_bytes(tmp_pa
         for name in "abc":  # each without its last newline
             (source / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
     else:
-        pytest.importorskip("tokenizers")
         source = write_documents(tmp_path / "y.jsonl", DOCUMENTS[:12])
         options |= {"tokenizer": "bpe", "vocab_size": 280}
     done = python("-m", "tests.data.killed_prepare", source, tmp_path, json.dumps(options))

@@ -1,7 +1,5 @@
-import os
 import shutil
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +8,10 @@ from hypothesis import strategies as st
 from transformers import GPT2Tokenizer as TheirTokenizer
 
 from fastgpt.data import download
-from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import make_tokenizer, same_tokenizer
 from fastgpt.data.tokenizers.gpt2 import GPT2_SHA256, GPT2_URL
 from fastgpt.errors import UserError
+from tests.data.sets import gpt2_files, tokenizer_of
 
 FAMILY = "\U0001f469‍\U0001f469‍\U0001f467‍\U0001f466"
 HARD = [
@@ -35,22 +34,14 @@ PIECED = st.lists(st.sampled_from(PIECES)).map("".join)
 
 
 @pytest.fixture(scope="module")
-def files():
-    """The folder of the published files."""
-    path = Path(os.environ.get("FASTGPT_DATA", "data"))
-    if missing := [name for name in GPT2_SHA256 if not (path / name).is_file()]:
-        pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
-    return path
+def gpt2():
+    return tokenizer_of("gpt2")
 
 
 @pytest.fixture(scope="module")
-def gpt2(files):
-    return make_tokenizer("gpt2", None)
-
-
-@pytest.fixture(scope="module")
-def theirs(files):
+def theirs():
     """Ids by another implementation, built from the same two files."""
+    files = gpt2_files()
     tokenizer = TheirTokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
     return lambda text: tokenizer(text, split_special_tokens=True)["input_ids"]
 
@@ -86,11 +77,9 @@ def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
         assert gpt2.encode(text).tolist() == theirs(text), f"from U+{ord(chars[i]):04X}"
 
 
-@given(text=TEXTS | PIECED, ids=st.lists(st.integers(-10, 100_000), max_size=50))
-def test_any_text_has_gpt2s_ids_and_round_trips(gpt2, theirs, text, ids):
+@given(TEXTS | PIECED)
+def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
     assert gpt2.encode(text).tolist() == theirs(text)
-    assert gpt2.decode(gpt2.encode(text)) == text
-    assert gpt2.decode(ids).count("\ufffd") >= sum(not 0 <= i < 50_257 for i in ids)
 
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \t\r\n"])
@@ -101,27 +90,8 @@ def test_a_million_spaces_before_a_word(gpt2, theirs, space):
     assert gpt2.encode(text).tolist() == theirs(text)
 
 
-def test_lone_surrogates_become_replacement_characters(gpt2):
-    assert gpt2.decode(gpt2.encode("a\ud800b")) == "a\ufffdb"
-    assert gpt2.decode(gpt2.encode("\ud83d\ude00")) == "\U0001f600"
-
-
-def test_saved_and_loaded_without_any_other_file(gpt2, tmp_path, monkeypatch):
-    gpt2.save(tmp_path)
-    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.encode(HARD[-4]).tolist() == gpt2.encode(HARD[-4]).tolist()
-    assert same_tokenizer(loaded, gpt2)
-
-
-def test_too_few_tokens_are_a_damaged_file(tmp_path):
-    (tmp_path / "tokenizer.json").write_text('{"kind": "gpt2", "tokens": ["YQ==", "YQ=="]}')
-    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer file .*1 tokens"):
-        load_tokenizer(tmp_path)
-
-
-def test_files_are_the_published_ones(files, gpt2, tmp_path, monkeypatch):
-    asked = []
+def test_files_are_the_published_ones(gpt2, tmp_path, monkeypatch):
+    asked, files = [], gpt2_files()
 
     def fetch(url, path, *, sha256, instead):
         asked.append(url)

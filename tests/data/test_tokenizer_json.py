@@ -1,39 +1,26 @@
-import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
 from fastgpt.data.tokenizers.huggingface import EOT_TOKENS, JsonTokenizer
 from fastgpt.errors import UserError
-
-PIECES = [
-    "the cat sat on the mat, and the dog sat on the log. " * 5,
-    "The naïve café: 東京 東京, 東京! \U0001f600\U0001f600 it's 1234 1234\n\n\n    x\n" * 3,
-    "".join(f"word{i} other{i % 7}\n" * 2 for i in range(300)),
-    " ".join(map(chr, range(0x3B1, 0x451))),  # equally rare, and more than WordPiece has room for
-]
+from tests.data.sets import python, tokenizer_of
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return make_tokenizer("bpe", lambda: PIECES, vocab_size=500)
+    return tokenizer_of("bpe")
 
 
 @pytest.fixture(scope="module")
 def wordpiece():
-    return make_tokenizer("wordpiece", lambda: PIECES, vocab_size=400)
+    return tokenizer_of("wordpiece")
 
 
 def words(vocabulary, **more):
@@ -56,22 +43,13 @@ def test_bpe_learns_the_words_of_the_text(bpe):
     assert [bpe.decode([i]) for i in ids] == ["the", " cat", " sat", " on", " the", " mat"]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_bpe_round_trip(bpe, text):
-    assert bpe.decode(bpe.encode(text)) == text
-
-
 def test_bpe_round_trips_hard_texts(bpe):
-    for text in (
-        "  a\r\n\t b" + " " * 3000 + "c 's",
-        "a <|endoftext|>",
-        "".join(map(chr, range(0x3000))),
-    ):
+    many = "".join(map(chr, range(0x3000)))
+    for text in ("  a\r\n\t b" + " " * 3000 + "c 's", "a <|endoftext|>", many):
         ids = bpe.encode(text)
         assert bpe.decode(ids) == text
         assert bpe.eot_id not in ids
     assert bpe.decode([0]) == "<|endoftext|>"
-    assert bpe.decode(bpe.encode("a\ud800\ud83d\ude00")) == "a\ufffd\U0001f600"
 
 
 def test_wordpiece_keeps_case_and_marks_the_unknown(wordpiece):
@@ -110,20 +88,12 @@ def test_an_error_in_the_corpus_ends_the_training():
 
 @pytest.mark.parametrize("threads", ["1", "2", "8"])
 def test_training_is_deterministic(bpe, wordpiece, threads):
-    script = f"""
-import hashlib
-from fastgpt.data.tokenizers import make_tokenizer
-for kind, size in (("bpe", 500), ("wordpiece", 400)):
-    tokenizer = make_tokenizer(kind, lambda: {PIECES!r}, vocab_size=size)
-    print(hashlib.sha256(tokenizer.to_json().encode()).hexdigest())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
-        env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
-    )  # fmt: skip
-    here = [hashlib.sha256(t.to_json().encode()).hexdigest() for t in (bpe, wordpiece)]
-    assert done.stdout.split() == here
+    script = (
+        "from tests.data.sets import tokenizer_of\n"
+        "print(tokenizer_of('bpe').to_json() + tokenizer_of('wordpiece').to_json())"
+    )
+    done = python("-c", script, RAYON_NUM_THREADS=threads, PYTHONHASHSEED=threads)
+    assert done.stdout == bpe.to_json() + wordpiece.to_json() + "\n"
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -135,10 +105,6 @@ def test_saved_file_is_read_by_the_package_itself(bpe, wordpiece, tmp_path):
         tokenizer.save(tmp_path)
         theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert theirs.encode(text).ids == tokenizer.encode(text).tolist()
-        for loaded in (load_tokenizer(tmp_path), make_tokenizer(str(tmp_path), None)):
-            assert loaded.encode(text).tolist() == tokenizer.encode(text).tolist()
-            assert loaded.kind == tokenizer.kind
-            assert same_tokenizer(loaded, tokenizer)
     assert not same_tokenizer(bpe, wordpiece)
 
 
@@ -183,30 +149,9 @@ def test_first_of_the_usual_names_wins():
     assert JsonTokenizer(words({"?": 0}).to_str()).eot_id is None
 
 
-@given(st.lists(st.integers(-3, 503) | st.integers(-(2**40), 2**40), max_size=30))
-def test_decoding_never_fails(bpe, wordpiece, ids):
-    for tokenizer in (bpe, wordpiece):
-        unknown = sum(not 0 <= i < tokenizer.vocab_size for i in ids)
-        assert tokenizer.decode(ids).count("\ufffd") >= unknown
-    assert tokenizer.decode([]) == ""
-
-
 def test_unknown_ids_show_among_known_ones(bpe):
     cat = bpe.encode("cat").tolist()
     assert bpe.decode([*cat, 500, -1, *cat]) == "cat\ufffd\ufffdcat"
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ({"model": {"type": "BPE"}}, r"not a tokenizer that the tokenizers package reads"),
-        (json.loads(words({}).to_str()), "without a single token"),
-    ],
-)
-def test_damaged_files_are_named(tmp_path, content, complaint):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"tokenizer\.json: .*{complaint}"):
-        load_tokenizer(tmp_path)
 
 
 def test_text_without_ids_is_an_error():

@@ -1,4 +1,3 @@
-import json
 import sys
 
 import numpy as np
@@ -17,17 +16,25 @@ from fastgpt.data.tokenizers import (
     same_tokenizer,
 )
 from fastgpt.errors import UserError
+from tests.data.sets import LEARNT, tokenizer_of
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
-ANY_IDS = st.lists(st.integers(-10, 100_000), max_size=50)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@given(TEXTS)
-def test_bytes_round_trip(text):
-    ids = ByteTokenizer().encode(text)
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_round_trips(kind, text):
+    ids = tokenizer_of(kind).encode(text)
     assert ids.dtype == np.uint16
-    assert bytes(ids.tolist()) == text.encode()
-    assert ByteTokenizer().decode(ids) == text
+    assert tokenizer_of(kind).decode(ids) == text
+    if kind == "bytes":
+        assert bytes(ids.tolist()) == text.encode()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe"])
+def test_lone_surrogates_are_replaced(kind):
+    shown = "a???" if kind == "bytes" else "a\ufffd\U0001f600"
+    assert tokenizer_of(kind).decode(tokenizer_of(kind).encode("a\ud800\ud83d\ude00")) == shown
 
 
 @given(st.text(st.characters(), min_size=1))
@@ -59,48 +66,60 @@ def test_unknown_character_is_named_with_its_offset():
         CharTokenizer.train("cafe").encode("\U0001f600")
 
 
-@given(ids=ANY_IDS)
-def test_decoding_never_fails(ids):
-    for tokenizer in (ByteTokenizer(), CharTokenizer.train("abc")):
-        text = tokenizer.decode(np.array(ids, np.int64))
-        unknown = sum(not 0 <= i < tokenizer.vocab_size for i in ids)
-        assert text.count("\ufffd") >= unknown
+@each_kind
+@given(ids=st.lists(st.integers(-10, 60_000) | st.integers(-(2**40), 2**40), max_size=50))
+def test_decoding_never_fails(kind, ids):
+    tokenizer = tokenizer_of(kind)
+    unknown = sum(not 0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.decode(ids).count("\ufffd") >= unknown
+    assert tokenizer.decode(np.array(ids, np.int64)) == tokenizer.decode(iter(ids))
 
 
 def test_broken_utf8_decodes_to_replacement_characters():
     assert ByteTokenizer().decode([0xC3, 0x28, 300]) == "\ufffd(\ufffd"
-    assert ByteTokenizer().encode("a\ud800").tolist() == [ord("a"), ord("?")]
 
 
-@pytest.mark.parametrize("into_folder", [True, False])
-def test_saved_tokenizers_are_self_sufficient(tmp_path, monkeypatch, into_folder):
+@each_kind
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_saved_tokenizers_are_self_sufficient(tmp_path, monkeypatch, kind, name):
+    saved, text = tokenizer_of(kind), LEARNT[1]
+    saved.save(tmp_path / name)
+    assert (tmp_path / "tokenizer.json").is_file()
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
-    path = tmp_path if into_folder else tmp_path / "tokenizer.json"
-    chars = CharTokenizer.train("ab\n\ud83d\ude00é")
-    for tokenizer in (ByteTokenizer(), chars):
-        tokenizer.save(path)
-        assert (tmp_path / "tokenizer.json").is_file()
-        loaded = load_tokenizer(path)
-        assert (loaded.kind, loaded.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
-        assert loaded.encode("ab\n").tolist() == tokenizer.encode("ab\n").tolist()
-    assert load_tokenizer(path).encode("\ude00\ud83d").tolist() == [5, 4]
+    for loaded in (load_tokenizer(tmp_path), make_tokenizer(str(tmp_path / name), None)):
+        assert (loaded.kind, loaded.vocab_size, loaded.eot_id) == (
+            kind, saved.vocab_size, saved.eot_id,
+        )  # fmt: skip
+        assert loaded.encode(text).tolist() == saved.encode(text).tolist()
+        assert same_tokenizer(loaded, saved)
+
+
+def test_saved_surrogates_are_not_joined(tmp_path):
+    CharTokenizer.train("ab\n\ud83d\ude00é").save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("\ude00\ud83d").tolist() == [5, 4]
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"kind": "chars"}', '{"kind": "chars", "chars": 3}']
+    ("content", "complaint"),
+    [
+        ("", "not a tokenizer file"),
+        ("[]", "not a tokenizer file"),
+        ('{"kind": "chars"}', "not a tokenizer file"),
+        ('{"kind": "chars", "chars": 3}', "not a tokenizer file"),
+        ('{"kind": "gpt2", "tokens": ["YQ==", "YQ=="]}', "not a tokenizer file .*1 tokens"),
+        ('{"kind": "char"}', "unknown tokenizer 'char'; .* 'chars'"),
+        ('{"model": {"type": "BPE"}}', "not a tokenizer that the tokenizers package reads"),
+        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "without a single token"),
+    ],
 )
-def test_damaged_file_is_named(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer file"):
-        load_tokenizer(path)
-
-
-def test_missing_file_and_foreign_kind_are_named(tmp_path):
-    with pytest.raises(UserError, match="no such tokenizer file"):
+def test_damaged_file_is_named(tmp_path, content, complaint):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=rf"tokenizer\.json: .*{complaint}"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": "char"}))
-    with pytest.raises(UserError, match=r"tokenizer\.json: unknown tokenizer 'char'; .* 'chars'"):
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such tokenizer file"):
         load_tokenizer(tmp_path)
 
 

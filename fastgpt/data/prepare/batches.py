@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from fastgpt.data.corpus import SPLITS
 from fastgpt.data.prepare.documents import Piece, read_pieces
 from fastgpt.data.prepare.sources import Source
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
+from fastgpt.data.tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 2**19
 """Text that one thread tokenizes at a time."""
@@ -123,19 +124,12 @@ def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
     dtype = token_dtype(tokenizer.vocab_size)
     arrays = [np.empty(0, dtype)]
     for begin, group in groupby(parts, lambda part: part.begins):
-        texts = [part.text for part in group]
+        texts: list[Any] = [part.text for part in group]  # bytes for the bytes tokenizer only
         if begin and tokenizer.eot_id is not None:
-            arrays.append(tokenizer.encode_documents([str(text) for text in texts]))
+            arrays.append(tokenizer.encode_documents(texts))
         else:
-            arrays += [_ids(tokenizer, text) for text in texts]
+            arrays += [tokenizer.encode(text) for text in texts]
     return np.concatenate(arrays).astype(dtype, copy=False)
-
-
-def _ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
-    if isinstance(text, str):
-        return tokenizer.encode(text)
-    assert isinstance(tokenizer, ByteTokenizer)
-    return tokenizer.encode_bytes(text)
 
 
 def _draw(data: bytes) -> float:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fastgpt.data.prepare.files import CHUNK_BYTES, File, opened, pyarrow
 from fastgpt.data.prepare.hub import open_split
@@ -56,11 +56,9 @@ def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> It
         UserError: a file cannot be read, or is not what its name says; names it and the place.
     """
     for number in range(file, len(source.files)):
-        current = source.files[number]
-        rows = _rows(source, current, raw, row)
-        row = 0
-        for text, begins, after, done in rows:
-            if text:
+        behind = row if number == file else 0
+        for text, begins, after, done in _rows(source, source.files[number], raw, behind):
+            if text and after > behind:
                 yield Piece(text, begins, number, after, done)
 
 
@@ -89,6 +87,7 @@ _Row = tuple[str | bytes, bool, int, int]
 
 
 def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
+    """What follows after `row`, or more than that where it costs nothing to read it again."""
     if file.format == "parquet":
         return _parquet(file, source.field, row)
     if file.format == "hub":
@@ -96,8 +95,8 @@ def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
     if file.format == "jsonl":
         return _json_lines(file, source.field, row)
     if source.separator is not None:
-        return _separated(file, source.separator, row)
-    return _text(file, raw, source.ends_lines, row)
+        return _separated(file, source.separator)
+    return _text(file, raw, source.ends_lines)
 
 
 def _size(file: File) -> int:
@@ -107,27 +106,25 @@ def _size(file: File) -> int:
 # --- texts ----------------------------------------------------------------------------------------
 
 
-def _text(file: File, raw: bool, ends_lines: bool, row: int) -> Iterator[_Row]:
+def _text(file: File, raw: bool, ends_lines: bool) -> Iterator[_Row]:
     with opened(file.path) as (stream, on_disk):
         last: str | bytes = ""
         number = 0
         parts = _blocks(stream) if raw else _cut(_decoded(stream, file.path))
         for number, part in enumerate(parts, start=1):
             last = part
-            if number > row:
-                yield part, number == 1, number, on_disk.tell()
+            yield part, number == 1, number, on_disk.tell()
         newline = b"\n" if raw else "\n"
-        if ends_lines and last and last[-1:] != newline and number >= row:
+        if ends_lines and last and last[-1:] != newline:
             yield newline, False, number + 1, on_disk.tell()
 
 
-def _separated(file: File, separator: str, row: int) -> Iterator[_Row]:
+def _separated(file: File, separator: str) -> Iterator[_Row]:
     """Documents between separators, without the newlines around them."""
     with opened(file.path) as (stream, on_disk):
         parts = _between(_decoded(stream, file.path), separator, file.path)
         for number, document in enumerate(parts, start=1):
-            if number > row:
-                yield document.strip("\r\n"), True, number, on_disk.tell()
+            yield document.strip("\r\n"), True, number, on_disk.tell()
 
 
 def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
@@ -242,7 +239,9 @@ def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
         # otherwise a whole row group, which may be all there is, would be held
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(file.path, **options) as table:
-            _check_column(table.schema_arrow, field, file.path)
+            schema = table.schema_arrow
+            kinds = {name: str(schema.field(name).type) for name in schema.names}
+            _check_column(kinds, field, file.path)
             total, size = table.metadata.num_rows, os.path.getsize(file.path)
             for group in range(table.num_row_groups):
                 rows = table.metadata.row_group(group).num_rows
@@ -261,19 +260,16 @@ def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
         raise UserError(f"cannot read {file.path} after row {number:,}: {reason}") from error
 
 
-def _check_column(schema: Any, field: str, path: str) -> None:
-    kind = schema.field(field).type if field in schema.names else None
-    if str(kind) not in ("string", "large_string", "string_view"):
-        found = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names)
+def _check_column(kinds: dict[str, str], field: str, path: str) -> None:
+    if kinds.get(field) not in ("string", "large_string", "string_view"):
+        found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         raise UserError(f"{path} has no column {field!r} of text; it has: {found}")
 
 
 def _hub(file: File, field: str, row: int) -> Iterator[_Row]:
     split = open_split(file)
-    kinds = {name: getattr(kind, "dtype", kind) for name, kind in split.features.items()}
-    if kinds.get(field) not in ("string", "large_string"):
-        found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise UserError(f"{file.path} has no column {field!r} of text; it has: {found}")
+    kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in split.features.items()}
+    _check_column(kinds, field, file.path)
     if row >= split.num_rows:
         return
     number = row

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from fastgpt.data.prepare.sources import Source
 from fastgpt.data.shards import MAX_TOKENS
 from fastgpt.data.tokenizers import KINDS, SIZED
 from fastgpt.data.tokenizers.base import tokenizer_file
+from fastgpt.data.verify import file_stamp
 from fastgpt.errors import UserError
 
 PROGRESS = "progress.json"
@@ -50,19 +50,14 @@ class Request:
         """All that decides the outcome, as JSON holds it: files by path, size and time."""
         values = asdict(self)
         files = values["source"].pop("files")
-        values["files"] = [[*file.values(), *_stamp(file["path"])] for file in files]
+        values["files"] = [
+            [*file.values(), *([] if file["format"] == "hub" else file_stamp(file["path"]))]
+            for file in files
+        ]
         if self.tokenizer not in KINDS:
             path = tokenizer_file(Path(self.tokenizer).expanduser())
-            values["tokenizer"] = [self.tokenizer, *_stamp(str(path))]
+            values["tokenizer"] = [self.tokenizer, *file_stamp(path)]
         return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
-
-
-def _stamp(path: str) -> list[int]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return []  # of the hub
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _no_tokens() -> dict[str, int]:

@@ -104,7 +104,7 @@ class _Directory:
         self.tail_starts, self.sha256 = None, None
         if self.source.split == "tail":
             length, self.sha256 = scan(self.source, raw=self.raw)
-            self.tail_starts = _tail_start(length, request.val_fraction)
+            self.tail_starts = int(length * (1 - request.val_fraction))
         self.tokenizer = self._tokenizer(fresh=progress is None)
         self.progress = progress or Progress()
         dtype = token_dtype(self.tokenizer.vocab_size)
@@ -234,16 +234,6 @@ class _Directory:
             "val_fraction": None if source.split == "named" else self.request.val_fraction,
             "splits": splits,
         }
-
-
-def _tail_start(length: int, val_fraction: float) -> int:
-    cut = int(length * (1 - val_fraction))
-    if not 0 < cut < length:
-        raise UserError(
-            f"val_fraction {val_fraction} of {length} characters or bytes leaves nothing to"
-            f" {'train on' if cut == 0 else 'validate on'}"
-        )
-    return cut
 
 
 class ShardWriter:

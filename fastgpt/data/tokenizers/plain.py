@@ -20,12 +20,9 @@ class ByteTokenizer(Tokenizer):
     vocab_size: int = 256
     eot_id: int | None = None
 
-    def encode(self, text: str) -> np.ndarray:
-        """UTF-8 bytes of `text`: (N,) uint16."""
-        return self.encode_bytes(text.encode(errors="replace"))
-
-    def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Any bytes at all, text or not: (N,) uint16."""
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """UTF-8 bytes of `text`, or the bytes that it is: (N,) uint16."""
+        data = text.encode(errors="replace") if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
