@@ -11,20 +11,23 @@ from fastgpt.data.order import SampleOrder
 from fastgpt.errors import UserError
 
 
-def scored(num_tokens, *, context, micro_batch, world_size, max_tokens=0):
-    """The target positions that all ranks score, in one sorted list."""
-    found = []
+def batches(tokens, *, world_size=1, **options):
+    """Those of all ranks, one rank after the other."""
+    options = {"context": 10, "micro_batch": 1, "max_tokens": 0, **options}
     for rank in range(world_size):
-        for x, y in eval_batches(
-            np.arange(num_tokens, dtype=np.uint16), context=context, micro_batch=micro_batch,
-            rank=rank, world_size=world_size, max_tokens=max_tokens,
-        ):  # fmt: skip
-            assert x.shape == y.shape == (micro_batch, context)
-            assert x.dtype == y.dtype == torch.int64
-            counted = y != -100
-            assert counted.any()
-            assert torch.equal(y[counted], x[counted] + 1)
-            found += y[counted].tolist()
+        yield from eval_batches(tokens, rank=rank, world_size=world_size, **options)
+
+
+def scored(num_tokens, *, context=10, micro_batch=3, **options):
+    """The target positions that all ranks score, in one sorted list."""
+    found, tokens = [], np.arange(num_tokens, dtype=np.uint16)
+    for x, y in batches(tokens, context=context, micro_batch=micro_batch, **options):
+        assert x.shape == y.shape == (micro_batch, context)
+        assert x.dtype == y.dtype == torch.int64
+        counted = y != -100
+        assert counted.any()
+        assert torch.equal(y[counted], x[counted] + 1)
+        found += y[counted].tolist()
     return sorted(found)
 
 
@@ -39,9 +42,8 @@ def test_all_windows_score_every_target_once(num_tokens, context, micro_batch, w
 
 @given(max_tokens=st.integers(1, 1_000), world_size=st.integers(1, 4))
 def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, world_size):
-    args = {"context": 10, "micro_batch": 3, "max_tokens": max_tokens}
-    got = scored(605, world_size=world_size, **args)
-    assert got == scored(605, world_size=1, **args)
+    got = scored(605, world_size=world_size, max_tokens=max_tokens)
+    assert got == scored(605, max_tokens=max_tokens)
     assert len(got) == len(set(got))
     if max_tokens < 604:
         assert len(got) <= max(10, max_tokens)
@@ -53,30 +55,30 @@ def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, wo
 
 
 def test_last_window_keeps_its_context():
-    *_, (x, y) = eval_batches(
-        np.arange(26), context=10, micro_batch=1, rank=0, world_size=1, max_tokens=0
-    )
+    *_, (x, y) = batches(np.arange(26))
     assert x.tolist() == [list(range(15, 25))]
     assert y.tolist() == [[-100] * 5 + list(range(21, 26))]
 
 
 def test_rank_without_windows_yields_nothing():
-    assert not list(
-        eval_batches(np.arange(11), context=10, micro_batch=2, rank=1, world_size=2, max_tokens=0)
-    )
+    options = {"context": 10, "micro_batch": 2, "max_tokens": 0}
+    assert not list(eval_batches(np.arange(11), rank=1, world_size=2, **options))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_split_without_a_target_is_refused_at_once(num_tokens):
+    options = {"context": 1, "micro_batch": 1, "max_tokens": 0}
     with pytest.raises(UserError, match=f"at least 2 tokens, but has {num_tokens}"):
-        eval_batches(
-            np.arange(num_tokens), context=1, micro_batch=1, rank=0, world_size=1, max_tokens=0
-        )
+        eval_batches(np.arange(num_tokens), rank=0, world_size=1, **options)
 
 
 # --- documents ------------------------------------------------------------------------------------
 
 EOT = 999
+
+
+def documents(num_tokens, starts, context):
+    return SampleOrder(num_tokens, context=context, seed=0, align="document", documents=starts)
 
 
 @given(
@@ -86,18 +88,11 @@ EOT = 999
 def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batch, world_size):
     texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
     tokens = np.array([token for text in texts for token in (EOT, *text)])
-    order = SampleOrder(
-        len(tokens), context=context, seed=0, align="document",
-        documents=np.flatnonzero(tokens == EOT),
-    )  # fmt: skip
-    scored = []
-    for rank in range(world_size):
-        for x, y in eval_batches(
-            tokens, context=context, micro_batch=micro_batch, rank=rank, world_size=world_size,
-            max_tokens=0, documents=order, pad_id=EOT,
-        ):  # fmt: skip
-            rows = zip(x.tolist(), y.tolist())
-            scored += [(a, b) for a, b in rows if b != [IGNORED] * context]
+    order = documents(len(tokens), np.flatnonzero(tokens == EOT), context)
+    options = {"context": context, "micro_batch": micro_batch, "world_size": world_size}
+    pairs = batches(tokens, documents=order, pad_id=EOT, **options)
+    rows = [row for x, y in pairs for row in zip(x.tolist(), y.tolist())]
+    scored = [(a, b) for a, b in rows if b != [IGNORED] * context]
     expected = []
     for text in texts:
         sample = [EOT, *text, EOT][: context + 1]
@@ -107,24 +102,17 @@ def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batc
 
 
 def test_part_of_the_documents_is_spread():
-    tokens = np.tile([EOT, 1, 2, 3], 50)
-    order = SampleOrder(200, context=8, seed=0, align="document", documents=np.arange(0, 200, 4))
-    [(_, y)] = eval_batches(
-        tokens + np.arange(200) * 1_000, context=8, micro_batch=5, rank=0, world_size=1,
-        max_tokens=20, documents=order,
-    )  # fmt: skip
+    tokens = np.tile([EOT, 1, 2, 3], 50) + np.arange(200) * 1_000
+    order = documents(200, np.arange(0, 200, 4), 8)
+    [(_, y)] = batches(tokens, context=8, micro_batch=5, max_tokens=20, documents=order)
     assert (y[:, 0] // 1_000).tolist() == [1, 41, 81, 121, 161]
 
 
 def test_budget_counts_the_targets_that_are_scored():
     """Documents of 100 tokens have 10 targets each in a context of 10, not 100."""
-    starts = np.arange(0, 4000, 100)
-    order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
-    batches = eval_batches(
-        np.zeros(4000, np.uint16), context=10, micro_batch=4, rank=0, world_size=1,
-        max_tokens=200, documents=order,
-    )  # fmt: skip
-    assert sum(int((y != IGNORED).sum()) for _, y in batches) == 200
+    order = documents(4000, np.arange(0, 4000, 100), 10)
+    part = batches(np.zeros(4000, np.uint16), micro_batch=4, max_tokens=200, documents=order)
+    assert sum(int((y != IGNORED).sum()) for _, y in part) == 200
 
 
 # --- random windows -------------------------------------------------------------------------------
