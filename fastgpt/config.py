@@ -158,6 +158,11 @@ class ModelConfig:
         assert self.vocab_size is not None
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    def bias_at(self, place: str) -> bool:
+        """True if attention's projection at `place`, qkv or projection, has a bias."""
+        own = getattr(self, f"{place}_bias")
+        return self.bias if own is None else own
+
     def dropout_at(self, place: str) -> float:
         """The probability at `place`: embedding, attention, residual or feed_forward."""
         own = getattr(self, f"{place}_dropout")
