@@ -22,15 +22,16 @@ MOST_TOKENS = 2**28
 
 POSITIVE = ("a number greater than 0", lambda x: 0 < x < float("inf"))
 NOT_NEGATIVE = ("0 or more", lambda x: 0 <= x < float("inf"))
+INT64 = ("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)
 FRACTION = ("a fraction in [0, 1)", lambda x: 0 <= x < 1)
 SHARE = ("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: str) -> None:
-    """Raises `UserError` unless each field, such as `model.dim`, is None or as expected."""
+    """Raises `UserError` unless each field, `model.dim` or `--top-k`, is None or as expected."""
     words, fits = expected
     for name in names:
-        value = getattr(config, name.split(".")[-1])
+        value = getattr(config, name.split(".")[-1].removeprefix("--").replace("-", "_"))
         if value is not None and not fits(value):
             raise UserError(f"{name} is {value}: expected {words}")
 
@@ -156,6 +157,11 @@ class ModelConfig:
     def padded_vocab(self) -> int:
         assert self.vocab_size is not None
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def bias_at(self, place: str) -> bool:
+        """True if attention's projection at `place`, qkv or projection, has a bias."""
+        own = getattr(self, f"{place}_bias")
+        return self.bias if own is None else own
 
     def dropout_at(self, place: str) -> float:
         """The probability at `place`: embedding, attention, residual or feed_forward."""
@@ -326,8 +332,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "steps", "log_every", "epochs", "eval_epochs")
-        int64 = ("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)
-        check(self, int64, "steps", "seed", "eval_every", "save_every")
+        check(self, INT64, "steps", "seed", "eval_every", "save_every")
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("run_dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:

@@ -15,8 +15,8 @@ import tyro
 from torch import Tensor, nn
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.errors import UserError, shown_in_one_line, writing
+from fastgpt.config import INT64, ModelConfig, OpsConfig, check
+from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
 from fastgpt.lecture import build_model
 
@@ -36,8 +36,7 @@ class Explain:
     """Of the random numbers; what is said holds for any."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed is {self.seed}: expected 0 to 2^63 - 1")
+        check(self, INT64, "--seed")
 
 
 def title(text: str) -> None:

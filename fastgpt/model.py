@@ -74,19 +74,12 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
-        qkv_bias, bias = config.qkv_bias, config.projection_bias
         self.ops = ops
         self.heads, self.head_dim = (H, K, K), D
-        self.c_attn = nn.Linear(
-            C, (H + 2 * K) * D, bias=config.bias if qkv_bias is None else qkv_bias
-        )
-        self.c_proj: nn.Module = nn.Linear(H * D, C, bias=config.bias if bias is None else bias)
-        self.qk_norm, self.scale, self.window = (
-            config.qk_norm,
-            config.attention_scale,
-            config.window,
-        )
-        self.p = config.dropout_at("attention")
+        self.scale, self.window = config.attention_scale, config.window
+        self.qk_norm, self.p = config.qk_norm, config.dropout_at("attention")
+        self.c_attn = nn.Linear(C, (H + 2 * K) * D, bias=config.bias_at("qkv"))
+        self.c_proj: nn.Module = nn.Linear(H * D, C, bias=config.bias_at("projection"))
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
@@ -96,19 +89,24 @@ class Attention(nn.Module):
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
     ) -> Tensor:
-        p = self.p if self.training else 0.0
         qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        y = self.attend(qkv, cos_sin, doc_ids, layer_cache)  # (B, T, H, D)
+        return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None,
+    ) -> Tensor:
+        p = self.p if self.training else 0.0
         as_projected = not self.qk_norm and cos_sin is None and layer_cache is None
         if as_projected and self.ops.attention_packed is not None:
-            y = self.ops.attention_packed(
-                qkv,
-                self.heads[0],
-                scale=self.scale,
-                window=self.window,
-                dropout_p=p,
-                doc_ids=doc_ids,
+            H = self.heads[0]
+            return self.ops.attention_packed(
+                qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
-            return self.dropout(self.c_proj(y.flatten(2)))
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
             # autocast may normalise in fp32
@@ -118,15 +116,13 @@ class Attention(nn.Module):
         if layer_cache is not None:
             layer_cache.extend(k, v)
         if layer_cache is None or layer_cache.cache.fresh:
-            y = self.ops.attention(
+            return self.ops.attention(
                 q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
-        else:
-            cache, (keys, values) = layer_cache.cache, layer_cache.used()
-            y = self.ops.decode(
-                q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
-            )
-        return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
+        cache, (keys, values) = layer_cache.cache, layer_cache.used()
+        return self.ops.decode(
+            q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
+        )
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q and k, rotated by the angles of T positions, or of B T where each row has its own."""

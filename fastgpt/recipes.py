@@ -4,19 +4,10 @@ from dataclasses import replace
 
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
-GPT2_SIZES = {
-    "gpt2-124m": (12, 12, 768),
-    "gpt2-355m": (24, 16, 1024),
-    "gpt2-774m": (36, 20, 1280),
-    "gpt2-1558m": (48, 25, 1600),
-}
-"""Layers, heads and width as published (Radford et al. 2019, table 2)."""
 
-
-def _gpt2(name: str) -> Config:
-    layers, heads, dim = GPT2_SIZES[name]
+def _gpt2(layers: int, heads: int, dim: int) -> Config:
+    """GPT-2 at one of its published sizes (Radford et al. 2019, table 2)."""
     return Config(
-        recipe=name,
         steps=19_073,  # of 2^19 tokens: 10^10 in all
         model=ModelConfig(num_layers=layers, num_heads=heads, dim=dim, vocab_size=50_257),
         data=DataConfig(source="prepared", eval_tokens=2**20, final_eval_tokens=10 * 2**20),
@@ -29,7 +20,6 @@ def _modern(gpt2: Config) -> Config:
     """The same size, data and tokens, with what has been changed in GPTs since. Not tuned."""
     return replace(
         gpt2,
-        recipe=f"{gpt2.recipe}-modern",
         model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
         optim=replace(gpt2.optim, kind="muon", schedule="wsd", min_lr_ratio=0.0, weight_decay=0.01),
     )
@@ -45,11 +35,10 @@ _PYTORCHS_ADAMW = OptimConfig(
 """PyTorch's defaults, but that vectors do not decay."""
 
 
-def _lecture(name: str, *, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
+def _lecture(*, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
     """A step of the lecture, with its sampling, evaluation and optimizer."""
     small = model.init == "torch"
     return Config(
-        recipe=f"lecture-{name}",
         steps=steps,
         log_every=100,
         eval_every=eval_every,
@@ -86,8 +75,8 @@ _ABSTRACTS = ModelConfig(
 )  # fmt: skip
 
 
-def _ladder(name: str, model: ModelConfig) -> Config:
-    return _lecture(name, steps=5000, batch=32, eval_every=500, model=model)
+def _ladder(model: ModelConfig) -> Config:
+    return _lecture(steps=5000, batch=32, eval_every=500, model=model)
 
 
 _MUON = OptimConfig(
@@ -102,11 +91,10 @@ _MUON = OptimConfig(
 )
 """For runs of a few hundred steps."""
 
-RECIPES: dict[str, tuple[str, Config]] = {
+_RECIPES = {
     "baby": (
         "a small GPT on the source of this Python's library: minutes on a laptop CPU",
         Config(
-            recipe="baby",
             steps=900,
             eval_every=300,
             model=ModelConfig(num_layers=4, num_heads=4, dim=128, context=256),
@@ -118,7 +106,6 @@ RECIPES: dict[str, tuple[str, Config]] = {
     "shakespeare-cpu": (
         "tiny shakespeare, 4 layers of 128, with Muon: seconds on a CPU",
         Config(
-            recipe="shakespeare-cpu",
             steps=300,
             eval_every=0,
             model=_SMALL,
@@ -130,7 +117,6 @@ RECIPES: dict[str, tuple[str, Config]] = {
     "shakespeare-cpu-adamw": (
         "the same network trained as nanoGPT trains it on small computers",
         Config(
-            recipe="shakespeare-cpu-adamw",
             steps=2000,
             eval_every=1000,
             model=_SMALL,
@@ -142,7 +128,6 @@ RECIPES: dict[str, tuple[str, Config]] = {
     "shakespeare-char": (
         "tiny shakespeare, 6 layers of 384: minutes on a GPU",
         Config(
-            recipe="shakespeare-char",
             steps=5000,
             model=ModelConfig(
                 num_layers=6, num_heads=6, dim=384, context=256, bias=False, dropout=0.2
@@ -155,40 +140,39 @@ RECIPES: dict[str, tuple[str, Config]] = {
     "lecture-bigram": (
         "the lecture's ladder on tiny shakespeare, A: one table of bigrams",
         _lecture(
-            "bigram", steps=10_100, batch=32, eval_every=2000,
+            steps=10_100, batch=32, eval_every=2000,
             model=replace(_HEAD, architecture="bigram"),
         ),
     ),
-    "lecture-head": ("B: one attention head", _ladder("head", _HEAD)),
-    "lecture-multihead": ("C: four heads of 8", _ladder("multihead", replace(_HEAD, num_heads=4))),
+    "lecture-head": ("B: one attention head", _ladder(_HEAD)),
+    "lecture-multihead": ("C: four heads of 8", _ladder(replace(_HEAD, num_heads=4))),
     "lecture-feedforward": (
         "D: and a feed-forward layer",
-        _ladder("feedforward", replace(_HEAD, architecture="feedforward", num_heads=4)),
+        _ladder(replace(_HEAD, architecture="feedforward", num_heads=4)),
     ),
-    "lecture-residual": ("E: three blocks, residual", _ladder("residual", _RESIDUAL)),
-    "lecture-layernorm": ("F: and LayerNorm", _ladder("layernorm", _LAYERNORM)),
+    "lecture-residual": ("E: three blocks, residual", _ladder(_RESIDUAL)),
+    "lecture-layernorm": ("F: and LayerNorm", _ladder(_LAYERNORM)),
     "lecture-gpt": (
         "G: the GPT of the notes, 2.7M parameters",
-        _lecture("gpt", steps=5000, batch=64, eval_every=1000, model=_LECTURE_GPT),
+        _lecture(steps=5000, batch=64, eval_every=1000, model=_LECTURE_GPT),
     ),
     "lecture-gpt-full": (
         "G': the same at the lecture's own size, 10.8M: for a GPU",
         _lecture(
-            "gpt-full", steps=5000, batch=64, eval_every=1000,
+            steps=5000, batch=64, eval_every=1000,
             model=replace(_LECTURE_GPT, dim=384, context=256),
         ),
     ),
     "lecture-gpt-small": (
         "H: a GPT of 0.2M parameters, 4 layers of 64",
         _lecture(
-            "gpt-small", steps=5000, batch=16, eval_every=100,
+            steps=5000, batch=16, eval_every=100,
             model=replace(_LAYERNORM, num_layers=4, dim=64, context=32),
         ),
     ),
     "tinystories-char": (
         "TinyStories by characters: RMSNorm, ReLU, no biases, 6 layers of 128",
         Config(
-            recipe="tinystories-char",
             steps=10_000,
             log_every=50,
             eval_every=500,
@@ -201,7 +185,6 @@ RECIPES: dict[str, tuple[str, Config]] = {
     "pubmed": (
         "abstracts, one a sample, in WordPiece: post-norm, 8.7M parameters, 20 epochs",
         Config(
-            recipe="pubmed",
             epochs=20,
             eval_epochs=1,
             model=_ABSTRACTS,
@@ -210,15 +193,18 @@ RECIPES: dict[str, tuple[str, Config]] = {
             train=TrainConfig(batch_tokens=64 * 512),
         ),
     ),
-    "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2("gpt2-124m")),
+    "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2(12, 12, 768)),
     "gpt2-124m-modern": (
         "the same budget: rotary, QK-norm, ReLU^2, Muon, WSD; not GPT-2",
-        _modern(_gpt2("gpt2-124m")),
+        _modern(_gpt2(12, 12, 768)),
     ),
-    "gpt2-355m": ("GPT-2 medium", _gpt2("gpt2-355m")),
-    "gpt2-774m": ("GPT-2 large", _gpt2("gpt2-774m")),
-    "gpt2-1558m": ("GPT-2 XL", _gpt2("gpt2-1558m")),
+    "gpt2-355m": ("GPT-2 medium", _gpt2(24, 16, 1024)),
+    "gpt2-774m": ("GPT-2 large", _gpt2(36, 20, 1280)),
+    "gpt2-1558m": ("GPT-2 XL", _gpt2(48, 25, 1600)),
 }  # fmt: skip
+RECIPES: dict[str, tuple[str, Config]] = {
+    name: (about, replace(config, recipe=name)) for name, (about, config) in _RECIPES.items()
+}
 """Name: (what it is, the settings)."""
 
 EXPECTED = {

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
-from fastgpt.config import Config, ModelConfig, from_json, to_json
+from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, writing
@@ -171,22 +172,11 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
             "as in the data (or other characters among them)"
         )
     before = saved_config(saved.path)
-    pairs = [
-        *_fields("model", before.model, config.model),
-        ("optim.kind", before.optim.kind, config.optim.kind),
-        ("data.val_fraction", before.data.val_fraction, config.data.val_fraction),
-        ("data.sampling", before.data.sampling, config.data.sampling),
-        ("data.align", before.data.align, config.data.align),
-        ("seed", saved.state["rng"]["seed"], config.seed),
-    ]
-    for name, old, new in pairs:
+    kept = ("optim.kind", "data.val_fraction", "data.sampling", "data.align", "seed")
+    for name in (*(f"model.{field}" for field in asdict(config.model)), *kept):
+        old, new = (attrgetter(name)(settings) for settings in (before, config))
         if old != new:
             raise UserError(f"{name} is {new}: expected {old}, as in checkpoint {saved.path}")
-
-
-def _fields(section: str, old: ModelConfig, new: ModelConfig) -> list[tuple[str, Any, Any]]:
-    before, after = asdict(old), asdict(new)
-    return [(f"{section}.{name}", before[name], after[name]) for name in before]
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:

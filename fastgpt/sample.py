@@ -11,7 +11,7 @@ import tyro
 from torch import Tensor
 
 from fastgpt import checkpoint, device, ops
-from fastgpt.config import MOST_TOKENS, OpsConfig
+from fastgpt.config import INT64, MOST_TOKENS, OpsConfig, check
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
@@ -41,31 +41,23 @@ class SampleConfig:
     top_p: float | None = None
     """Draw from the likeliest tokens that together reach this probability only."""
     seed: int = 1337
-    """Of the draws."""
+    """Random seed for sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where it is visible."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Attention of each new token over those before: see ops.decode of a run."""
 
     def __post_init__(self) -> None:
-        for name in ("n", "tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
+        check(self, ("1 or more", lambda x: x >= 1), "--n", "--tokens", "--top-k")
+        check(self, INT64, "--seed")
+        warm = ("0, or a number from 1e-6 on", lambda x: x == 0 or 1e-6 <= x < float("inf"))
+        check(self, warm, "--temperature")
+        check(self, ("a number in (0, 1]", lambda x: 0 < x <= 1), "--top-p")
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
                 f"--n is {self.n}, --tokens is {self.tokens}: expected {MOST_TOKENS:,} tokens at"
                 " most in all"
             )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed is {self.seed}: expected 0 to 2^63 - 1")
-        if self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"):
-            raise UserError(
-                f"--temperature is {self.temperature}: expected 0, or a number from 1e-6 on"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"--top-k is {self.top_k}: expected 1 or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p is {self.top_p}: expected a number in (0, 1]")
 
 
 def load_run(

@@ -14,12 +14,18 @@ from tests.data.test_loader import EOT, of_texts, padded
 
 def batches(tokens, world_size=1, **options):
     """Those of all ranks, one rank after the other."""
-    options = {"micro_batch": 1, "max_tokens": 0, "world_size": world_size, **options}
+    options = {
+        "context": 10,
+        "micro_batch": 1,
+        "max_tokens": 0,
+        "world_size": world_size,
+        **options,
+    }
     ranks = [eval_batches(tokens, rank=rank, **options) for rank in range(world_size)]
     return [pair for pairs in ranks for pair in pairs]
 
 
-def scored(num_tokens, *, context, micro_batch, **options):
+def scored(num_tokens, *, context=10, micro_batch=3, **options):
     """The target positions that all ranks score, in one sorted list."""
     found, tokens = [], np.arange(num_tokens, dtype=np.uint16)
     for x, y in batches(tokens, context=context, micro_batch=micro_batch, **options):
@@ -43,9 +49,8 @@ def test_all_windows_score_every_target_once(num_tokens, context, micro_batch, w
 
 @given(max_tokens=st.integers(1, 1_000), world_size=st.integers(1, 4))
 def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, world_size):
-    args = {"context": 10, "micro_batch": 3, "max_tokens": max_tokens}
-    got = scored(605, world_size=world_size, **args)
-    assert got == scored(605, world_size=1, **args)
+    got = scored(605, world_size=world_size, max_tokens=max_tokens)
+    assert got == scored(605, max_tokens=max_tokens)
     assert len(got) == len(set(got))
     if max_tokens < 604:
         assert len(got) <= max(10, max_tokens)
@@ -63,20 +68,22 @@ def test_last_window_keeps_its_context():
 
 
 def test_rank_without_windows_yields_nothing():
-    assert not list(
-        eval_batches(np.arange(11), context=10, micro_batch=2, rank=1, world_size=2, max_tokens=0)
-    )
+    options = {"context": 10, "micro_batch": 2, "max_tokens": 0}
+    assert not list(eval_batches(np.arange(11), rank=1, world_size=2, **options))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_split_without_a_target_is_refused_at_once(num_tokens):
+    options = {"context": 1, "micro_batch": 1, "max_tokens": 0}
     with pytest.raises(UserError, match=f"at least 2 tokens, but has {num_tokens}"):
-        eval_batches(
-            np.arange(num_tokens), context=1, micro_batch=1, rank=0, world_size=1, max_tokens=0
-        )
+        eval_batches(np.arange(num_tokens), rank=0, world_size=1, **options)
 
 
 # --- documents ------------------------------------------------------------------------------------
+
+
+def documents(num_tokens, starts, context):
+    return SampleOrder(num_tokens, context=context, seed=0, align="document", documents=starts)
 
 
 @given(

@@ -146,10 +146,17 @@ def test_each_token_is_computed_once_as_long_as_the_text_fits():
     assert sum(computed) == 2 * (5 + 11) + 2 * (5 + 11 + 2 * 16)  # two more windows
 
 
-@pytest.mark.parametrize("position", ["learned", "rotary", "sinusoidal", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"position": kind} for kind in ("learned", "rotary", "sinusoidal", "none")),
+        {"document_mask": True, "eot_id": 5},
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_prompts_of_any_lengths_continue_as_each_would_alone(position):
-    model = sharp_model(position=position)
+def test_prompts_of_any_lengths_continue_as_each_would_alone(options):
+    model = sharp_model(**options)
     for junk in (0, 29):  # what the rows are filled up with is not seen
         batch = pad_sequence(PROMPTS, batch_first=True, padding_value=junk)
         for new in (1, 11, 12, 30):  # the context is 16
@@ -251,26 +258,6 @@ def test_on_our_kernels_logits_are_the_same(options):
     with launches("_decode_attention_kernel"):
         got = step_by_step(model, tokens, [5, 1, 2, 8])
     torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"position": "rotary"}, DOCUMENTS],
-    ids=["learned", "rotary", "documents"],
-)
-@torch.no_grad()
-def test_rows_of_other_lengths_keep_their_own_positions(options):
-    model, tokens = build(**options).eval(), documents(3)
-    prompt, new = torch.tensor([7, 1, 4]), 6
-    cache = Cache(model.config, 3, 7 + new, "cpu")
-    model(tokens[:, :7], cache=cache)
-    cache.lengths = prompt
-    for step in range(new):
-        positions = prompt + step
-        got = model(tokens[torch.arange(3), positions][:, None], cache=cache)[:, 0]
-        for row, position in enumerate(positions.tolist()):
-            alone = model(tokens[row : row + 1, : position + 1])[0, -1]
-            torch.testing.assert_close(got[row], alone, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

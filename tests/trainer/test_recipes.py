@@ -1,17 +1,12 @@
 """The lecture's ladder and the write-ups around it: sizes, first losses, what one batch can teach,
 and one command that samples from any of them."""
 
-import argparse
-import collections
-import decimal
-import functools
-import inspect
 import json
 import math
-import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -21,7 +16,6 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from fastgpt import sample
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig
-from fastgpt.data.prepare import prepare
 from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.engine import Engine
@@ -30,6 +24,7 @@ from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.storage import data_dir
 from fastgpt.trainer import Trainer
+from tests.data_sets import prepared
 from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
 from tests.trainer.runs import series
 
@@ -220,30 +215,14 @@ def test_three_projections_in_one_matrix_give_what_three_give():
 # --- O and P: abstracts ---------------------------------------------------------------------------
 
 
-def docstrings() -> list[str]:
-    """Of the classes and functions of a few modules: real prose, and no two alike."""
-    modules = (argparse, collections, decimal, functools, inspect, json, math, statistics)
-    found = {
-        text
-        for module in modules
-        for member in vars(module).values()
-        if (inspect.isroutine(member) or inspect.isclass(member))
-        and (text := inspect.getdoc(member))
-    }
-    return sorted(found)
-
-
 @pytest.fixture(scope="module")
 def abstracts(tmp_path_factory) -> Path:
-    """A folder for FASTGPT_DATA with docstrings as `pubmed`."""
+    """A folder for FASTGPT_DATA with paragraphs of Python's manual as `pubmed`."""
     place = tmp_path_factory.mktemp("abstracts")
-    source = place / "abstracts.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings()))
+    paragraphs = sorted(set("\n\n".join(topics.values()).split("\n\n")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTGPT_CACHE", str(place / "cache"))
-        prepare(
-            str(source), place / "pubmed", tokenizer="wordpiece", vocab_size=800, val_fraction=0.2
-        )
+        prepared(place / "pubmed", paragraphs[::10], tokenizer="wordpiece", vocab_size=800)
     return place
 
 
@@ -251,11 +230,11 @@ def abstracts(tmp_path_factory) -> Path:
 def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
     """The recipe, but small."""
     monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
-    return [
-        "pubmed", "--model.num-layers", "2", "--model.dim", "32", "--model.context", "48",
-        "--train.batch-tokens", str(8 * 48), "--train.device", "cpu", "--train.precision", "fp32",
-        "--train.sample-tokens", "5", "--log-every", "5", "--run-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
+    small = (
+        "--model.num-layers 2 --model.dim 32 --model.context 48 --train.batch-tokens 384"
+        " --train.device cpu --train.precision fp32 --train.sample-tokens 5 --log-every 5"
+    )
+    return ["pubmed", *small.split(), "--run-dir", str(tmp_path / "run")]
 
 
 def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
@@ -263,8 +242,8 @@ def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
 ):
     Trainer(parse([*flags, "--epochs", "2"])).fit()
     run, said = tmp_path / "run", capsys.readouterr().out
-    prepared = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
-    documents = prepared["splits"]["train"]["documents"]
+    manifest = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
+    documents = manifest["splits"]["train"]["documents"]
     losses = series(run, "val_loss")
     per_epoch = math.ceil(documents / 8)
     assert list(losses) == [0, per_epoch, math.ceil(2 * documents / 8)]
