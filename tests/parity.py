@@ -138,6 +138,7 @@ def assert_kernel_parity(
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
     "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads-first": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
     "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "expanded": lambda x: x[:1].expand(x.shape),
     "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),

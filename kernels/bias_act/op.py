@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..checks import DTYPES
+from ..checks import check_float
 from ..runtime import autocast_dtype, define_op, runs_kernels
 
 # --- reference ------------------------------------------------------------------------------------
@@ -138,19 +138,13 @@ def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """
     if kind not in ACTIVATIONS:
         raise ValueError(f"kind: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x: expected fp32, fp16 or bf16, got {x.dtype}")
+    check_float("x", x)
     if x.dim() == 0 or x.shape[-1] < 1:
         raise ValueError(f"x: expected (..., F) with F >= 1, got {tuple(x.shape)}")
     if kind == "swiglu" and x.shape[-1] % 2:
         raise ValueError(f"x: expected (..., 2F) for swiglu, got {tuple(x.shape)}")
     if bias is not None:
-        if bias.shape != x.shape[-1:]:
-            raise ValueError(f"bias: expected {tuple(x.shape[-1:])}, got {tuple(bias.shape)}")
-        if bias.dtype not in DTYPES:
-            raise ValueError(f"bias: expected fp32, fp16 or bf16, got {bias.dtype}")
-        if bias.device != x.device:
-            raise ValueError(f"bias: expected {x.device} as x, got {bias.device}")
+        check_float("bias", bias, x.shape[-1:], x)
     if not runs_kernels(x.device):
         return bias_act_ref(x, bias, kind)
     return _bias_act(x, bias, kind, autocast_dtype(x))

@@ -97,6 +97,7 @@ def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Prob
         structural=(f"{kinds[0]} three-dimensions", f"{kinds[0]} no bias"),
         growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
         empty=({"M": 0}, {"M": (3, 0)}),
+        far=({"M": 3},),
     )
 
 

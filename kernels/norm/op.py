@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES
+from ..checks import check_float
 from ..runtime import autocast_dtype, define_op, runs_kernels
 
 MAX_N = 16_384
@@ -198,23 +198,14 @@ def _run(
 def _check(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> None:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x: expected fp32, fp16 or bf16, got {x.dtype}")
+    check_float("x", x)
     if x.dim() == 0 or not 1 <= x.shape[-1] <= MAX_N:
         raise ValueError(f"x: expected (..., N) with N from 1 to {MAX_N}, got {tuple(x.shape)}")
-    for name, t, shape in (
-        ("residual", residual, x.shape),
-        ("weight", weight, x.shape[-1:]),
-        ("bias", bias, x.shape[-1:]),
-    ):
-        if t is None:
-            continue
-        if t.shape != shape:
-            raise ValueError(f"{name}: expected {tuple(shape)}, got {tuple(t.shape)}")
-        if t.dtype not in DTYPES:
-            raise ValueError(f"{name}: expected fp32, fp16 or bf16, got {t.dtype}")
-        if t.device != x.device:
-            raise ValueError(f"{name}: expected {x.device} as x, got {t.device}")
+    if residual is not None:
+        check_float("residual", residual, x.shape, x)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_float(name, vector, x.shape[-1:], x)
     if not eps >= 0:
         raise ValueError(f"eps: expected 0 or more, got {eps}")
 

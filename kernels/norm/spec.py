@@ -1,13 +1,22 @@
-"""What the normalisations are proved and measured by."""
+"""What the four normalisations are proved and measured by."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Case
+from ..spec import Make, Problem, Spec, Work, rows, work
+from . import op
 
+FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WIDE = 8_192 + 40
+"""Columns of a row that the backward takes in parts."""
+VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
 def forms(arch: int) -> Iterator[Case]:
@@ -49,3 +58,92 @@ def form(
     parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
     parts += ["bias"] * bias + [f"residual={names[residual]}"] * (residual is not None)
     return Case(" ".join(parts), run)
+
+
+PROBLEMS: dict[str, Problem] = {
+    "three-dimensions": {"M": (4, 5), "N": 24},
+    "one-row": {"M": 1, "N": 8},
+    # eps of 1: with less, what is left of RMSNorm's dx is smaller than its rounding
+    "one-column": {"M": 5, "N": 1, "eps": 1.0},
+    "masked-tail": {"M": 7, "N": 123},
+    "rows-and-columns-masked": {"M": 21, "N": 60},
+    "more-tiles-than-programs": {"M": 23, "N": 520},
+    "many-tiles": {"M": (3, 50), "N": 200},
+    "gpt2-xl": {"M": 3, "N": 1600},
+    "no-weight": {"M": (3, 7), "N": 24, "eps": 0.1, "without": ("weight", "bias")},
+}
+WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
+SIZES: dict[str, dict[str, Problem]] = {
+    "cuda": {
+        "n768": {"M": 65536, "N": 768},
+        "n1600": {"M": 65536, "N": 1600},
+        "n4096": {"M": 65536, "N": 4096},
+        **{name: {"M": 16384, "N": C} for name, C in WIDTHS.items()},
+        "n16384": {"M": 8192, "N": 16384},
+        "awkward": {"M": 10007, "N": 777},
+    },
+    "cpu": {"gpt2-124m": {"M": 2048, "N": 768}, "awkward": {"M": 1003, "N": 777}},
+}
+
+
+def norm_spec(kind: str, *, summed: bool) -> Spec:
+    """Describes layer_norm or rms_norm (`kind`: layer, rms), alone or after a residual sum."""
+    name = f"{'add_' if summed else ''}{kind}_norm"
+    plain: Callable[..., Tensor] = F.layer_norm if kind == "layer" else F.rms_norm
+    default = 1e-5 if kind == "layer" else 1e-6
+
+    def eager(x: Tensor, *tensors: Tensor, **options: Any) -> Any:
+        residual, vectors = (tensors[0], tensors[1:]) if summed else (None, tensors)
+        total = x if residual is None else x + residual
+        y = plain(total, x.shape[-1:], *vectors, **{"eps": default, **options})
+        return (y, total) if summed else y
+
+    def kept(s: Problem) -> list[str]:
+        return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
+
+    def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+        matrices = ("x", "residual") if summed else ("x",)
+        made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
+        return {**made, **{vector: make(s["N"]) for vector in kept(s)}}
+
+    def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+        fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
+        return {**fixed, **({"eps": s["eps"]} if "eps" in s else {})}
+
+    def launches(s: Problem) -> tuple[str, ...]:
+        return (FWD, BWD) + (SUM,) * bool(kept(s)) + (DOTS,) * (s["N"] > 8192)
+
+    def bytes_moved(s: Problem, itemsize: int) -> Work:
+        """x -> y; backward: x, dy -> dx. With a sum: x, residual -> y, sum; backward: sum, dy, dsum
+        -> one gradient for both inputs. Vectors of N and statistics are left out.
+        """
+        n = math.prod(rows(s)) * s["N"] * itemsize
+        return work((0, 4 * n), (0, 4 * n)) if summed else work((0, 2 * n), (0, 3 * n))
+
+    problems = dict(PROBLEMS)
+    if summed:
+        problems["widest-whole-row"] = {"M": 3, "N": 8192}
+        problems["row-in-parts"] = {"M": 3, "N": WIDE}
+    if kind == "layer":
+        problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
+    return Spec(
+        name=name,
+        op=getattr(op, name),
+        ref=getattr(op, f"{name}_ref"),
+        eager=eager,
+        cpu=eager,
+        inputs=inputs,
+        options=options,
+        launches=launches,
+        forms=forms,
+        work=bytes_moved,
+        problems=problems,
+        sizes=SIZES,
+        structural=("three-dimensions", "no-weight"),
+        growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 17, 65_537)),
+        empty=({"M": 0}, {"M": (3, 0)}),
+        far=({"M": 3}, {"M": 3, "N": WIDE}),
+    )
+
+
+SPECS = tuple(norm_spec(kind, summed=summed) for kind in VECTORS for summed in (False, True))

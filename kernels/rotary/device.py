@@ -6,8 +6,7 @@ Shapes
 
 A program turns a block of tokens in a block of heads, so that the heads share what is loaded of cos
 and sin. The heads of k follow those of q in the grid: one launch. The backward is the same with the
-angles negated (CONJUGATE). INPLACE writes where it read: a block has as many pairs as its threads
-hold, none twice, so nothing is read after it was written.
+angles negated (CONJUGATE).
 """
 
 import torch
@@ -24,8 +23,7 @@ from ..runtime import launch
 def _turn(
     x_ptr, out_ptr, cos, sin, b, offs_t, offs_h, mask_t,
     stride_xb, stride_xt, stride_xh,
-    T, HEADS: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, INPLACE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    T, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Turns one block of x; cos and sin are (tokens, 1, BLOCK_P)."""
     offs_p = tl.arange(0, BLOCK_P)
@@ -33,28 +31,15 @@ def _turn(
     offs_t, offs_h = offs_t.to(tl.int64), offs_h.to(tl.int64)
     rows = (offs_t * stride_xt)[:, None, None] + (offs_h * stride_xh)[None, :, None]
     x_ptr += b * stride_xb
-    if INPLACE:
-        out_rows = rows
-        out_ptr = x_ptr
-    else:
-        out_rows = (offs_t[:, None, None] * HEADS + offs_h[None, :, None]) * D
-        out_ptr += b * T * (HEADS * D)
+    out_rows = (offs_t[:, None, None] * HEADS + offs_h[None, :, None]) * D
+    out_ptr += b * T * (HEADS * D)
     kind = out_ptr.dtype.element_ty
-    if INTERLEAVED:
-        offs_d = tl.arange(0, 2 * BLOCK_P)[None, None, :]
-        mask &= offs_d < D
-        x = tl.load(x_ptr + rows + offs_d, mask=mask, other=0.0).to(tl.float32)
-        x, y = tl.split(x.reshape(x.shape[0], x.shape[1], BLOCK_P, 2))
-        out = tl.join(x * cos - y * sin, x * sin + y * cos)
-        out = out.reshape(out.shape[0], out.shape[1], 2 * BLOCK_P)
-        tl.store(out_ptr + out_rows + offs_d, out.to(kind), mask=mask)
-    else:
-        mask &= (offs_p < D // 2)[None, None, :]
-        offs_p = offs_p[None, None, :]
-        x = tl.load(x_ptr + rows + offs_p, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(x_ptr + rows + D // 2 + offs_p, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + out_rows + offs_p, (x * cos - y * sin).to(kind), mask=mask)
-        tl.store(out_ptr + out_rows + D // 2 + offs_p, (x * sin + y * cos).to(kind), mask=mask)
+    mask &= (offs_p < D // 2)[None, None, :]
+    offs_p = offs_p[None, None, :]
+    x = tl.load(x_ptr + rows + offs_p, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + rows + D // 2 + offs_p, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_rows + offs_p, (x * cos - y * sin).to(kind), mask=mask)
+    tl.store(out_ptr + out_rows + D // 2 + offs_p, (x * sin + y * cos).to(kind), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,8 +47,7 @@ def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     T,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CONJUGATE: tl.constexpr, INPLACE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, CONJUGATE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -84,11 +68,10 @@ def _rotary_kernel(
     offs_h = tl.arange(0, BLOCK_H)
     if block_h < Q_BLOCKS:
         _turn(q_ptr, q_out_ptr, cos, sin, b, offs_t, block_h * BLOCK_H + offs_h, mask_t,
-              stride_qb, stride_qt, stride_qh, T, H, D, INTERLEAVED, INPLACE, BLOCK_P)  # fmt: skip
+              stride_qb, stride_qt, stride_qh, T, H, D, BLOCK_P)  # fmt: skip
     elif K > 0:
         _turn(k_ptr, k_out_ptr, cos, sin, b, offs_t, (block_h - Q_BLOCKS) * BLOCK_H + offs_h,
-              mask_t, stride_kb, stride_kt, stride_kh, T, K, D, INTERLEAVED, INPLACE,
-              BLOCK_P)  # fmt: skip
+              mask_t, stride_kb, stride_kt, stride_kh, T, K, D, BLOCK_P)  # fmt: skip
 
 
 # --- configuration --------------------------------------------------------------------------------
@@ -106,24 +89,21 @@ def tile(H: int, K: int, D: int) -> dict[str, int]:
 
 
 def rotary_turn(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
-    *, interleaved: bool, conjugate: bool = False, inplace: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(q, k) turned: contiguous, or with `inplace` themselves, whose last strides must be 1."""
-    if not inplace:
-        q, k = _pairs(q), None if k is None else _pairs(k)
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(q, k) turned, contiguous."""
+    q, k = _pairs(q), None if k is None else _pairs(k)
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]
-    q_out, k_out = (q, k) if inplace else (_like(q), None if k is None else _like(k))
-    outs = (None, None) if inplace else (q_out, k_out)
+    q_out, k_out = _like(q), None if k is None else _like(k)
     if B * T:
         config = tile(H, K, D)
         blocks = triton.cdiv(H, config["BLOCK_H"]) + triton.cdiv(K, config["BLOCK_H"])
         launch(
             _rotary_kernel, (blocks * B * triton.cdiv(T, config["BLOCK_T"]),),
-            q, k, cos.contiguous(), sin.contiguous(), *outs,
+            q, k, cos.contiguous(), sin.contiguous(), q_out, k_out,
             *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), T,
-            H=H, K=K, D=D, INTERLEAVED=interleaved, CONJUGATE=conjugate, INPLACE=inplace, **config,
+            H=H, K=K, D=D, CONJUGATE=conjugate, **config,
         )  # fmt: skip
     return q_out, k_out
 

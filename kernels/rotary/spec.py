@@ -3,31 +3,101 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ..proof.compile import Case
+from ..spec import Make, Problem, Spec, Work, work
+from .op import rotary, rotary_ref
+
+KERNEL = "_rotary_kernel"
+
+
+def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turn(x: Tensor) -> Tensor:
+        c, s = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (cos, sin))
+        a, b = x.chunk(2, dim=-1)
+        return x * c + torch.cat((-b, a), -1) * s
+
+    return turn(q), turn(k)
+
+
+def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    """q (B, T, H, D) and k (B, T, K, D); K is H where it is not given."""
+    heads = {"q": s["H"], "k": s.get("K", s["H"])}
+    return {name: make(s["B"], s["T"], n, s["D"]) for name, n in heads.items()}
+
+
+def options(s: Problem, device: torch.device | str) -> dict[str, Tensor]:
+    """The angles of GPT-NeoX, from position 1 on: at 0 nothing is turned."""
+    frequencies = 10_000.0 ** (-torch.arange(0, s["D"], 2, device=device) / s["D"])
+    angles = torch.outer(torch.arange(1, s["T"] + 1, device=device), frequencies)
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def bytes_moved(s: Problem, itemsize: int) -> Work:
+    """q, k -> both turned; backward: the same of their gradients."""
+    n = s["B"] * s["T"] * (s["H"] + s.get("K", s["H"])) * s["D"] * itemsize
+    return work((0, 2 * n), (0, 2 * n))
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """GPTs' head dimensions, both conventions, and in place."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for backward in (False, True):
-        for D in (64, 128):
-            yield form(12, 12, D, bf16, conjugate=backward)
-        yield form(12, 12, 64, bf16, interleaved=True, conjugate=backward)
-    yield form(12, 4, 64, bf16, inplace=True)
+    """GPTs' head dimensions, and others that are as wide as can be or no power of 2."""
+    for D in (64, 128):
+        for backward in (False, True):
+            yield form(12, 12, D, torch.bfloat16, conjugate=backward)
     yield form(12, 4, 80, torch.float16)
-    yield form(8, 1, 256, fp32, interleaved=True)
+    yield form(8, 1, 256, torch.float32)
 
 
-def form(H: int, K: int, D: int, dtype: torch.dtype, **options: bool) -> Case:
+def form(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Case:
     def run() -> None:
         from .device import rotary_turn
 
         qkv = torch.empty(4, 1024, H + 2 * K, D, dtype=dtype, device="meta")
         q, k, _ = qkv.split((H, K, K), dim=2)
         cos = torch.empty(1024, D // 2, device="meta")
-        rotary_turn(q, k, cos, cos, **{"interleaved": False, **options})
+        rotary_turn(q, k, cos, cos, conjugate=conjugate)
 
-    label = [f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"]
-    label += [name for name, on in options.items() if on]
-    return Case(" ".join(label), run)
+    label = f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"
+    return Case(f"{label} conjugate" if conjugate else label, run)
+
+
+def shape(B: int, T: int, H: int, K: int, D: int) -> Problem:
+    return {"B": B, "T": T, "H": H, "K": K, "D": D}
+
+
+ROTARY = Spec(
+    name="rotary",
+    op=rotary,
+    ref=rotary_ref,
+    eager=eager,
+    inputs=inputs,
+    options=options,
+    launches=lambda s: (KERNEL,),
+    forms=forms,
+    work=bytes_moved,
+    problems={
+        # no two sizes are the same: torch.compile would expect them to remain so
+        "grouped": shape(2, 5, 6, 3, 16),
+        "one-of-each": shape(1, 1, 1, 1, 2),
+        "odd-numbers": shape(3, 5, 3, 3, 10),
+        "tokens-in-parts": shape(2, 21, 5, 1, 64),
+        "heads-of-80": shape(1, 9, 2, 2, 80),
+        "heads-of-256": shape(1, 3, 1, 1, 256),
+    },
+    sizes={
+        "cuda": {
+            "gpt2-124m": {"B": 16, "T": 1024, "H": 12, "D": 64},
+            "4k-d128": {"B": 4, "T": 4096, "H": 16, "D": 128},
+            "16k-d64": {"B": 1, "T": 16384, "H": 16, "D": 64},
+        },
+        "cpu": {"gpt2-124m": {"B": 1, "T": 1024, "H": 12, "D": 64}},
+    },
+    growing=(
+        *({"B": B, "T": T} for B, T in ((2, 5), (3, 7), (4, 8), (5, 9))),
+        *({"B": B, "T": T} for B, T in ((1, 1), (3, 16), (2, 1001))),
+    ),
+    empty=({"B": 0}, {"T": 0}),
+    far=(shape(3, 1, 1, 1, 16), shape(1, 3, 1, 1, 16), shape(1, 1, 3, 3, 16)),
+)
+SPECS = (ROTARY,)

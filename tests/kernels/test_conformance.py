@@ -38,3 +38,13 @@ def test_parity(name, label, dtype, device):
 )
 def test_conforms(name, label, check, device):
     check(SPECS[name], SPECS[name].problems[label], device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.random])
+def test_random_outputs_keep_their_own_rule(name, dtype, device):
+    spec = SPECS[name]
+    for problem in spec.problems.values():
+        inputs = conformance.make_inputs(spec, problem, device, dtype)
+        y = spec.call(spec.op, problem, device)(*inputs.values())
+        assert spec.random(inputs, y) == []

@@ -195,7 +195,7 @@ for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
     angles = torch.empty(M, 32, device="meta")
     with recording(90) as launches:
         bias_act_bwd(bias_act_fwd(x, w, "gelu_erf", x.dtype), x, w, "gelu_erf", w.dtype)
-        rotary_turn(qkv[:, :, :12], qkv[:, :, 12:24], angles, angles, interleaved=False)
+        rotary_turn(qkv[:, :, :12], qkv[:, :, 12:24], angles, angles)
         _, total, stats = norm_fwd(x, x, w, w, 1e-5, True, x.dtype)
         norm_bwd(x, x, total, stats, w, x.dtype, None, w.dtype, w.dtype)
     for launch in launches:

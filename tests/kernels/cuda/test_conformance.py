@@ -94,6 +94,17 @@ def test_kernels_run_on_the_current_stream(name):
 
 
 @every_op
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_their_tensors(name):
+    spec, problem = SPECS[name], SPECS[name].problems[next(iter(SPECS[name].problems))]
+    inputs = [x.detach().to("cuda:1") for x in step_of(name, problem)[0]]
+    op = spec.call(spec.op, problem, "cuda:1")
+    got = run(spec, op, inputs)
+    with torch.cuda.device(1):
+        assert all(map(torch.equal, got, run(spec, op, inputs)))
+
+
+@every_op
 def test_new_sizes_compile_nothing(name):
     spec = SPECS[name]
     first = {**spec.problems[next(iter(spec.problems))], **spec.growing[0]}

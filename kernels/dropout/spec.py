@@ -1,0 +1,59 @@
+"""What `dropout` is proved and measured by: it is random, and has no kernel."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from ..spec import Make, Problem, Spec, Work, rows, work
+from .op import dropout
+
+P = 0.2
+"""Probability of dropping an element."""
+
+
+def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    return {"x": make(*rows(s), s["N"])}
+
+
+def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    return {"p": P}
+
+
+def bytes_moved(s: Problem, itemsize: int) -> Work:
+    """x -> y; backward: dy -> dx."""
+    n = s["M"] * s["N"] * itemsize
+    return work((0, 2 * n), (0, 2 * n))
+
+
+def complaints(inputs: dict[str, Tensor], y: Tensor) -> list[str]:
+    """Says where elements are not dropped with probability P, or the others not scaled up."""
+    x = inputs["x"].detach()
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        return [f"output 0: {y.dtype} {tuple(y.shape)}, expected {x.dtype} {tuple(x.shape)}"]
+    kept = y != 0
+    share, n = kept.float().mean().item(), x.numel()
+    wrong = []
+    if abs(share - (1 - P)) > 5 * (P * (1 - P) / n) ** 0.5 + 2**-16:
+        wrong.append(f"output 0: {share:.5f} of it kept, expected {1 - P}")
+    if not torch.allclose(y[kept].float(), x[kept].float() / (1 - P), rtol=1e-2):
+        wrong.append(f"output 0: what is kept is not x / {1 - P}")
+    return wrong
+
+
+DROPOUT = Spec(
+    name="dropout",
+    op=dropout,
+    ref=F.dropout,
+    eager=F.dropout,
+    inputs=inputs,
+    options=options,
+    launches=lambda s: (),
+    forms=lambda arch: iter(()),
+    work=bytes_moved,
+    problems={"typical": {"M": 300, "N": 101}},
+    sizes={"cpu": {"shakespeare-char": {"M": 4096, "N": 1536}}, "cuda": {}},
+    random=complaints,
+)
+SPECS = (DROPOUT,)
