@@ -119,33 +119,33 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
     """`fwd` (as in training, saving for the backward), `bwd` alone, or `both`."""
-    arguments = dict(inputs)
     upstream: list[Tensor] = []
 
-    def restored() -> None:
-        if case.spec.overwritten:  # a leaf may not be written over, what was made of it may
-            arguments[case.spec.overwritten] = inputs[case.spec.overwritten].clone()
+    def fresh() -> Inputs:
+        over = case.spec.overwritten  # a leaf may not be written over, what was made of it may
+        return {name: x.clone() if name == over else x for name, x in inputs.items()}
 
-    def forward(_: Any = None) -> tuple[Tensor, ...]:
+    def forward(arguments: Inputs) -> tuple[Tensor, ...]:
         outputs = _as_tuple(call(*arguments.values()))
         if not upstream:
             # of a loss it is 1, as in training: there some save themselves a pass over the gradient
             upstream.extend(torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs)
         return outputs
 
-    def backward(outputs: tuple[Tensor, ...]) -> Any:
+    def ran() -> tuple[Inputs, tuple[Tensor, ...]]:
+        arguments = fresh()
+        return arguments, forward(arguments)
+
+    def backward(state: tuple[Inputs, tuple[Tensor, ...]]) -> Any:
+        arguments, outputs = state  # each call's own: several may be prepared before the first runs
         wanted = [x for x in arguments.values() if x.requires_grad]
         return torch.autograd.grad(outputs, wanted, upstream)
 
-    def before_backward() -> tuple[Tensor, ...]:
-        restored()
-        return forward()
-
     if which == "fwd":
-        return Timed(forward, restored)
+        return Timed(forward, fresh)
     if which == "bwd":
-        return Timed(backward, before_backward)
-    return Timed(lambda _: backward(forward()), restored)
+        return Timed(backward, ran)
+    return Timed(lambda arguments: backward((arguments, forward(arguments))), fresh)
 
 
 def peak_bytes(timed: Timed) -> int:

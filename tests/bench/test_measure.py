@@ -10,21 +10,23 @@ from bench.op import Case
 
 from bench import __main__ as command
 from bench import measure, peers, records, report
-from bench.cases import OPS, cases
+from bench.cases import cases
 from bench.peers import MissingError, always
 from bench.timing import Timer
 from fastgpt.errors import UserError
+from fastgpt.kernels.specs import SPECS
 from tests.parity import backward_only, launches
 
 ROOF = {"matmul": 1e12, "copy": 1e10}
-RIGHT = always(peers.attention_eager)
+EAGER = SPECS["attention"].eager
+RIGHT = always(EAGER)
 """Ours, where the interpreter would only take time."""
 
 
-def case_of(name: str, dtype: str = "fp32", **implementations) -> Case:
-    op = OPS[name]
-    op = replace(op, implementations={**op.implementations, **implementations})
-    return Case(op, "tiny", op.shapes["tiny"]["tiny"], dtype)
+def case_of(name: str, **implementations) -> Case:
+    """The tiny case of an op, with some implementations replaced or added."""
+    (case,) = cases("cpu", only=(f"{name}/*",), tiny=True)
+    return replace(case, peers={**case.peers, **implementations})
 
 
 def rows_of(case: Case) -> dict[str, list[tuple[str, dict]]]:
@@ -36,11 +38,11 @@ def rows_of(case: Case) -> dict[str, list[tuple[str, dict]]]:
 
 
 def wrong_output(q, k, v):
-    return 1.01 * peers.attention_eager(q, k, v)
+    return 1.01 * EAGER(q, k, v)
 
 
 def not_a_number(q, k, v):
-    return peers.attention_eager(q, k, v) * float("nan")
+    return EAGER(q, k, v) * float("nan")
 
 
 def raises(error: Exception):
@@ -55,11 +57,11 @@ def raises(error: Exception):
     [
         (wrong_output, "wrong: output 0"),
         (
-            lambda q, k, v: peers.attention_eager(q, backward_only(k, 1.01), v),
+            lambda q, k, v: EAGER(q, backward_only(k, 1.01), v),
             "wrong: gradient of k",
         ),
         (not_a_number, "wrong: output 0"),
-        (lambda *qkv: peers.attention_eager(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
+        (lambda *qkv: EAGER(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
         (raises(RuntimeError("no kernel image\nis available")), "RuntimeError: no kernel image"),
         (raises(AssertionError()), "AssertionError"),
     ],
@@ -119,35 +121,18 @@ def test_a_row_has_its_rates_and_its_share_of_the_limit():
         assert row["host_s"]["samples"] == 2
 
 
-KERNELS = {
-    "attention": "_attention_fwd_kernel",
-    "attention_packed": "_attention_bwd_dq_kernel",
-    "layer_norm": "_norm_bwd_kernel",
-    "add_layer_norm": "_norm_bwd_kernel",
-    "rms_norm": "_norm_bwd_kernel",
-    "add_rms_norm": "_norm_bwd_kernel",
-    "cross_entropy": "_cross_entropy_fwd_kernel",
-    "linear_cross_entropy": "_cross_entropy_fwd_kernel",
-    "bias_act": "_bias_act_bwd_kernel",
-    "bias_act_swiglu": "_bias_act_bwd_kernel",
-    "rotary": "_rotary_kernel",
-    "decode_attention": "_decode_attention_kernel",
-}
-
-
-@pytest.mark.parametrize("name", [case.op.name for case in cases("cpu", quick=True, sizes="tiny")])
+@pytest.mark.parametrize("name", SPECS)
 def test_ours_of_every_op_are_right_and_kernels_of_ours(name):
     case = case_of(name)
     judge = measure.Judge(case, "cpu")
-    with launches(*[KERNELS[name]] if name in KERNELS else []):
-        assert judge.complaints(case.op.implementations["ours"]("cpu"))[0] == []
+    with launches(*case.spec.launches(case.shape)):
+        assert judge.complaints(case.implementations["ours"]("cpu"))[0] == []
 
 
 def test_dropout_that_drops_too_much_is_refused():
-    op = OPS["dropout"]
-    case = Case(op, "small", {"M": 100, "N": 200}, "fp32")
+    case = replace(case_of("dropout"), shape={"M": 100, "N": 200})
     judge = measure.Judge(case, "cpu")
-    assert judge.complaints(op.implementations["ours"]("cpu"))[0] == []
+    assert judge.complaints(case.implementations["ours"]("cpu"))[0] == []
     wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.25))
     assert len(wrong) == 2
     wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.2) * 1.02)
@@ -159,17 +144,17 @@ def test_what_is_written_over_is_restored_before_each_call():
     inputs = case.inputs("cpu")
     before = inputs["logits"].detach().clone()
     for which in ("fwd", "bwd", "both"):
-        call = case.op.implementations["ours"]("cpu")
+        call = case.implementations["ours"]("cpu")
         timed = measure.timed_pass(case, call, which, inputs)
-        results = [timed.call(timed.prepare())[0] for _ in range(2)]
-        assert torch.equal(*results)
+        states = [timed.prepare() for _ in range(2)]  # as where several calls make one sample
+        assert torch.equal(*[timed.call(state)[0] for state in states])
     assert torch.equal(inputs["logits"], before)
 
 
 @pytest.mark.parametrize("which", ["bwd", "both"])
 def test_the_gradient_from_above_a_loss_is_1_as_in_training(which):
     case = case_of("cross_entropy")
-    call, inputs = case.op.implementations["eager"]("cpu"), case.inputs("cpu")
+    call, inputs = case.implementations["eager"]("cpu"), case.inputs("cpu")
     timed = measure.timed_pass(case, call, which, inputs)
     (found,) = timed.call(timed.prepare())
     expected = torch.autograd.grad(call(*inputs.values()), inputs["logits"])[0]
@@ -274,11 +259,10 @@ def test_the_gpu_whose_clocks_are_read_is_the_one_that_runs(visible, index, monk
 
 
 def test_an_op_without_a_gradient_is_checked_and_timed_forward():
-    op = case_of("attention", ours=RIGHT, wrong=always(lambda *a: RIGHT("")(*a) * 2)).op
-    names = ("ours", "eager", "wrong")
-    implementations = {name: op.implementations[name] for name in names}
-    op = replace(op, passes=("fwd",), implementations=implementations)
-    case = Case(op, "tiny", op.shapes["tiny"]["tiny"], "fp32")
+    wrong = {"ours": RIGHT, "wrong": always(lambda *a: 2 * EAGER(*a))}
+    case = case_of("attention", **wrong)
+    case = replace(case, spec=replace(case.spec, differentiable=False))
     assert not any(x.requires_grad for x in case.inputs("cpu").values())
-    found = {name: [kind for kind, _ in rows] for name, rows in rows_of(case).items()}
-    assert found == {"ours": ["op"], "eager": ["op"], "wrong": ["refused"]}
+    found = rows_of(case)
+    kinds = {name: [kind for kind, _ in found[name]] for name in ("ours", "eager", "wrong")}
+    assert kinds == {"ours": ["op"], "eager": ["op"], "wrong": ["refused"]}

@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bench import work
-from bench.cases import OPS, cases
+from bench.cases import cases
 from bench.parts import limits
+from bench.timing import limit
 from fastgpt.config import ModelConfig
+from fastgpt.kernels.specs import SPECS
 from fastgpt.recipes import RECIPES
 
+ATTENTION = SPECS["attention"]
 A = {"B": 16, "T": 1024, "H": 12, "D": 64}
 
 
@@ -24,7 +26,7 @@ def counted(call, *inputs):
 
 def test_attention_by_hand():
     tensor = 16 * 1024 * 12 * 64 * 2
-    found = work.attention(A, 2)
+    found = ATTENTION.work(A, 2)
     assert found["fwd"] == (25_769_803_776, 4 * tensor + 4 * 16 * 1024 * 12)
     assert found["bwd"] == (64_424_509_440, 8 * tensor + 4 * 16 * 1024 * 12)
     assert found["both"] == tuple(a + b for a, b in zip(found["fwd"], found["bwd"]))
@@ -32,21 +34,21 @@ def test_attention_by_hand():
 
 def test_attention_is_what_torch_counts_halved():
     shape = (16, 12, 1024, 64)
-    found = work.attention(A, 2)
+    found = ATTENTION.work(A, 2)
     assert 2 * found["fwd"][0] == sdpa_flop_count(shape, shape, shape)
     assert 2 * found["bwd"][0] == sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert work.attention({**A, "causal": False}, 2)["fwd"][0] == 2 * found["fwd"][0]
+    assert ATTENTION.work({**A, "causal": False}, 2)["fwd"][0] == 2 * found["fwd"][0]
 
 
 def test_attention_counts_grouped_keys_once():
-    bytes_of = {K: work.attention({**A, "K": K}, 2)["fwd"][1] for K in (12, 4)}
+    bytes_of = {K: ATTENTION.work({**A, "K": K}, 2)["fwd"][1] for K in (12, 4)}
     assert bytes_of[12] - bytes_of[4] == 2 * 16 * 1024 * 8 * 64 * 2
 
 
 def test_eager_attention_multiplies_what_is_counted():
     q, k, v = (torch.randn(2, 32, 3, 16, requires_grad=True) for _ in range(3))
-    eager = OPS["attention"].implementations["eager"]("cpu")
-    found = work.attention({"B": 2, "T": 32, "H": 3, "D": 16}, 4)
+    eager = ATTENTION.eager
+    found = ATTENTION.work({"B": 2, "T": 32, "H": 3, "D": 16}, 4)
     forward, backward = counted(eager, q, k, v)
     assert forward == 2 * found["fwd"][0]
     assert backward == 2 * forward  # what is recomputed, credited by convention, eager has kept
@@ -56,8 +58,8 @@ def test_linear_cross_entropy_is_what_torch_counts():
     s = {"M": 24, "C": 16, "V": 100}
     x, weight = torch.randn(24, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
     targets = torch.randint(100, (24,))
-    eager = OPS["linear_cross_entropy"].implementations["eager"]("cpu")
-    found = work.linear_cross_entropy(s, 4)
+    eager = SPECS["linear_cross_entropy"].eager
+    found = SPECS["linear_cross_entropy"].work(s, 4)
     assert counted(eager, x, weight, targets) == (found["fwd"][0], found["bwd"][0])
     assert found["fwd"][0] == 2 * 24 * 16 * 100
     assert found["fwd"][1] == 4 * (24 * 16 + 100 * 16)
@@ -81,18 +83,18 @@ NORM, ROTARY = {"M": 10, "N": 8}, {"B": 1, "T": 10, "H": 2, "D": 4}
     ],
 )
 def test_bytes_by_hand(op, shape, fwd, bwd, both):
-    found = OPS[op].work(shape, 2)
+    found = SPECS[op].work(shape, 2)
     assert found == {"fwd": (0, fwd), "bwd": (0, bwd), "both": (0, both)}
 
 
 def test_decoding_reads_the_cache_once():
-    found = work.decode_attention({"B": 64, "T": 1024, "H": 12, "D": 64}, 2)
+    found = SPECS["decode_attention"].work({"B": 64, "T": 1024, "H": 12, "D": 64}, 2)
     cache, one = 2 * 64 * 1024 * 768 * 2, 2 * 64 * 768 * 2
     assert found == {"fwd": (4 * 64 * 12 * 1024 * 64, cache + one)}
 
 
 def test_gpt2s_cross_entropy_has_the_floor_of_the_goal():
-    n = work.cross_entropy({"M": 16384, "V": 50304}, 2)["both"][1]
+    n = SPECS["cross_entropy"].work({"M": 16384, "V": 50304}, 2)["both"][1]
     assert n / 4.3e12 == pytest.approx(0.767e-3, rel=1e-3)
 
 
@@ -100,14 +102,14 @@ def test_every_case_has_work_for_its_passes():
     for on in ("cpu", "cuda"):
         for case in cases(on, full=True):
             found = case.work()
-            assert set(case.op.passes) <= set(found)
+            assert set(case.passes) <= set(found)
             assert all(size > 0 for _, size in found.values()), case.name
 
 
 def test_the_limit_is_the_slower_of_the_two():
     roof = {"matmul": 100.0, "copy": 10.0}
-    assert work.limit(1000, 10, roof) == (10.0, "matmul")
-    assert work.limit(1000, 200, roof) == (20.0, "copy")
+    assert limit(1000, 10, roof) == (10.0, "matmul")
+    assert limit(1000, 200, roof) == (20.0, "copy")
 
 
 def test_limits_of_a_step_by_hand():
