@@ -1,4 +1,7 @@
-"""The ops that `fastgpt.choose` tries: ours beside PyTorch's, on inputs of a run's own sizes."""
+"""The ops that `fastgpt.choose` tries: ours beside PyTorch's, on inputs of a run's own sizes.
+
+Inputs and the truth come from each op's `Spec`; what is added here are the options of the run.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,9 +14,16 @@ from torch import Tensor
 
 from fastgpt import ops
 from fastgpt.config import ModelConfig
-from fastgpt.kernels import attention_ref, bias_act, parity
+from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels.spec import Problem
+from fastgpt.kernels.specs import SPECS
 from fastgpt.positions import Rotary
+
+Inputs = Callable[[int, int], dict[str, Tensor]]
+"""Makes the inputs of so many sequences, so long."""
+WEIGHTS = ("weight", "bias", "residual")
+"""The inputs that a run has in fp32, whatever its precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,106 +45,110 @@ class Trial:
     ours: str
     ops: Mapping[str, parity.Op]
     ref: parity.Op
-    inputs: Callable[[int, int], dict[str, Tensor]]
-    """Of so many sequences, so long; activations in the run's precision, weights in fp32."""
+    inputs: Inputs
     worth: float = 1.0
     """Ours is taken up to so many times PyTorch's time."""
+
+
+def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
+    """The spec's inputs for a problem of B sequences of T tokens, or of B x T rows M."""
+
+    def make(*sizes: int, below: int = 0) -> Tensor:
+        if below:
+            return torch.randint(below, sizes, device=on)
+        return torch.randn(sizes, device=on)
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        made = SPECS[name].inputs({"B": B, "T": T, "M": (B, T), **problem}, make)
+        return {
+            name: x if name in WEIGHTS or not x.is_floating_point() else x.to(dtype)
+            for name, x in made.items()
+        }
+
+    return inputs
 
 
 def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
     heads = (model.num_heads, model.kv_heads, model.kv_heads)
+    problem = {"H": model.num_heads, "K": model.kv_heads, "D": model.head_dim}
+    packed = _inputs("attention_packed", problem, on, dtype)
 
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        qkv = torch.randn(batch, T, sum(heads), model.head_dim, device=on, dtype=dtype)
-        return dict(zip("qkv", qkv.split(heads, dim=2), strict=True))  # views, as in the model
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        slices = packed(B, T)["qkv"].split(heads, dim=2)  # views, as in the model
+        return dict(zip("qkv", slices, strict=True))
 
-    def with_options(op: parity.Op) -> parity.Op:
+    def with_options(op: Callable[..., Tensor]) -> parity.Op:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             B, T = q.shape[:2]
             ids = None
             if model.document_mask:  # three documents
                 ids = (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
-            scale = model.attention_scale
-            return op(q, k, v, scale=scale, window=model.window, doc_ids=ids)  # pyright: ignore
+            return op(q, k, v, scale=model.attention_scale, window=model.window, doc_ids=ids)
 
         return run
 
-    named = {name: with_options(ops.ATTENTION[name]) for name in ("sdpa", "triton")}
-    return Trial("sdpa", "triton", named, with_options(attention_ref), inputs)
+    both = {name: with_options(ops.ATTENTION[name]) for name in ("sdpa", "triton")}
+    return Trial("sdpa", "triton", both, with_options(SPECS["attention"].ref), inputs)
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    model, layer = sizes.model, sizes.model.norm == "layernorm"
-    with_bias = layer and model.bias
-
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        shape = (batch, T, model.dim)
-        x = torch.randn(shape, device=on, dtype=dtype)
-        weights = {"weight": torch.rand(model.dim, device=on) + 0.5}
-        if with_bias:
-            weights["bias"] = torch.randn(model.dim, device=on)
-        return {"x": x, "residual": torch.randn(shape, device=on), **weights}
-
-    def named(norms: ops.Norms) -> parity.Op:
-        if not layer:
-            return partial(norms.add_rms_norm, eps=1e-6)
-        fixed: dict[str, Any] = {"eps": 1e-5} if with_bias else {"bias": None, "eps": 1e-5}
-        return partial(norms.add_layer_norm, **fixed)
-
-    both = {name: named(norms) for name, norms in ops.NORMS.items()}
-    return Trial("torch", "triton", both, both["torch"], inputs)
+    model = sizes.model
+    op, eps = ("add_layer_norm", 1e-5) if model.norm == "layernorm" else ("add_rms_norm", 1e-6)
+    options: dict[str, Any] = {"eps": eps}
+    if op == "add_layer_norm" and not model.bias:
+        options["bias"] = None
+    problem = {"N": model.dim, "without": () if model.bias else ("bias",)}
+    both = {name: partial(getattr(norms, op), **options) for name, norms in ops.NORMS.items()}
+    ref = partial(SPECS[op].ref, **options)
+    return Trial("torch", "triton", both, ref, _inputs(op, problem, on, dtype))
 
 
 def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
+    options = {"valid_vocab": model.vocab_size, "softcap": model.softcap}
+    problem = {"C": model.dim, "V": model.padded_vocab, "valid_vocab": model.vocab_size}
+    drawn = _inputs("linear_cross_entropy", problem, on, dtype)
 
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        shape = (batch, T)
-        return {
-            "x": torch.randn(*shape, model.dim, device=on, dtype=dtype),
-            "weight": torch.randn(model.padded_vocab, model.dim, device=on) * model.dim**-0.5,
-            "targets": torch.randint(model.vocab_size or 0, shape, device=on),
-        }
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        made = drawn(B, T)
+        return {**made, "weight": made["weight"] * model.dim**-0.5}  # logits of about 1
 
-    fixed = {"valid_vocab": model.vocab_size, "softcap": model.softcap}
-    both: dict[str, parity.Op] = {name: partial(op, **fixed) for name, op in ops.LOSS.items()}
+    both: dict[str, parity.Op] = {name: partial(op, **options) for name, op in ops.LOSS.items()}
+    ref = partial(SPECS["linear_cross_entropy"].ref, **options)
     # it halves a step's memory, which is worth more than a twentieth of the loss's time
-    return Trial("torch", "chunked", both, both["torch"], inputs, worth=1.05)
+    return Trial("torch", "chunked", both, ref, inputs, worth=1.05)
 
 
 def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    attention = _attention(sizes, on, dtype)
+    attention, angles = _attention(sizes, on, dtype), Rotary(sizes.model).to(on)
 
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
-        qkv = attention.inputs(batch, T)
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        qkv = attention.inputs(B, T)
         return {"q": qkv["q"], "k": qkv["k"]}
 
     def with_angles(op: parity.Op) -> parity.Op:
         def run(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-            # how far each place turns is the same for all
-            cos, sin = (angles[: q.shape[1]] for angles in (rotary.cos, rotary.sin))
-            return tuple(op(q, k, cos, sin))
+            return tuple(op(q, k, *(x[: q.shape[1]] for x in (angles.cos, angles.sin))))
 
         return run
 
-    rotary = Rotary(sizes.model).to(on)
     both = {name: with_angles(op) for name, op in ops.ROTARY.items()}
-    return Trial("torch", "triton", both, both["torch"], inputs)
+    return Trial("torch", "triton", both, with_angles(SPECS["rotary"].ref), inputs)
 
 
 def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    """The activation with the product before it, which adds PyTorch's bias for nothing."""
     model, kind = sizes.model, sizes.model.activation
     width = model.ffn_width * (2 if kind == "swiglu" else 1)
 
-    def inputs(batch: int, T: int) -> dict[str, Tensor]:
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
         found = {
-            "x": torch.randn(batch, T, model.dim, device=on, dtype=dtype),
+            "x": torch.randn(B, T, model.dim, device=on, dtype=dtype),
             "weight": torch.randn(width, model.dim, device=on) * model.dim**-0.5,
         }
         return {**found, "bias": torch.randn(width, device=on)} if model.bias else found
 
-    # with the product before it, which adds PyTorch's bias for nothing
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return ACTIVATIONS[kind](F.linear(x, weight, bias))
 
