@@ -115,14 +115,10 @@ def _bwd_fake(
     x: Tensor,
     stats: Tensor,
     weight: Tensor | None,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    vector = x.shape[-1:]
-    shapes = (x.shape, x.shape, vector, vector)
-    dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
+    """dx, dresidual, dweight and dbias of these dtypes; None: empty."""
+    shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
     return tuple(
         x.new_empty(0 if dtype is None else shape, dtype=dtype or torch.float32)
         for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -146,21 +142,19 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
         return dx, dresidual, None, None, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
-    dx, dresidual, dweight, dbias = _norm_bwd(
-        dy,
-        dtotal,
-        x,
-        stats,
-        weight,
+    dtypes = (
         x_dtype,
         residual_dtype if apart else None,
         weight_dtype if ctx.needs_input_grad[2] else None,
         bias_dtype if ctx.needs_input_grad[3] else None,
     )
-    if not apart:
-        dresidual = None if residual_dtype is None else dx
-    dweight = dweight if ctx.needs_input_grad[2] else None
-    return dx, dresidual, dweight, dbias if ctx.needs_input_grad[3] else None, *options
+    gradients = _norm_bwd(dy, dtotal, x, stats, weight, *dtypes)
+    dx, dresidual, dweight, dbias = (
+        d if dtype else None for d, dtype in zip(gradients, dtypes, strict=True)
+    )
+    if residual_dtype and not apart:
+        dresidual = dx
+    return dx, dresidual, dweight, dbias, *options
 
 
 _norm_bwd = define_op(
