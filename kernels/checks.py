@@ -11,13 +11,39 @@ MAX_D = 256
 
 
 def check_like(
-    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor,
+    called: str = "q",
 ) -> None:
-    """Raises ValueError unless x, called `name`, has this shape, one of `dtypes`, q's device."""
+    """Raises ValueError unless x has this shape, one of `dtypes` and the device of another tensor.
+
+    Args:
+        name: that x has in the message.
+        x: what is checked.
+        shape: expected.
+        dtypes: expected.
+        like: on whose device x is expected.
+        called: the name of `like`.
+    """
     if x.shape != shape:
-        raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
+        raise ValueError(f"{name}: expected {tuple(shape)}, got {tuple(x.shape)}")
     if x.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
+        by_name = " or ".join(str(dtype) for dtype in dtypes)
+        expected = "fp32, fp16 or bf16" if dtypes is DTYPES else by_name
         raise ValueError(f"{name}: expected {expected}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected {q.device} as q, got {x.device}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected {like.device} as {called}, got {x.device}")
+
+
+def check_float(
+    name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: Tensor | None = None
+) -> None:
+    """Raises ValueError unless x is fp32, fp16 or bf16, of `shape`, on the device of `like`.
+
+    `like` is the op's first argument, x; without it, and without a shape, the dtype is checked.
+    """
+    shape = x.shape if shape is None else shape
+    check_like(name, x, shape, DTYPES, x if like is None else like, called="x")

@@ -66,14 +66,18 @@ class Spec:
     structural: tuple[str, ...] = ()
     """Labels of the problems at which everything but errors is checked; () is the first one."""
     growing: tuple[Problem, ...] = ()
-    """What four calls change of the first problem that must not compile anything anew."""
+    """What calls change of the first problem that must not compile anything anew: neither the
+    first four in torch.compile, which takes a size of 0 or 1 for fixed, nor any the kernels."""
     empty: tuple[Problem, ...] = ()
     """What makes the first problem one without rows."""
+    far: tuple[Problem, ...] = ()
+    """What makes the first problem one whose tensors have three rows, to lie 2**30 elements apart:
+    one dimension of 3 before the last, in each tensor of two dimensions or more."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
     overwritten: str = ""
-    """The input whose memory `op` may take for its gradient."""
+    """The input whose memory `op` takes for its gradient, if its option `inplace_grad` is set."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
     """The exception from the tolerance rule, for ops that draw random numbers: what is wrong with
     an output for these inputs, in words."""

@@ -2,13 +2,14 @@
 
 from .attention.spec import forms as attention_forms
 from .bias_act.spec import SPECS as BIAS_ACT
+from .cross_entropy.spec import SPECS as LOSSES
 from .cross_entropy.spec import forms as cross_entropy_forms
 from .decode_attention.spec import forms as decode_attention_forms
 from .norm.spec import forms as norm_forms
 from .rotary.spec import forms as rotary_forms
 from .spec import Spec
 
-SPECS: dict[str, Spec] = {spec.name: spec for spec in (*BIAS_ACT,)}
+SPECS: dict[str, Spec] = {spec.name: spec for spec in (*BIAS_ACT, *LOSSES)}
 FORMS = (
     attention_forms,
     norm_forms,

@@ -106,5 +106,6 @@ BIAS_ACT = Spec(
     structural=("gelu_tanh three-dimensions", "swiglu three-dimensions", "swiglu no bias"),
     growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
     empty=({"M": 0}, {"M": (3, 0)}),
+    far=({"M": 3},),
 )
 SPECS = (BIAS_ACT,)

@@ -4,8 +4,9 @@ On a CPU the kernels run in Triton's interpreter, on CUDA as they are compiled. 
 (spec, problem, device) and raises AssertionError.
 """
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,22 @@ def run(spec: Spec, op: Callable[..., Any], tensors: Any, upstream: Any = None) 
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
+def careful(spec: Spec) -> Spec:
+    """The same op, given a copy of what it would write over: the checks need their inputs again."""
+
+    def op(*tensors: Tensor, **options: Any) -> Any:
+        if options.get("inplace_grad"):
+            tensors = tuple(x * 1 if x.is_floating_point() else x for x in tensors)
+        return spec.op(*tensors, **options)
+
+    return replace(spec, op=op) if spec.overwritten else spec
+
+
+def apart(spec: Spec, *tensors: Tensor, **options: Any) -> Any:
+    """The op as it is when compiled: it overwrites nothing, and rounds a scaled gradient once."""
+    return spec.op(*tensors, **{**options, **({"inplace_grad": False} if spec.overwritten else {})})
+
+
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
     """The same bits in the same layout; NaN is NaN."""
     for a, b in zip(got, want, strict=True):
@@ -69,6 +86,14 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 # --- errors ---------------------------------------------------------------------------------------
+
+
+def the_reference_is_pytorchs_own(spec: Spec, problem: Problem, device: str) -> None:
+    """In fp64, where two ways to compute the same differ by rounding alone."""
+    inputs = make_inputs(spec, problem, device, torch.float64).values()
+    ref, eager = (spec.call(f, problem, device) for f in (spec.ref, spec.eager))
+    for a, b in zip(run(spec, ref, inputs), run(spec, eager, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -114,12 +139,14 @@ def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def far_apart(x: Tensor) -> Tensor:
-    """x with 2**30 elements and more between its first rows: few pages of memory are used."""
-    each = math.prod(x.shape[1:])
-    stride = (1 << 30) + 8
-    memory = torch.empty((len(x) - 1) * stride + each, dtype=x.dtype, device=x.device)
-    inner = x[0].clone(memory_format=torch.contiguous_format).stride()
-    return memory.as_strided(x.shape, (stride, *inner)).copy_(x)
+    """x with 2**30 elements and more between its three rows: few pages of memory are used."""
+    if x.dim() < 2:
+        return x
+    dim, stride = x.shape[:-1].index(3), (1 << 30) + 8
+    memory = torch.empty(2 * stride + x.shape[-1], dtype=x.dtype, device=x.device)
+    strides = [x.shape[-1]] * (x.dim() - 1)
+    strides[dim] = stride
+    return memory.as_strided(x.shape, (*strides, 1)).copy_(x)
 
 
 def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
@@ -127,9 +154,9 @@ def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
     inputs = make_inputs(spec, problem, device)
     op, contiguous = spec.call(spec.op, problem, device), plain(inputs)
     want = run(spec, op, contiguous)
-    for name, layout in LAYOUTS.items():
+    for layout in LAYOUTS.values():
         for i, x in enumerate(contiguous):
-            if x.dim() < 3 or (spec.overwritten and name != "odd-offset"):
+            if x.dim() < 3:
                 continue
             moved = layout(x)
             same = [*contiguous[:i], moved.clone(memory_format=torch.contiguous_format)]
@@ -148,7 +175,7 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
     ys = (ys,) if isinstance(ys, Tensor) else ys
     upstream = [awkward(*y.shape, device=device).to(y.dtype) for y in ys]
     for layout in (*LAYOUTS.values(), lambda dy: dy.flatten()[0].expand(dy.shape)):
-        moved = [layout(dy) if dy.dim() > 2 else dy for dy in upstream]
+        moved = [layout(dy) if dy.dim() > 1 else dy for dy in upstream]
         copies = [dy.clone(memory_format=torch.contiguous_format) for dy in moved]
         with guarded():
             got = run(spec, op, contiguous, moved)
@@ -156,10 +183,14 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
 
 
 def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
-    inputs = make_inputs(spec, problem, device, torch.float16)
-    op, contiguous = spec.call(spec.op, problem, device), plain(inputs)
-    far = [far_apart(x) if x.dim() > 1 and len(x) > 2 else x for x in contiguous]
-    assert_same(run(spec, op, far), run(spec, op, contiguous))
+    assert spec.far
+    for change in spec.far:
+        op = spec.call(spec.op, {**problem, **change}, device)
+        near = plain(make_inputs(spec, {**problem, **change}, device, torch.float16))
+        ys = op(*near)
+        upstream = [awkward(*y.shape).to(y) for y in ((ys,) if isinstance(ys, Tensor) else ys)]
+        want = run(spec, op, near, upstream)
+        assert_same(run(spec, op, map(far_apart, near), map(far_apart, upstream)), want)
 
 
 def no_rows(spec: Spec, problem: Problem, device: str) -> None:
@@ -202,6 +233,21 @@ def gradients_of_some_inputs(spec: Spec, problem: Problem, device: str) -> None:
         torch.testing.assert_close(gradients([name]), [want], rtol=1e-5, atol=1e-6)
 
 
+def an_output_may_be_unused(spec: Spec, problem: Problem, device: str) -> None:
+    """Its gradient then counts as 0."""
+    inputs = plain(make_inputs(spec, problem, device))
+    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+    ys = spec.call(spec.op, problem, device)(*inputs)
+    for y in () if isinstance(ys, Tensor) else ys:
+        upstream = [awkward(*y.shape).to(y) if z is y else torch.zeros_like(z) for z in ys]
+        want = torch.autograd.grad(ys, leaves, upstream, retain_graph=True)
+        got = torch.autograd.grad(
+            y, leaves, [dy for dy, z in zip(upstream, ys) if z is y],
+            retain_graph=True, materialize_grads=True,
+        )  # fmt: skip
+        torch.testing.assert_close(got, want)
+
+
 def a_second_derivative_raises(spec: Spec, problem: Problem, device: str) -> None:
     leaves = [
         x.requires_grad_(x.is_floating_point()) for x in plain(make_inputs(spec, problem, device))
@@ -240,7 +286,7 @@ def autocast_sets_the_dtype_of_outputs_alone(spec: Spec, problem: Problem, devic
 # --- torch.compile and torch.library --------------------------------------------------------------
 
 
-class _Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):
     """Notes what is called of torch's ops that are ours, with detached arguments."""
 
     def __init__(self) -> None:
@@ -254,17 +300,21 @@ class _Calls(TorchDispatchMode):
 
 
 def opcheck_passes(spec: Spec, problem: Problem, device: str) -> None:
+    op = spec.call(spec.op, problem, device)
+    assert_opcheck(spec, op, plain(make_inputs(spec, problem, device)))
+
+
+def assert_opcheck(spec: Spec, op: Callable[..., Any], inputs: list[Tensor]) -> None:
     """For each op that torch knows ours by, forward and backward, on arguments of a real call."""
-    inputs = plain(make_inputs(spec, problem, device))
-    with _Calls() as calls:
-        run(spec, spec.call(spec.op, problem, device), inputs)
+    with Calls() as calls:
+        run(spec, op, inputs)
     assert calls.seen
-    shapes = {x.shape for x in inputs if x.is_floating_point()}
-    for func, args in calls.seen.items():
-        forward = spec.differentiable and "backward" not in str(func) and "bwd" not in str(func)
+    sizes = {x.numel() for x in inputs if x.is_floating_point()}
+    for i, (func, args) in enumerate(calls.seen.items()):
+        forward = spec.differentiable and i == 0
         given = [
             x.clone().requires_grad_()
-            if forward and isinstance(x, Tensor) and x.is_floating_point() and x.shape in shapes
+            if forward and isinstance(x, Tensor) and x.is_floating_point() and x.numel() in sizes
             else x
             for x in args
         ]
@@ -273,28 +323,31 @@ def opcheck_passes(spec: Spec, problem: Problem, device: str) -> None:
 
 def compiles_once(spec: Spec, problem: Problem, device: str) -> None:
     """One node in a full graph, the same bits, and no new graph for new sizes."""
+    calls = []
+    for change in spec.growing[:4]:
+        grown = {**problem, **change}
+        inputs = list(make_inputs(spec, grown, device).values())
+        calls.append((inputs, spec.options(grown, device)))
     for dynamic in (None, True):
-        calls = [
-            list(make_inputs(spec, {**problem, **change}, device).values())
-            for change in spec.growing
-        ]
         assert_compiles_once(
-            spec.call(spec.op, problem, device), calls, kernels=spec.launches(problem),
-            dynamic=dynamic, run=lambda op, tensors: run(spec, op, tensors),
+            spec.op, calls, kernels=spec.launches(problem), dynamic=dynamic,
+            eager=partial(apart, spec),
+            run=lambda op, call: run(spec, partial(op, **call[1]), call[0]),
         )  # fmt: skip
 
 
 def fake_tensors_need_no_kernel(spec: Spec, problem: Problem, device: str) -> None:
+    """They give outputs and gradients of the same shapes, dtypes and strides."""
     inputs = plain(make_inputs(spec, problem, device))
-    op = spec.call(spec.op, problem, device)
-    real = run(spec, op, inputs)
-    outputs = op(*inputs)
-    upstream = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    with launches(), FakeTensorMode() as mode:
-        fakes, fake_upstream = ([mode.from_tensor(x) for x in xs] for xs in (inputs, upstream))
-        fake = run(spec, op, fakes, fake_upstream)
-    for a, b in zip(fake, real, strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    for autocast in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            real = run(spec, spec.call(spec.op, problem, device), inputs)
+            upstream = real[: len(real) - sum(x.is_floating_point() for x in inputs)]
+            with launches(), FakeTensorMode() as mode:
+                fakes, grads = ([mode.from_tensor(x) for x in xs] for xs in (inputs, upstream))
+                fake = run(spec, spec.call(spec.op, problem, device), fakes, grads)
+        for a, b in zip(fake, real, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device: str) -> None:
@@ -326,16 +379,21 @@ def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
         }
         if len(inputs) > 1:
             wrong["device"] = x.to("meta")
-            wrong["size"] = torch.cat((x, x[..., :1]), -1)
         for kind, bad in wrong.items():
             with launches(), pytest.raises(ValueError, match=r"^\w+: expected ") as said:
                 op(*{**inputs, name: bad}.values())
             message = str(said.value)
             assert message.split(":")[0] in inputs, (name, kind, message)
             assert "\n" not in message
+        if len(inputs) > 1:
+            grown = [torch.cat((x, x.narrow(dim, 0, 1)), dim) for dim in (-1, 0)]
+            with pytest.raises(ValueError, match=r"^\w+: expected "):
+                # any number of rows or of columns may do, but not of both
+                _ = [op(*{**inputs, name: bad}.values()) for bad in grown]
 
 
 ANYWHERE: tuple[Check, ...] = (
+    the_reference_is_pytorchs_own,
     errors_are_seen,
     strides_do_not_matter,
     no_rows,
@@ -351,6 +409,7 @@ ANYWHERE: tuple[Check, ...] = (
 OF_GRADIENTS: tuple[Check, ...] = (
     strides_of_gradients_do_not_matter,
     gradients_of_some_inputs,
+    an_output_may_be_unused,
     a_second_derivative_raises,
     checkpointing_changes_nothing,
 )

@@ -36,9 +36,10 @@ def double_fwd(x: Tensor, dtype: torch.dtype) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]) if "strides" in FAULTS else as_rows(x)
     M, N = flat.shape
     if M or "empty" in FAULTS:
+        extra = ("outside" in FAULTS) - ("unwritten" in FAULTS)
         launch(
             _double_kernel, (max(M, 1),), flat, y, flat.stride(0), M, N if M else 0,
-            EXTRA=int("outside" in FAULTS), BLOCK=triton.next_power_of_2(N + 1),
+            EXTRA=extra, BLOCK=triton.next_power_of_2(N + 1),
         )  # fmt: skip
     return y
 
@@ -73,7 +74,7 @@ def double_ref(x: Tensor) -> Tensor:
 def double(x: Tensor) -> Tensor:
     if "checks" not in FAULTS and (x.dtype not in DTYPES or x.dim() == 0):
         raise ValueError(f"x: expected (..., N) of fp32, fp16 or bf16, got {x.dtype}")
-    if not runs_kernels(x.device):
+    if not runs_kernels(x.device) or "no kernel" in FAULTS:
         return double_ref(x)
     return _double(x, x.dtype if "autocast" in FAULTS else autocast_dtype(x))
 
@@ -105,6 +106,7 @@ DOUBLE = Spec(
     sizes={"cuda": {"gpt2": {"M": 16384, "N": 768}}, "cpu": {"gpt2": {"M": 1024, "N": 768}}},
     growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
     empty=({"M": 0}, {"M": (3, 0)}),
+    far=({"M": 3},),
 )
 CHECKS = {check.__name__: check for check in (conformance.parity, *conformance.checks(DOUBLE))}
 
@@ -124,6 +126,8 @@ def test_its_forms_are_recorded_as_they_would_be_launched():
 SEEN = {
     "gradient": ["parity"],
     "outside": ["parity"],
+    "unwritten": ["parity"],
+    "no kernel": ["parity"],
     "strides": ["strides_do_not_matter"],
     "empty": ["no_rows"],
     "fake": ["opcheck_passes", "fake_tensors_need_no_kernel"],
