@@ -25,7 +25,7 @@ from bench import records
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
-from fastgpt.kernels.cross_entropy import chunks as linear_cross_entropy_chunks
+from fastgpt.kernels.cross_entropy import linear as linear_cross_entropy_chunks
 from fastgpt.kernels.runtime import Launch, recording
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES

@@ -81,7 +81,7 @@ class Spec:
     cpu: Callable[..., Any] | None = None
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
     overwritten: str = ""
-    """The input whose memory `op` may take for its gradient."""
+    """The input whose memory `op` takes for its gradient, if its option `inplace_grad` is set."""
     probe: Callable[[str, Tensor], Tensor] = whole
     """The part of an input, output or gradient that is checked where an fp64 reference of all of it
     would not fit; itself a whole problem. Called as probe("q" or "output 0", tensor)."""

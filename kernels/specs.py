@@ -2,6 +2,7 @@
 
 from .attention.spec import forms as attention_forms
 from .bias_act.spec import SPECS as BIAS_ACT
+from .cross_entropy.spec import SPECS as LOSSES
 from .cross_entropy.spec import forms as cross_entropy_forms
 from .decode_attention.spec import forms as decode_attention_forms
 from .dropout.spec import SPECS as DROPOUT
@@ -11,7 +12,9 @@ from .rotary.spec import SPECS as ROTARY
 from .rotary.spec import forms as rotary_forms
 from .spec import Spec
 
-SPECS: dict[str, Spec] = {spec.name: spec for spec in (*NORM, *BIAS_ACT, *ROTARY, *DROPOUT)}
+SPECS: dict[str, Spec] = {
+    spec.name: spec for spec in (*NORM, *LOSSES, *BIAS_ACT, *ROTARY, *DROPOUT)
+}
 FORMS = (
     attention_forms,
     norm_forms,

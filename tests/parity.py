@@ -149,14 +149,15 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def forward_backward(
     op: Op, inputs: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
 ) -> list[Tensor]:
-    """Outputs and gradients; `inputs` keep their strides."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    """Outputs, and gradients of floating inputs; `inputs` keep their strides."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     ys = op(*leaves)
     ys = (ys,) if isinstance(ys, Tensor) else ys
     if upstream is None:
         generator = torch.Generator().manual_seed(1)
         upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
-    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, list(upstream))]
+    wanted = [x for x in leaves if x.requires_grad]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, wanted, list(upstream))]
 
 
 def assert_compiles_once(

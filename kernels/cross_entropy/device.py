@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rows import as_rows
 from ..runtime import launch, multiprocessors
 from .plain import Options
 
@@ -227,8 +228,9 @@ def _constants(options: Options) -> dict[str, object]:
 
 
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(losses, stats) of logits whose columns are contiguous."""
+    """(losses, stats)."""
     M, V = logits.shape
+    logits, targets = as_rows(logits), targets.contiguous()
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     stats = torch.empty((2, M), dtype=torch.float32, device=logits.device)
     if M:
@@ -243,8 +245,10 @@ def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tupl
 def cross_entropy_fwd_bwd_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
 ) -> Tensor:
-    """Losses; the gradient of their sum, times `scale`, takes the place of the logits."""
+    """Losses; the gradient of their sum, times `scale`, takes the place of the logits, whose
+    columns are contiguous."""
     M, V = logits.shape
+    targets = targets.contiguous()
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
         launch(
@@ -260,6 +264,7 @@ def cross_entropy_bwd(
 ) -> None:
     """Writes the gradient of the losses' sum, times `scale`, to dlogits: the logits or another."""
     M, V = logits.shape
+    logits, targets = as_rows(logits), targets.contiguous()
     if M:
         block = min(BLOCK_N, 1 << (V - 1).bit_length())
         launch(

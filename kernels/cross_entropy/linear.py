@@ -18,23 +18,15 @@ is the kernels of `kernels.cross_entropy.device` that turn logits into gradients
 PyTorch. Nothing waits for the device. A gradient of a gradient raises.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..checks import DTYPES
+from ..checks import INTEGERS, check_float, check_like
 from ..runtime import autocast_dtype, define_op, undisturbed
-from .chunks import Wanted, run
-from .op import (
-    OPTIONS,
-    check_options,
-    check_targets,
-    count,
-    cross_entropy_ref,
-    reduced,
-)
+from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import Options
 
 # --- reference ------------------------------------------------------------------------------------
@@ -44,8 +36,8 @@ def linear_cross_entropy_ref(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    *,
     bias: Tensor | None = None,
+    *,
     chunk_tokens: int | None = None,
     **options: Any,
 ) -> Tensor:
@@ -55,12 +47,134 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(F.linear(x.to(dtype), weight.to(dtype), bias), targets, **options)
 
 
+# --- chunks of tokens -----------------------------------------------------------------------------
+
+CHUNK_BYTES = {"cuda": 420 << 20, "cpu": 64 << 20}
+"""Of logits at a time: of GPT-2's 50,304, 4096 tokens in bf16 on a GPU.
+
+On a CPU every logit counts as fp32: 256 tokens, more than which are no faster in bf16 either.
+"""
+
+
+class Settings(NamedTuple):
+    """What the ops are given beside tensors and reduction, in the order of their schemas."""
+
+    of_x: bool
+    """The gradient of x is wanted."""
+    of_weight: bool
+    of_bias: bool
+    dtype: torch.dtype
+    """Of the matrix products."""
+    chunk_tokens: int
+    """0: as many as CHUNK_BYTES holds."""
+    valid_vocab: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+
+    @property
+    def options(self) -> Options:
+        return Options(*self[5:])
+
+
+SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens, {OPTIONS}"
+"""`Settings` as a schema has them."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of x, weight and bias; empty where none is wanted."""
+
+
+def tokens_at_a_time(M: int, V: int, dtype: torch.dtype, device: torch.device, asked: int) -> int:
+    """Tokens in a chunk: as asked, else what CHUNK_BYTES holds, in chunks of about one size."""
+    if asked:
+        return asked
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    most = CHUNK_BYTES[kind] // (V * (4 if kind == "cpu" else dtype.itemsize))
+    most = max(1, most // 128 * 128 or most)
+    chunks = max(1, -(-M // most))
+    return min(most, -(-M // (128 * chunks)) * 128)
+
+
+def empty_gradients(
+    x: Tensor, weight: Tensor, settings: Settings, dtypes: tuple[torch.dtype, ...]
+) -> Gradients:
+    """Memory for the gradients that are wanted, in `dtypes`."""
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    dx, dweight, dbias = (
+        torch.empty(shape if is_wanted else (0,), dtype=dtype, device=x.device)
+        for is_wanted, shape, dtype in zip(settings[:3], shapes, dtypes, strict=True)
+    )
+    return dx, dweight, dbias
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Gradients]:
+    """Losses (M,), and the gradients of their sum weighted by `scale`, () or (M,) fp32.
+
+    The gradient of x is in the dtype of the products, those of weight and bias add up in fp32.
+    """
+    V, C = weight.shape
+    dtype = settings.dtype
+    rows, targets = x.reshape(-1, C).to(dtype), targets.reshape(-1)
+    M = rows.shape[0]
+    losses = torch.empty(M, dtype=torch.float32, device=x.device)
+    grads = empty_gradients(x, weight, settings, (dtype, torch.float32, torch.float32))
+    dx, dweight, dbias = grads[0].view(-1, C), *grads[1:]
+    if M == 0:
+        dweight.zero_()
+        dbias.zero_()
+        return losses, grads
+    across = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    chunk = tokens_at_a_time(M, V, dtype, x.device, settings.chunk_tokens)
+    memory = torch.empty((min(chunk, M), V), dtype=dtype, device=x.device)
+    for start in range(0, M, chunk):
+        part = slice(start, min(start + chunk, M))
+        logits = memory[: part.stop - start]
+        if bias is None:
+            torch.mm(rows[part], across.t(), out=logits)
+        else:
+            torch.addmm(bias, rows[part], across.t(), out=logits)
+        by_row = scale[part] if scale is not None and scale.dim() else scale
+        losses[part] = in_place(logits, targets[part], by_row, settings.options)
+        if settings.of_x:
+            torch.mm(logits, across, out=dx[part])
+        if settings.of_weight:
+            _accumulate_product(dweight, logits.t(), rows[part], first=start == 0)
+        if settings.of_bias:
+            summed = logits.sum(0, dtype=torch.float32)
+            dbias.copy_(summed) if start == 0 else dbias.add_(summed)
+    return losses, grads
+
+
+def _accumulate_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total += a @ b in fp32; the first product does not read it."""
+    beta = 0 if first else 1
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:  # on a CPU a product of bf16 is bf16: of a few rows at a time, so that it stays in cache
+        memory = torch.empty((min(8192, total.shape[0]), total.shape[1]), dtype=a.dtype)
+        for start in range(0, total.shape[0], 8192):
+            part = total[start : start + 8192]
+            product = torch.mm(a[start : start + 8192], b, out=memory[: part.shape[0]])
+            part.copy_(product) if first else part.add_(product)
+
+
 # --- op -------------------------------------------------------------------------------------------
 
 
 def _fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
+    *settings: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, scale, gradients of x, weight and bias still to be multiplied by scale).
 
     The mean's 1 / n is split as 2**-e / m, m from 1/2 to 1. The logits' gradients are divided by m
@@ -68,77 +182,68 @@ def _fwd(
     a power of two, by which a gradient is multiplied without being rounded once more. With `once`
     the backward may do so in place: the caller looks at nothing but the loss.
     """
-    wanted, reduction, options = Wanted(*rest[:5]), rest[5], Options(*rest[7:])
-    targets = targets.reshape(-1).contiguous()
-    factor = scale = None
+    asked = Settings(*settings)
     if reduction == "mean":
-        mantissa, exponent = torch.frexp(count(targets, options.ignore_index))
+        mantissa, exponent = torch.frexp(count(targets, asked.ignore_index))
         factor, scale = 1 / mantissa, torch.ldexp(torch.ones_like(mantissa), -exponent)
-    losses, grads = run(x, weight, bias, targets, factor, wanted, options)
-    if scale is None:
-        scale = torch.ones((), device=x.device)
-    loss = reduced(losses, targets, options.ignore_index, reduction)
-    dx = grads.x.view(x.shape) if wanted.of_x else grads.x
-    return loss, scale, dx, grads.weight, grads.bias
+    else:
+        factor, scale = None, torch.ones((), device=x.device)
+    losses, grads = run(x, weight, bias, targets, factor, asked)
+    loss = reduced(losses, targets, asked.ignore_index, reduction)
+    return loss, scale, *grads
 
 
 def _fwd_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    fp32, wanted, reduction = torch.float32, Wanted(*rest[:5]), rest[5]
-    return (
-        x.new_empty((targets.numel(),) if reduction == "none" else (), dtype=fp32),
-        x.new_empty((), dtype=fp32),
-        x.new_empty(x.shape if wanted.of_x else (0,), dtype=wanted.dtype),
-        x.new_empty(weight.shape if wanted.of_weight else (0,), dtype=fp32),
-        x.new_empty(weight.shape[:1] if wanted.of_bias else (0,), dtype=fp32),
-    )
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
+    *settings: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    asked, fp32 = Settings(*settings), torch.float32
+    loss = x.new_empty((targets.numel(),) if reduction == "none" else (), dtype=fp32)
+    grads = empty_gradients(x, weight, asked, (asked.dtype, fp32, fp32))
+    return loss, x.new_empty((), dtype=fp32), *grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, targets, *_, ctx.dtype, ctx.chunk_tokens, ctx.reduction, ctx.once = inputs[:11]
-    ctx.options = inputs[11:]
+    *tensors, ctx.reduction, ctx.once = inputs[:6]
+    ctx.settings = Settings(*inputs[6:])
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     ctx.gradients = None if ctx.reduction == "none" else gradients
-    ctx.save_for_backward(x, weight, bias, targets)
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
+    x, weight, bias, targets = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     grads: tuple[Any, ...] = (None, None, None)
     if dloss is not None and ctx.gradients is None:  # never computed, or given away
-        x, weight, bias, targets = ctx.saved_tensors
         if ctx.reduction == "mean":
-            dloss = dloss / count(targets, ctx.options[1])
-        grads = _again(
-            dloss, x, weight, bias, targets, *needed, ctx.dtype, ctx.chunk_tokens, *ctx.options
-        )
+            dloss = dloss / count(targets, ctx.settings.ignore_index)
+        grads = _again(dloss, x, weight, bias, targets, *needed, *ctx.settings[3:])
     elif dloss is not None:
-        dtypes = (t if t is None else t.dtype for t in ctx.saved_tensors[:3])
-        dtypes = [dtype or torch.float32 for dtype in dtypes]
+        dtypes = _dtypes(x, weight, bias)
         if torch.is_grad_enabled() or not (ctx.once and undisturbed(dloss)):
             grads = _scaled(dloss, *ctx.gradients, *dtypes)
         else:  # no second copy of them is ever there; another backward computes them again
             grads = _scaled_(dloss, *ctx.gradients, *dtypes)
             ctx.gradients = None
     asked = (grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
-    return *asked, *((None,) * (8 + len(ctx.options)))
+    return *asked, *((None,) * (3 + len(ctx.settings)))
 
 
-def _scaled_(
-    dloss: Tensor,
-    scale: Tensor,
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    *dtypes: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """The gradients times dloss and scale, in their own memory where they are in fp32 already."""
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
+    return tuple(torch.float32 if t is None else t.dtype for t in tensors)
+
+
+def _scaled_(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The gradients times dloss and scale, in their own memory where they are in fp32 already.
+
+    `rest` is three gradients, and the dtypes that they are wanted in.
+    """
     scale = scale * dloss
     # multiplied in fp32 and rounded once: in bf16 the scale itself would be
-    grads = (grad.float().mul_(scale) for grad in (dx, dweight, dbias))
-    return tuple(grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
+    grads = (grad.float().mul_(scale) for grad in rest[:3])
+    return tuple(grad.to(dtype) for grad, dtype in zip(grads, rest[3:], strict=True))
 
 
 def _scaled_bwd(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -152,29 +257,19 @@ def _scaled_bwd_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 def _again_bwd(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted, options = Wanted(*rest[:5]), Options(*rest[5:])
-    targets = targets.reshape(-1).contiguous()
-    _, grads = run(x, weight, bias, targets, dlosses, wanted, options)
-    dx = grads.x.to(x.dtype)
-    dbias = grads.bias if bias is None else grads.bias.to(bias.dtype)
-    return dx.view(x.shape) if wanted.of_x else dx, grads.weight.to(weight.dtype), dbias
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+) -> tuple[Tensor, ...]:
+    _, grads = run(x, weight, bias, targets, dlosses, Settings(*settings))
+    of = zip(grads, _dtypes(x, weight, bias), strict=True)
+    return tuple(grad.to(dtype) for grad, dtype in of)
 
 
 def _again_bwd_fake(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = Wanted(*rest[:5])
-    dbias_shape = weight.shape[:1] if wanted.of_bias else (0,)
-    return (
-        x.new_empty(x.shape if wanted.of_x else (0,)),
-        weight.new_empty(weight.shape if wanted.of_weight else (0,)),
-        (weight if bias is None else bias).new_empty(dbias_shape),
-    )
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+) -> tuple[Tensor, ...]:
+    return empty_gradients(x, weight, Settings(*settings), _dtypes(x, weight, bias))
 
 
-WANTED = "bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens"
 _scaled = define_op(
     "linear_cross_entropy_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
     "Tensor dbias, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype) "
@@ -184,13 +279,13 @@ _scaled = define_op(
 )
 _again = define_op(
     "linear_cross_entropy_again(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
-    f"Tensor targets, {WANTED}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor targets, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _again_bwd,
     _again_bwd_fake,
 )
 _linear_cross_entropy = define_op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
-    f"{WANTED}, str reduction, bool once, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str reduction, "
+    f"bool once, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -205,8 +300,8 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    *,
     bias: Tensor | None = None,
+    *,
     chunk_tokens: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -240,34 +335,27 @@ def linear_cross_entropy(
     Raises:
         ValueError: a shape, dtype, device or option is not as above.
     """
-    _check(x, weight, bias, chunk_tokens)
-    check_targets(targets, x.shape[:-1], x, "x")
-    V = weight.shape[0]
-    valid = V if valid_vocab is None else valid_vocab
-    options = Options(valid, ignore_index, label_smoothing, z_loss, softcap)
-    check_options(options, reduction, V)
-    early = torch.is_grad_enabled() and reduction != "none"
-    wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
-    dtype, chunk, once = autocast_dtype(x), chunk_tokens or 0, True
-    loss, *_ = _linear_cross_entropy(
-        x, weight, bias, targets, *wanted, dtype, chunk, reduction, once, *options
-    )
-    return loss.view(targets.shape) if reduction == "none" else loss
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: int | None) -> None:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x: expected fp32, fp16 or bf16, got {x.dtype}")
+    check_float("x", x)
     if x.dim() == 0 or x.shape[-1] < 1:
         raise ValueError(f"x: expected (..., C) with C >= 1, got {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight: expected (V, {x.shape[-1]}), got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype not in DTYPES:
-            raise ValueError(f"{name}: expected fp32, fp16 or bf16, got {t.dtype}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name}: expected {x.device} as x, got {t.device}")
+    V = weight.shape[0]
+    check_float("weight", weight, like=x)
+    if bias is not None:
+        check_float("bias", bias, (V,), like=x)
+    check_like("targets", targets, x.shape[:-1], INTEGERS, x, "x")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected 1 or more, or None, got {chunk_tokens}")
+    options = check_options(
+        V, reduction, valid_vocab, ignore_index, label_smoothing, z_loss, softcap
+    )
+    early = torch.is_grad_enabled() and reduction != "none"
+    wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
+    # a mode that listens may keep the gradients that the op returns beside the loss
+    once = torch.compiler.is_compiling() or undisturbed(x, weight, targets)
+    loss, *_ = _linear_cross_entropy(
+        x, weight, bias, targets, reduction, once,
+        *wanted, autocast_dtype(x), chunk_tokens or 0, *options,
+    )  # fmt: skip
+    return loss.view(targets.shape) if reduction == "none" else loss

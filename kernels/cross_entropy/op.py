@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..checks import DTYPES
+from ..checks import INTEGERS, check_float, check_like
 from ..runtime import define_op, runs_kernels, undisturbed
 from .plain import Options, losses_and_gradient_, losses_ref
 
@@ -53,8 +53,12 @@ def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Opt
     return cross_entropy_fwd_bwd_(logits, targets, scale, options)
 
 
-def check_options(options: Options, reduction: str, V: int) -> None:
-    """Raises ValueError for what no loss can be computed with."""
+def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> Options:
+    """The options of logits with V columns; raises ValueError if no loss can be computed with them.
+
+    `values` are what follows `valid_vocab` in `Options`.
+    """
+    options = Options(V if valid_vocab is None else valid_vocab, *values)
     if not 1 <= options.valid_vocab <= V:
         raise ValueError(f"valid_vocab: expected 1 to {V} columns, got {options.valid_vocab}")
     if not 0 <= options.label_smoothing <= 1:
@@ -65,16 +69,7 @@ def check_options(options: Options, reduction: str, V: int) -> None:
         raise ValueError(f"softcap: expected a number above 0 or None, got {options.softcap}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-
-
-def check_targets(targets: Tensor, shape: torch.Size, like: Tensor, name: str) -> None:
-    """Raises ValueError unless targets are integers of `shape` where `like`, called `name`, is."""
-    if targets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"targets: expected int32 or int64, got {targets.dtype}")
-    if targets.shape != shape:
-        raise ValueError(f"targets: expected {tuple(shape)}, got {tuple(targets.shape)}")
-    if targets.device != like.device:
-        raise ValueError(f"targets: expected {like.device} as {name}, got {targets.device}")
+    return options
 
 
 # --- reference ------------------------------------------------------------------------------------
@@ -84,18 +79,14 @@ def cross_entropy_ref(
     logits: Tensor,
     targets: Tensor,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
     valid_vocab: int | None = None,
     reduction: str = "mean",
     inplace_grad: bool = False,
+    **others: Any,
 ) -> Tensor:
     """The contract of `cross_entropy` in plain PyTorch, never in place; takes fp64 as well."""
-    valid = logits.shape[-1] if valid_vocab is None else valid_vocab
-    options = Options(valid, ignore_index, label_smoothing, z_loss, softcap)
-    return reduced(losses_ref(logits, targets, options), targets, ignore_index, reduction)
+    options = Options(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
+    return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
 
 # --- op -------------------------------------------------------------------------------------------
@@ -104,10 +95,8 @@ def cross_entropy_ref(
 def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
     from .device import cross_entropy_fwd
 
-    options = Options(*options)
-    targets = targets.contiguous()
-    losses, stats = cross_entropy_fwd(_columns(logits), targets, options)
-    return reduced(losses, targets, options.ignore_index, reduction), stats
+    losses, stats = cross_entropy_fwd(logits, targets, Options(*options))
+    return reduced(losses, targets, Options(*options).ignore_index, reduction), stats
 
 
 def _fwd_fake(
@@ -130,25 +119,24 @@ def _write_gradient(
     dloss: Tensor,
     logits: Tensor,
     targets: Tensor,
-    stats: Tensor,
+    stats: Tensor | None,
     dlogits: Tensor,
     reduction: str,
     options: Options,
 ) -> None:
-    from .device import cross_entropy_bwd
-
+    """Writes the gradient to dlogits; without a kernel's `stats` they must be the logits."""
     if reduction == "mean":
         dloss = dloss / count(targets, options.ignore_index)
-    cross_entropy_bwd(_columns(logits), targets.contiguous(), stats, dloss, dlogits, options)
+    if stats is None:
+        losses_and_gradient_(logits, targets, dloss, options)
+    else:
+        from .device import cross_entropy_bwd
+
+        cross_entropy_bwd(logits, targets, stats, dloss, dlogits, options)
 
 
 def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
-
-
-def _columns(logits: Tensor) -> Tensor:
-    """(M, V) logits with contiguous columns: themselves wherever possible, else a copy."""
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -198,24 +186,20 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, /, *args: Any) -> Tensor:
         logits, targets, reduction, options = args
-        ctx.reduction, ctx.options, ctx.spent = reduction, options, False
-        plain = not runs_kernels(logits.device)
+        stats = None
         ctx.early = reduction != "none" and logits.dtype != torch.float16
         if ctx.early:
-            scale = None
-            if reduction == "mean":
-                scale = 1 / count(targets, options.ignore_index)
+            scale = 1 / count(targets, options.ignore_index) if reduction == "mean" else None
             losses = in_place(logits, targets, scale, options)
             increment_version(logits)
-            ctx.save_for_backward(logits, targets)
-        elif plain:
-            losses = losses_ref(logits, targets, options)
-            ctx.save_for_backward(logits, targets)
-        else:
+        elif runs_kernels(logits.device):
             from .device import cross_entropy_fwd
 
             losses, stats = cross_entropy_fwd(logits, targets, options)
-            ctx.save_for_backward(logits, targets, stats)
+        else:
+            losses = losses_ref(logits, targets, options)
+        ctx.reduction, ctx.options, ctx.spent = reduction, options, False
+        ctx.save_for_backward(logits, targets, stats)
         return reduced(losses, targets, options.ignore_index, reduction)
 
     @staticmethod
@@ -228,15 +212,9 @@ class _InPlace(torch.autograd.Function):
                 "took the place of the logits"
             )
         ctx.spent = True
-        logits, targets, *stats = ctx.saved_tensors
-        if stats:
-            reduction, options = ctx.reduction, ctx.options
-            _write_gradient(dloss, logits, targets, stats[0], logits, reduction, options)
-        elif not ctx.early:
-            scale = dloss
-            if ctx.reduction == "mean":
-                scale = dloss / count(targets, ctx.options.ignore_index)
-            losses_and_gradient_(logits, targets, scale, ctx.options)
+        logits, targets, stats = ctx.saved_tensors
+        if not ctx.early:
+            _write_gradient(dloss, logits, targets, stats, logits, ctx.reduction, ctx.options)
         elif runs_kernels(logits.device):
             from .device import cross_entropy_scale_
 
@@ -288,33 +266,32 @@ def cross_entropy(
         ValueError: a shape, dtype, device or option is not as above, or `inplace_grad` of logits
             that would have to be copied.
     """
-    if logits.dtype not in DTYPES:
-        raise ValueError(f"logits: expected fp32, fp16 or bf16, got {logits.dtype}")
+    check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected (..., V) with V >= 1, got {tuple(logits.shape)}")
     V = logits.shape[-1]
-    check_targets(targets, logits.shape[:-1], logits, "logits")
-    valid = V if valid_vocab is None else valid_vocab
-    options = Options(valid, ignore_index, label_smoothing, z_loss, softcap)
-    check_options(options, reduction, V)
+    check_like("targets", targets, logits.shape[:-1], INTEGERS, logits, "logits")
+    options = check_options(
+        V, reduction, valid_vocab, ignore_index, label_smoothing, z_loss, softcap
+    )
     flat, flat_targets = logits.reshape(-1, V), targets.reshape(-1)
     wanted = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
     if wanted and not torch.compiler.is_compiling() and undisturbed(logits, targets):
-        if _columns(flat) is not flat or flat.data_ptr() != logits.data_ptr() or _overlaps(flat):
+        if flat.data_ptr() != logits.data_ptr() or not _rows_apart(flat):
             raise ValueError(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "
                 f"got {tuple(logits.shape)} with strides {logits.stride()}"
             )
-        loss = _InPlace.apply(flat, flat_targets.contiguous(), reduction, options)
-        return loss.view(targets.shape) if reduction == "none" else loss
-    if not runs_kernels(logits.device):
+        loss = _InPlace.apply(flat, flat_targets, reduction, options)
+    elif runs_kernels(logits.device):
+        loss, _ = _cross_entropy(flat, flat_targets, reduction, *options)
+    else:
         losses = losses_ref(flat, flat_targets, options)
         loss = reduced(losses, flat_targets, ignore_index, reduction)
-    else:
-        loss, _ = _cross_entropy(flat, flat_targets, reduction, *options)
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
-def _overlaps(logits: Tensor) -> bool:
-    """Whether two rows of (M, V) logits share memory."""
-    return logits.shape[0] > 1 and abs(logits.stride(0)) < logits.shape[1]
+def _rows_apart(logits: Tensor) -> bool:
+    """Whether columns of (M, V) logits are contiguous and no two rows share memory."""
+    (M, V), (row, column) = logits.shape, logits.stride()
+    return (column == 1 or V == 1) and (abs(row) >= V or M <= 1)

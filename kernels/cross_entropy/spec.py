@@ -1,11 +1,97 @@
-"""What the losses are proved and measured by."""
+"""What the losses are proved and measured by.
+
+A problem has the sizes M, V and, for a head, C; "ignored", if some targets are to be, "bias" if a
+head has one; all else is an option of the op.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
 
 from ..proof.compile import Case
+from ..spec import Make, Problem, Spec, Work, rows, work
+from .linear import linear_cross_entropy, linear_cross_entropy_ref
+from .op import cross_entropy, cross_entropy_ref
 from .plain import Options
+
+FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
+
+
+def eager(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    valid_vocab: int | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    inplace_grad: bool = False,
+    **options: Any,
+) -> Tensor:
+    """F.cross_entropy of all rows, in fp32 or wider; PyTorch has no z_loss, which is added."""
+    z = logits[..., :valid_vocab].to(torch.promote_types(logits.dtype, torch.float32))
+    z = z.flatten(0, -2)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    loss = F.cross_entropy(z, targets.flatten(), **options)
+    if z_loss:
+        kept = (targets != options.get("ignore_index", -100)).flatten()
+        squares = torch.where(kept, z.logsumexp(-1).square(), 0.0)
+        reduction = options.get("reduction", "mean")
+        if reduction != "none":
+            squares = squares.sum() / (kept.sum() if reduction == "mean" else 1)
+        loss = loss + z_loss * squares
+    return loss.view(targets.shape) if loss.dim() else loss
+
+
+def eager_linear(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk_tokens: int | None = None,
+    **options: Any,
+) -> Tensor:
+    return eager(F.linear(x, weight, bias), targets, **options)
+
+
+def targets(s: Problem, make: Make) -> Tensor:
+    """Columns that count, every third target ignored where the problem says so."""
+    found = make(*rows(s), below=s.get("valid_vocab", s["V"]))
+    if s.get("ignored"):
+        found.view(-1)[:1] = 0  # one that counts, whatever number says that a target does not
+        found.view(-1)[1::3] = s.get("ignore_index", -100)
+    return found
+
+
+def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    return {"logits": make(*rows(s), s["V"]), "targets": targets(s, make)}
+
+
+def linear_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    x, weight = make(*rows(s), s["C"]), make(s["V"], s["C"])
+    found = {"x": x, "weight": weight, "targets": targets(s, make)}
+    return {**found, "bias": make(s["V"])} if s.get("bias") else found
+
+
+def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    return {k: v for k, v in s.items() if k not in ("M", "C", "V", "bias", "ignored")}
+
+
+def bytes_moved(s: Problem, itemsize: int) -> Work:
+    """Logits -> loss; backward: logits -> gradient. Both at once read the logits once."""
+    n = s["M"] * s["V"] * itemsize
+    return {"fwd": (0, n), "bwd": (0, 2 * n), "both": (0, 2 * n)}
+
+
+def linear_work(s: Problem, itemsize: int) -> Work:
+    """x, weight -> loss, without logits in memory; backward: the same -> dx, dweight."""
+    M, C, V = s["M"], s["C"], s["V"]
+    flops, n = 2 * M * C * V, (M * C + V * C) * itemsize
+    return {**work((flops, n), (2 * flops, 2 * n)), "both": (3 * flops, 2 * n)}
 
 
 def forms(arch: int) -> Iterator[Case]:
@@ -20,9 +106,7 @@ def forms(arch: int) -> Iterator[Case]:
     yield from forms_of(50_257, torch.bfloat16)  # rows that are not aligned
 
 
-def forms_of(
-    V: int, dtype: torch.dtype, valid: int | None = None, **values: float
-) -> Iterator[Case]:
+def forms_of(V: int, dtype: torch.dtype, valid: int | None = None, **values: Any) -> Iterator[Case]:
     options = Options(valid or V, **values)
     logits = torch.empty(4096, V, dtype=dtype, device="meta")
     targets = torch.empty(4096, dtype=torch.int64, device="meta")
@@ -45,3 +129,125 @@ def forms_of(
     label = " ".join([f"V={V} {kind}", *[f"valid={valid}"] * bool(valid), *values])
     yield Case(label, apart)
     yield Case(f"{label} in place", in_place)
+
+
+EVERY = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
+GPT2 = {"V": 50_304, "valid_vocab": 50_257}
+IN_PLACE = {"inplace_grad": True}
+REDUCTIONS = ("mean", "sum", "none")
+EACH: dict[str, Problem] = {
+    "plain": {},
+    "label-smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01, "valid_vocab": 1000},
+    "softcap": {"softcap": 3.0, "ignore_index": 1},
+    "every option": {**EVERY, "valid_vocab": 1030},
+}
+SHAPES: dict[str, Problem] = {
+    "one-element-left-over": {"M": (3, 5), "V": 33},
+    "one-lane-left-over": {"M": 7, "V": 1025},
+    "bytes": {"M": 9, "V": 256},
+    "two-vectors": {"M": 3, "V": 2048},
+    "rows-in-parts": {"M": 2, "V": 8200},
+    "rows-in-parts-of-another-size": {"M": (2, 2), "V": 16_500},
+    "gpt2": {"M": 4, **GPT2},
+    "gpt2-unpadded": {"M": 4, "V": 50_257},
+    "wide": {"M": 4, "V": 128_256},
+}
+SMALL: Problem = {"M": (4, 5), "V": 24, "ignored": True}
+CROSS_ENTROPY = Spec(
+    name="cross_entropy",
+    op=cross_entropy,
+    ref=cross_entropy_ref,
+    eager=eager,
+    inputs=inputs,
+    options=options,
+    # in place it depends on the dtype, too, what follows the forward
+    launches=lambda s: (FWD,) if s.get("inplace_grad") else (FWD, BWD),
+    forms=forms,
+    work=bytes_moved,
+    problems={
+        "mean": SMALL,
+        "none": {**SMALL, **EVERY, "valid_vocab": 20, "reduction": "none"},
+        "in place": {**SMALL, **EVERY, **IN_PLACE},
+        "in place none": {**SMALL, **IN_PLACE, "valid_vocab": 20, "reduction": "none"},
+        **{
+            f"{label} {reduction}{' in place' * in_place}": {
+                **shape, "ignored": True, "reduction": reduction, "inplace_grad": in_place
+            }
+            for label, shape in SHAPES.items()
+            for reduction in ("mean", "none")
+            for in_place in (False, True)
+        },
+        **{
+            f"{label} {reduction}{' in place' * in_place}": {
+                "M": 5, "V": 1030, **chosen,
+                "ignored": True, "reduction": reduction, "inplace_grad": in_place,
+            }
+            for label, chosen in EACH.items()
+            for reduction in REDUCTIONS
+            for in_place in (False, True)
+        },
+    },
+    sizes={
+        "cuda": {
+            "gpt2": {"M": 16_384, "V": 50_304, **IN_PLACE},
+            "awkward": {"M": 4099, "V": 50_257, **IN_PLACE},
+            "wide": {"M": 4096, "V": 128_256, **IN_PLACE},
+        },
+        "cpu": {
+            "gpt2": {"M": 256, "V": 50_304, **IN_PLACE},
+            "characters": {"M": 4096, "V": 65, **IN_PLACE},
+        },
+    },
+    structural=("mean", "none", "in place", "in place none"),
+    growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
+    empty=({"M": 0}, {"M": (3, 0)}),
+    far=({"M": 3},),
+    cpu=cross_entropy,
+    overwritten="logits",
+)  # fmt: skip
+CHUNKED: Problem = {"M": (3, 4), "C": 24, "V": 70, "ignored": True, "bias": True, "chunk_tokens": 5}
+LINEAR_CROSS_ENTROPY = Spec(
+    name="linear_cross_entropy",
+    op=linear_cross_entropy,
+    ref=linear_cross_entropy_ref,
+    eager=eager_linear,
+    inputs=linear_inputs,
+    options=options,
+    launches=lambda s: (FWD,),
+    forms=forms,
+    work=linear_work,
+    problems={
+        "mean": CHUNKED,
+        "none": {**CHUNKED, **EVERY, "valid_vocab": 61, "reduction": "none"},
+        "sum no bias": {**CHUNKED, "bias": False, "reduction": "sum"},
+        **{
+            f"{chunk} at a time {reduction}{' bias' * bias}": {
+                **CHUNKED, "chunk_tokens": chunk, "reduction": reduction, "bias": bias
+            }
+            for chunk in (None, 1, 4, 5)
+            for reduction in REDUCTIONS
+            for bias in (False, True)
+        },
+        **{
+            f"{label} {reduction}": {**CHUNKED, **chosen, "reduction": reduction}
+            for label, chosen in {"every option": EVERY, "padded": {"valid_vocab": 61}}.items()
+            for reduction in REDUCTIONS
+        },
+    },
+    sizes={
+        "cuda": {
+            "gpt2-124m": {"M": 16_384, "C": 768, "V": 50_304},
+            "gpt2-1558m": {"M": 8192, "C": 1600, "V": 50_304},
+            "awkward": {"M": 4099, "C": 777, "V": 50_257},
+        },
+        "cpu": {"gpt2-124m": {"M": 256, "C": 768, "V": 50_304}},
+        "cpu-full": {"gpt2-124m-4096": {"M": 4096, "C": 768, "V": 50_304}},
+    },
+    structural=("mean", "none", "sum no bias"),
+    growing=({"M": (3, 4)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
+    empty=({"M": 0}, {"M": (3, 0)}),
+    far=({"M": 3, "V": 3, "valid_vocab": 3},),
+    cpu=linear_cross_entropy,
+)  # fmt: skip
+SPECS = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

@@ -1,360 +1,290 @@
-"""Cross-entropy; on a CPU the kernels run in Triton's interpreter, on CUDA as they are."""
+"""What is special about the losses, of logits and of a head; the rest is in `test_conformance`."""
 
-import json
 import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.library import opcheck
 
-from fastgpt.kernels import cross_entropy, runtime
+from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref, tokens_at_a_time
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
+from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
+from tests.kernels import conformance
 from tests.parity import (
     LAYOUTS,
-    assert_compiles_once,
     assert_kernel_parity,
-    assert_mutations_are_caught,
-    assert_parity,
     awkward,
+    forward_backward,
     guarded,
     launches,
     printed_by,
 )
 
-FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
 SCALE = "_cross_entropy_scale_kernel"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-EVERY = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
-OPTIONS = {
-    "plain": {},
-    "label-smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 0.01},
-    "softcap": {"softcap": 3.0},
-    "every-option": EVERY,
+SPECS = {spec.name: conformance.careful(spec) for spec in (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)}
+LOSSES = {
+    "apart": ("cross_entropy", {}),
+    "in-place": ("cross_entropy", {"inplace_grad": True}),
+    "head": ("linear_cross_entropy", {"chunk_tokens": 5}),
 }
-
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+every_loss = pytest.mark.parametrize(("name", "options"), LOSSES.values(), ids=LOSSES)
+in_place = pytest.mark.parametrize("inplace", [False, True], ids=["apart", "in-place"])
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+every_problem = pytest.mark.parametrize(
+    ("name", "label"), [(name, label) for name, spec in SPECS.items() for label in spec.problems]
+)
 
 
-def make(*shape, valid=None, dtype=torch.float32, device="cpu", ignored=True):
-    """Logits of `shape` and targets, of which every third is ignored."""
-    logits = awkward(*shape, dtype=dtype, device=device)
-    targets = torch.randint(valid or shape[-1], shape[:-1], device=device)
-    if ignored:
-        targets.view(-1)[1::3] = -100
-    return {"logits": logits, "targets": targets}
+@pytest.fixture(params=["kernels"] if torch.cuda.is_available() else ["kernels", "plain"])
+def kernels(request, monkeypatch):
+    """The kernels that run: none where the interpreter is turned off, which a CPU alone can."""
+    if request.param == "plain":
+        monkeypatch.setattr(runtime, "INTERPRETING", False)
+        return ()
+    return (FWD,)
 
 
-def over_the_logits(logits, targets, **options):
-    """With `inplace_grad`, of a copy: what the caller has is needed again."""
-    return cross_entropy(logits.clone(), targets, **options, inplace_grad=True)
+def make(name, device, dtype=torch.float32, **problem):
+    """Inputs of a loss by name; logits of 6 rows if nothing else is said."""
+    problem = {"M": 6, "C": 24, "V": 40, **problem}
+    return conformance.make_inputs(SPECS[name], problem, device, dtype)
 
 
-def step(op, logits, targets, upstream=None, **options):
-    """(loss, gradient of the logits)."""
-    leaf = logits.detach().requires_grad_()
-    loss = op(leaf, targets, **options)
-    if upstream is None:
-        upstream = torch.full_like(loss, 1.25)
-    return loss.detach(), *torch.autograd.grad(loss, leaf, upstream)
+def head(device, **problem):
+    """x, weight, targets and a bias for 12 tokens, some of them ignored."""
+    chosen = {"M": (3, 4), "V": 70, "ignored": True, "bias": True, **problem}
+    return make("linear_cross_entropy", device, **chosen).values()
 
 
-# --- the reference --------------------------------------------------------------------------------
+def step(name, tensors, **options):
+    """[loss, gradients of floating inputs]."""
+    return forward_backward(partial(SPECS[name].op, **options), tensors)
 
 
-@reductions
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("ignore_index", [-100, 3])
-def test_reference_is_torchs_own_in_fp64(reduction, smoothing, ignore_index):
-    logits, targets = make(4, 5, 12, dtype=torch.float64).values()
-    targets = torch.where(targets == -100, ignore_index, targets)
-    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignore_index}
-    upstream = awkward(4, 5).double() if reduction == "none" else torch.tensor(1.5).double()
-
-    def torchs(logits, targets, **options):
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
-        return loss.view(targets.shape) if reduction == "none" else loss
-
-    got = step(cross_entropy_ref, logits, targets, upstream, **options)
-    want = step(torchs, logits, targets, upstream, **options)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_reference_of_what_torch_has_not():
-    logits, targets = make(20, 12, valid=9, dtype=torch.float64).values()
-    cut, kept = logits[:, :9], targets != -100
-    squared = cut.logsumexp(-1).square()[kept].mean()
-    capped = 2.0 * (cut / 2.0).tanh()
-    plain = F.cross_entropy(cut, targets)
-    for options, want in (
-        ({}, plain),
-        ({"z_loss": 0.3}, plain + 0.3 * squared),
-        ({"softcap": 2.0}, F.cross_entropy(capped, targets)),
-    ):
-        got = cross_entropy_ref(logits, targets, valid_vocab=9, **options)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+linear_step = partial(step, "linear_cross_entropy")
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
-SHAPES = {
-    "one-element-left-over": (3, 5, 33),
-    "one-lane-left-over": (7, 1025),
-    "bytes": (9, 256),
-    "rows-in-parts": (2, 8200),
-    "rows-in-parts-of-another-size": (2, 2, 16_500),
-}
+
+@every_problem
+def test_reference_is_pytorchs_own(name, label):
+    conformance.the_reference_is_pytorchs_own(SPECS[name], SPECS[name].problems[label], "cpu")
 
 
-@both_dtypes
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_cross_entropy_matches_reference(shape, reduction, dtype, device):
-    inputs = make(*shape, dtype=dtype, device=device)
-    assert_kernel_parity(
-        cross_entropy, cross_entropy_ref, inputs, kernels=(FWD, BWD), reduction=reduction
-    )
+@every_problem
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parity_where_no_kernel_runs(name, label, dtype, monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    spec = replace(SPECS[name], launches=lambda problem: ())
+    conformance.parity(spec, spec.problems[label], "cpu", dtype)
 
 
-@both_dtypes
-@reductions
-@all_options
-def test_options_match_reference(options, reduction, dtype, device):
-    valid = {"mean": 1000, "sum": None, "none": 1030}[reduction]
-    inputs = make(5, 1030, valid=valid, dtype=dtype, device=device)
-    options = {**options, "valid_vocab": valid, "reduction": reduction}
-    assert_kernel_parity(cross_entropy, cross_entropy_ref, inputs, kernels=(FWD, BWD), **options)
-    early = reduction != "none" and dtype != torch.float16
-    kernels = (FWD, SCALE) if early else (FWD, BWD)
-    assert_kernel_parity(over_the_logits, cross_entropy_ref, inputs, kernels=kernels, **options)
+@pytest.mark.parametrize("check", conformance.checks(LINEAR_CROSS_ENTROPY))
+@pytest.mark.parametrize("label", LINEAR_CROSS_ENTROPY.structural)
+def test_the_head_conforms_where_no_kernel_runs(label, check, monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    spec = replace(LINEAR_CROSS_ENTROPY, launches=lambda problem: ())
+    check(spec, spec.problems[label], "cpu")
 
 
+@pytest.mark.parametrize("name", SPECS)
 @given(data=st.data())
 @settings(
-    max_examples=25,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_cross_entropy_matches_reference_at_any_shape(data, device):
-    V = data.draw(st.integers(2, 600))
-    valid = data.draw(st.none() | st.integers(2, V))
-    shape = (*data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)), V)
-    dtype = data.draw(st.sampled_from(list(DTYPES.values())))
-    inputs = make(*shape, valid=valid, dtype=dtype, device=device)
-    options = {
-        "valid_vocab": valid,
-        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
-        "label_smoothing": data.draw(st.sampled_from([0.0, 0.3, 1.0])),
-        "z_loss": data.draw(st.sampled_from([0.0, 1e-3, 0.5])),
+def test_any_shape(name, data, device):
+    def one_of(*values):
+        return data.draw(st.sampled_from(values))
+
+    M = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
+    V, sizes = data.draw(st.integers(2, 600)), st.integers(1, 40)
+    problem = {
+        "M": M,
+        "V": V,
+        "ignored": True,
+        "valid_vocab": data.draw(st.integers(2, V)),
+        "reduction": one_of("mean", "sum", "none"),
+        "label_smoothing": one_of(0.0, 0.3, 1.0),
+        "z_loss": one_of(0.0, 1e-3, 0.5),
         "softcap": data.draw(st.none() | st.floats(0.5, 50)),
-        "ignore_index": data.draw(st.sampled_from([-100, 1])),
+        "ignore_index": one_of(-100, 1),
     }
-    op = data.draw(st.sampled_from([cross_entropy, over_the_logits]))
-    if options["ignore_index"] == 1:
-        inputs["targets"].clamp_(min=0)
-        inputs["targets"].view(-1)[0] = 0  # one that counts
+    if name == "cross_entropy":
+        problem["inplace_grad"] = one_of(False, True)
+    else:
+        problem |= {"C": data.draw(sizes), "chunk_tokens": data.draw(st.none() | sizes)}
+        problem["bias"] = one_of(False, True)
+    dtype = one_of(torch.float32, torch.float16)
+    conformance.parity(SPECS[name], problem, device, dtype)
+
+
+@in_place
+@pytest.mark.parametrize(
+    ("factor", "shift", "options"),
+    [(1.0, 1e4, {"label_smoothing": 0.1}), (0.01, 0.0, {"softcap": 100.0})],
+    ids=["far-from-0", "far-below-the-cap"],
+)
+def test_no_digits_are_lost(factor, shift, options, inplace, device):
+    """The log-sum-exp of logits of 10,000 as one fp32 number would be off by 5e-4, and so would
+    every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
+    """
+    inputs = make("cross_entropy", device, V=300, ignored=True)
+    inputs["logits"] = inputs["logits"] * factor + shift
+    op = partial(SPECS["cross_entropy"].op, inplace_grad=inplace)
     assert_kernel_parity(op, cross_entropy_ref, inputs, kernels=(FWD,), **options)
-
-
-def test_bf16_logits(device):
-    inputs = make(6, 700, dtype=torch.bfloat16, device=device)
-    for op, kernel in ((cross_entropy, BWD), (over_the_logits, SCALE)):
-        assert_kernel_parity(op, cross_entropy_ref, inputs, kernels=(FWD, kernel), **EVERY)
-
-
-def test_logits_of_ten_thousand_lose_nothing(device):
-    """The log-sum-exp as one fp32 number would be off by 5e-4, and so would every probability."""
-    inputs = make(6, 300, device=device)
-    inputs["logits"] = inputs["logits"] + 1e4
-    for op in (cross_entropy, over_the_logits):
-        assert_kernel_parity(op, cross_entropy_ref, inputs, kernels=(FWD,), label_smoothing=0.1)
-
-
-def test_a_cap_far_above_the_logits_changes_little(device):
-    """tanh near 0 from exponentials alone would be off by 1e-4 of the logit."""
-    inputs = make(6, 300, device=device)
-    inputs["logits"] = inputs["logits"] * 0.01
-    assert_kernel_parity(
-        cross_entropy, cross_entropy_ref, inputs, kernels=(FWD, BWD), softcap=100.0
-    )
-
-
-@pytest.mark.parametrize("op", [cross_entropy, over_the_logits], ids=["apart", "in-place"])
-def test_parity_catches_one_percent(op, device):
-    logits, targets = make(9, 40, device=device).values()
-    assert_mutations_are_caught(
-        lambda logits: op(logits, targets),
-        lambda logits: cross_entropy_ref(logits, targets),
-        {"logits": logits},
-    )
 
 
 # --- targets --------------------------------------------------------------------------------------
 
-both_ops = pytest.mark.parametrize(
-    "op", [cross_entropy, over_the_logits], ids=["apart", "in-place"]
-)
 
-
-@both_ops
+@every_loss
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_targets_of_any_alignment_and_stride(op, dtype, device):
-    logits, targets = make(6, 40, device=device).values()
-    want = step(op, logits, targets)
-    shifted = torch.cat((targets.new_zeros(1), targets)).to(dtype)[1:]
-    spread = targets.to(dtype).repeat_interleave(2)[::2]
-    for given_targets in (shifted, spread):
-        with launches(FWD), guarded():
-            got = step(op, logits, given_targets)
+def test_targets_of_any_alignment_and_stride(name, options, dtype, kernels, device):
+    inputs = make(name, device, ignored=True)
+    want = step(name, inputs.values(), **options)
+    targets = inputs["targets"].to(dtype)
+    shifted = torch.cat((targets.new_zeros(1), targets))[1:]
+    for moved in (shifted, targets.repeat_interleave(2)[::2]):
+        with launches(*kernels), guarded():
+            got = step(name, {**inputs, "targets": moved}.values(), **options)
         assert all(map(torch.equal, got, want))
 
 
-@both_ops
+@every_loss
 @pytest.mark.parametrize("bad", [-1, -2, 37, 40, 2**31, 2**40, -(2**40)])
-def test_impossible_targets_are_nan_and_read_nothing(op, bad, device):
-    logits, targets = make(6, 40, valid=37, device=device, ignored=False).values()
-    want = step(op, logits, targets, reduction="none", valid_vocab=37)
-    targets[2] = bad
-    with launches(FWD), guarded():
-        got = step(op, logits, targets, reduction="none", valid_vocab=37)
+def test_impossible_targets_are_nan_and_read_nothing(name, options, bad, kernels, device):
+    inputs, options = make(name, device, valid_vocab=37), {**options, "valid_vocab": 37}
+    want = step(name, inputs.values(), reduction="none", **options)
+    inputs["targets"][2] = bad
+    with launches(*kernels), guarded():
+        got = step(name, inputs.values(), reduction="none", **options)
     others = torch.arange(6, device=device) != 2
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got[:2], want[:2], strict=True):  # losses, and the gradient by rows
         assert torch.equal(a[others], b[others])
-    assert got[0][2].isnan()
-    assert got[1][2, :37].isnan().all()
-    assert (got[1][2, 37:] == 0).all()
-    loss, gradient = step(op, logits, targets, valid_vocab=37)
-    reference = step(cross_entropy_ref, logits, targets, valid_vocab=37)
+        assert a[2].isnan().any()
+    of_columns = got[1][2] if name == "cross_entropy" else got[2]
+    assert of_columns[:37].isnan().all()
+    assert (of_columns[37:] == 0).all()
+    loss, gradient, *_ = step(name, inputs.values(), **options)
     assert loss.isnan()
-    assert gradient[2, :37].isnan().all()
-    assert gradient[others].isfinite().all()
-    assert torch.equal(gradient.isnan(), reference[1].isnan())
+    assert torch.equal(gradient.isnan(), got[1].isnan())
 
 
-@both_ops
+@every_loss
 @reductions
-def test_nothing_but_ignored_targets(op, reduction, device):
-    logits, targets = make(6, 40, device=device).values()
-    logits[2] = math.nan  # not even read
-    with launches(FWD), guarded():
-        loss, gradient = step(op, logits, torch.full_like(targets, -100), reduction=reduction)
+def test_nothing_but_ignored_targets(name, options, reduction, kernels, device):
+    inputs = make(name, device)
+    inputs["targets"].fill_(-100)
+    if name == "cross_entropy" and (kernels or options):
+        inputs["logits"][2] = math.nan  # not even read
+    with launches(*kernels), guarded():
+        loss, *gradients = step(name, inputs.values(), reduction=reduction, **options)
     assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()
-    assert (gradient == 0).all()
+    assert all((gradient == 0).all() for gradient in gradients)
 
 
-@both_ops
-@reductions
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)], ids=str)
-def test_no_rows(op, reduction, shape, device):
-    logits = torch.empty(shape, device=device)
-    targets = torch.empty(shape[:-1], dtype=torch.int64, device=device)
-    loss, gradient = step(op, logits, targets, reduction=reduction)
-    assert gradient.shape == shape
-    assert loss.shape == (targets.shape if reduction == "none" else ())
-    assert torch.equal(loss.isnan(), torch.full_like(loss, reduction == "mean").bool())
+# --- values ---------------------------------------------------------------------------------------
 
 
-# --- memory ---------------------------------------------------------------------------------------
+@in_place
+def test_what_is_not_finite_stays_in_its_row(inplace, device):
+    logits, targets = make("cross_entropy", device, V=300).values()
+    options = {"reduction": "none", "inplace_grad": inplace}
+    want = step("cross_entropy", [logits, targets], **options)
+    logits[1, 7], logits[2, 8], logits[4] = math.inf, math.nan, -math.inf
+    got = step("cross_entropy", [logits, targets], **options)
+    bad = torch.tensor([False, True, True, False, True, False], device=device)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[~bad], b[~bad])
+    assert got[0][bad].isnan().all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_do_not_matter(layout, device):
-    logits, targets = make(4, 5, 24, device=device).values()
-    logits = layout(logits)
-    with launches(FWD, BWD), guarded():
-        got = step(cross_entropy, logits, targets)
-    assert all(map(torch.equal, got, step(cross_entropy, logits.contiguous(), targets)))
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(
-    "layout", [lambda d: d.mT.contiguous().mT, lambda d: d[0, 0].expand(4, 5)], ids=["t", "sum"]
-)
-def test_strides_of_gradients_do_not_matter(layout, inplace, device):
-    logits, targets = make(4, 5, 24, device=device).values()
-    op = over_the_logits if inplace else cross_entropy
-    upstream = layout(awkward(4, 5, device=device))
-    with launches(BWD), guarded():
-        got = step(op, logits, targets, upstream, reduction="none")
-    want = step(op, logits, targets, upstream.contiguous(), reduction="none")
-    assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_offsets_beyond_int32(inplace, device):
-    """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
-    stride, V = (1 << 30) + 8, 24
-    memory = torch.empty(2 * stride + V, dtype=torch.bfloat16, device=device)
-    logits = memory.as_strided((3, V), (stride, 1))
-    logits.copy_(awkward(3, V, dtype=torch.bfloat16, device=device))
-    targets = torch.tensor([3, 0, 23], device=device)
-    want = step(cross_entropy, logits.contiguous(), targets, torch.ones((), device=device))
-    leaf = logits.requires_grad_()
-    with launches(FWD):
-        loss = cross_entropy(leaf, targets, inplace_grad=inplace)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-    assert torch.equal(loss, want[0])
-    torch.testing.assert_close(gradient, want[1], rtol=0.01, atol=0)
+@in_place
+def test_logits_of_minus_infinity_have_no_probability(inplace, device):
+    logits, targets = make("cross_entropy", device, V=300).values()
+    masked = torch.rand(6, 300, device=device) < 0.9  # whole lanes of it
+    logits[masked.scatter(1, targets[:, None], False)] = -math.inf
+    got = step("cross_entropy", [logits, targets], inplace_grad=inplace)
+    for a, b in zip(got, forward_backward(cross_entropy_ref, [logits, targets]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+    assert (got[1][logits.isinf()] == 0).all()
 
 
 # --- the gradient over the logits -----------------------------------------------------------------
 
 
 @reductions
-@both_dtypes
-def test_gradient_takes_the_place_of_the_logits(reduction, dtype, device):
-    logits, targets = make(3, 4, 70, dtype=dtype, device=device).values()
-    logits = logits.contiguous()
-    want = step(cross_entropy, logits, targets, reduction=reduction)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradient_takes_the_place_of_the_logits(reduction, dtype, kernels, device):
+    inputs = make("cross_entropy", device, dtype, M=(3, 4), V=70, ignored=True)
+    logits, targets = conformance.plain(inputs)
+    upstream = torch.full((3, 4) if reduction == "none" else (), 1.25, device=device)
+    apart = partial(cross_entropy, reduction=reduction)
+    want = forward_backward(apart, [logits, targets], [upstream])
+    early = reduction != "none" and dtype != torch.float16
     leaf = logits.clone().requires_grad_()
-    loss = cross_entropy(leaf, targets, reduction=reduction, inplace_grad=True)
-    with guarded() as allocated:
-        (gradient,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 1.25))
-    assert allocated == []
+    loss = apart(leaf, targets, inplace_grad=True)
+    with launches(*(kernels and (SCALE if early else BWD,))), guarded() as allocated:
+        (gradient,) = torch.autograd.grad(loss, leaf, upstream)
+    if kernels:
+        assert allocated == []
     assert gradient.data_ptr() == leaf.data_ptr()
-    assert torch.equal(loss, want[0])
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(gradient, want[1], rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close([loss, gradient], want, rtol=tolerance, atol=1e-7)
+
+
+def test_rows_in_place_may_be_far_apart(device):
+    """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
+    logits, targets = make("cross_entropy", device, torch.bfloat16, M=3).values()
+    want = step("cross_entropy", [logits, targets])
+    far = conformance.far_apart(logits).requires_grad_()
+    with launches(FWD, SCALE):
+        loss = cross_entropy(far, targets, inplace_grad=True)
+        (gradient,) = torch.autograd.grad(loss, far, loss.new_ones(()))
+    torch.testing.assert_close(loss, want[0])
+    once = forward_backward(cross_entropy, [logits, targets], [loss.new_ones(())])[1]
+    torch.testing.assert_close(gradient, once, rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_backward_raises(reduction, device):
-    logits, targets = make(4, 24, device=device).values()
-    loss = over_the_logits(logits.requires_grad_(), targets, reduction=reduction).sum()
+def test_a_second_backward_in_place_raises(reduction, kernels, device):
+    logits, targets = make("cross_entropy", device).values()
+    y = logits.requires_grad_() * 1
+    loss = cross_entropy(y, targets, reduction=reduction, inplace_grad=True).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace_grad: a second backward"):
         loss.backward()
 
 
-def test_others_who_saved_the_logits_are_told(device):
-    logits, targets = make(4, 24, device=device).values()
+@pytest.mark.parametrize("who", ["another", "the loss"])
+def test_who_saved_logits_that_changed_is_told(who, device):
+    logits, targets = make("cross_entropy", device).values()
     y = logits.requires_grad_() * 1
-    other = y.square().sum()
-    cross_entropy(y, targets, inplace_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
-
-
-def test_logits_that_changed_after_the_loss_are_noticed(device):
-    logits, targets = make(4, 24, device=device).values()
-    y = logits.requires_grad_() * 1
-    loss = cross_entropy(y, targets, inplace_grad=True)
-    with torch.no_grad():
-        y.zero_()
+    loss = y.square().sum()
+    ours = cross_entropy(y, targets, inplace_grad=True)
+    if who == "the loss":
+        loss = ours
+        with torch.no_grad():
+            y.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_logits_stay_where_no_gradient_is_wanted(device):
-    logits, targets = make(4, 24, device=device).values()
+    logits, targets = make("cross_entropy", device).values()
     before = logits.clone()
     loss = cross_entropy(logits, targets, inplace_grad=True)
     with torch.no_grad():
@@ -363,227 +293,296 @@ def test_logits_stay_where_no_gradient_is_wanted(device):
     assert torch.equal(loss, again)
 
 
-@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:-1]])
+@pytest.mark.parametrize("layout", list(LAYOUTS)[:-1])
 def test_logits_that_would_be_copied_are_refused(layout, device):
-    logits, targets = make(4, 5, 24, device=device).values()
-    logits = LAYOUTS[layout](logits)
+    logits, targets = make("cross_entropy", device, M=(4, 5)).values()
+    leaf = LAYOUTS[layout](logits).requires_grad_()
     with launches(), pytest.raises(ValueError, match="logits: with inplace_grad expected rows"):
-        cross_entropy(logits.requires_grad_(), targets, inplace_grad=True)
+        cross_entropy(leaf, targets, inplace_grad=True)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
-@both_ops
-def test_what_is_not_finite_stays_in_its_row(op, device):
-    logits, targets = make(6, 300, device=device, ignored=False).values()
-    want = step(op, logits, targets, reduction="none")
-    logits[1, 7], logits[2, 8], logits[4] = math.inf, math.nan, -math.inf
-    got = step(op, logits, targets, reduction="none")
-    bad = torch.tensor([False, True, True, False, True, False], device=device)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a[~bad], b[~bad])
-    assert got[0][bad].isnan().all()
-
-
-@both_ops
-def test_logits_of_minus_infinity_have_no_probability(op, device):
-    logits, targets = make(6, 300, device=device, ignored=False).values()
-    masked = torch.rand(6, 300, device=device) < 0.9  # whole lanes of it
-    logits[masked.scatter(1, targets[:, None], False)] = -math.inf
-    got = step(op, logits, targets)
-    want = step(cross_entropy_ref, logits, targets)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    assert (got[1][logits.isinf()] == 0).all()
-
-
-@both_ops
-def test_same_input_same_bits(op, device):
-    logits, targets = make(50, 200, device=device).values()
-    first = step(op, logits, targets, **EVERY)
-    for _ in range(3 if device == "cpu" else 1000):
-        assert all(map(torch.equal, step(op, logits, targets, **EVERY), first))
-
-
-# --- autograd, torch.compile, torch.library -------------------------------------------------------
-
-
-def test_a_second_derivative_raises(device):
-    logits, targets = make(3, 8, device=device).values()
-    leaf = logits.requires_grad_()
-    (dx,) = torch.autograd.grad(cross_entropy(leaf, targets).square(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-    stats, options = torch.zeros(2, 3, device=device), ("mean", 8, -100, 0.0, 0.0, None)
-    dloss = torch.ones((), device=device, requires_grad=True)
-    dx = torch.ops.fastgpt.cross_entropy_backward(dloss, leaf, targets, stats, *options)
-    with pytest.raises(NotImplementedError, match="no double backward"):
-        dx.sum().backward()
-
-
-def test_under_autocast_the_loss_is_fp32(device):
-    logits, targets = make(5, 24, dtype=torch.bfloat16, device=device).values()
-    want = step(cross_entropy, logits, targets)
-    with torch.autocast(device, torch.bfloat16), launches(FWD):
-        got = step(cross_entropy, logits, targets)
-    assert got[0].dtype == torch.float32
-    assert all(map(torch.equal, got, want))
+# --- the head: precision --------------------------------------------------------------------------
 
 
 @reductions
-@pytest.mark.parametrize("options", [OPTIONS["plain"], EVERY], ids=["plain", "every-option"])
-def test_opcheck(reduction, options, device):
-    logits, targets = make(5, 24, device=device).values()
-    flags = (reduction, 20, -100, *(options.get(k, d) for k, d in (
-        ("label_smoothing", 0.0), ("z_loss", 0.0), ("softcap", None))))  # fmt: skip
-    permuted = logits.mT.contiguous().mT.requires_grad_()
-    opcheck(torch.ops.fastgpt.cross_entropy.default, (permuted, targets, *flags))
-    dloss = torch.ones(5 if reduction == "none" else (), device=device)
-    stats = torch.zeros(2, 5, device=device)
-    arguments = (dloss, logits, targets, stats, *flags)
-    opcheck(torch.ops.fastgpt.cross_entropy_backward.default, arguments)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
+    """Products in `dtype`, the sums that make the weight's gradient in fp32."""
+    tensors = list(head(device, M=(3, 32), C=40))
+    options = {"reduction": reduction, "chunk_tokens": 40}
+    reference = partial(linear_cross_entropy_ref, **options)
+    true = [t.double() if t.is_floating_point() else t for t in tensors]
+    upstream = awkward(*((3, 32) if reduction == "none" else ()), device=device)
+    truth = forward_backward(reference, true, [upstream.double()])
+    with torch.autocast(device, dtype):
+        with launches(*kernels), guarded():
+            got = forward_backward(partial(linear_cross_entropy, **options), tensors, [upstream])
+        eager = forward_backward(reference, tensors, [upstream])
+    for a, b, c in zip(got, eager, truth, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-6 * c.norm()
+
+
+def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
+    """16 chunks of which the first's gradient is far larger: bf16 would drop all the others."""
+    x = torch.ones(16, 4, device=device, dtype=torch.bfloat16)
+    x[0] = 512.0
+    weight = torch.zeros(8, 4, device=device)
+    targets = torch.zeros(16, dtype=torch.int64, device=device)
+    loss = partial(linear_cross_entropy, reduction="sum", chunk_tokens=1)
+    with launches(*kernels):
+        dweight = forward_backward(loss, [x, weight, targets], [torch.ones((), device=device)])[2]
+    # the softmax of 8 zeros is 1/8 each, less 1 for the target: exact in bf16
+    want = torch.full((8, 4), (512 + 15) / 8, device=device)
+    want[0] = -(512 + 15) * 7 / 8
+    torch.testing.assert_close(dweight, want, rtol=1e-6, atol=0)
+
+
+def test_fp16_gradients_of_many_tokens_do_not_vanish(device, monkeypatch):
+    """1 / 16384 of a probability of 1 / 1000 is the least fp16 has; the mean's factor waits."""
+    monkeypatch.setattr(runtime, "INTERPRETING", False)  # for so many rows it is too slow
+    M, V = 16_384, 1000
+    x = torch.full((M, 1), 0.01, dtype=torch.float16, device=device)
+    weight = torch.zeros(V, 1, device=device)
+    targets = torch.zeros(M, dtype=torch.int64, device=device)
+    upstream = [torch.ones((), device=device)]
+    dweight = forward_backward(linear_cross_entropy, [x, weight, targets], upstream)[2]
+    want = torch.full((V - 1, 1), 0.01 / V, device=device)
+    torch.testing.assert_close(dweight[1:], want, rtol=3e-3, atol=0)
+
+
+# --- the head: memory -----------------------------------------------------------------------------
+
+
+def test_strides_of_weights_do_not_matter(kernels, device):
+    x, weight, *others = head(device)
+    want = linear_step([x, weight, *others], chunk_tokens=5)
+    for moved in (weight.mT.contiguous().mT, weight.repeat_interleave(2, -1)[..., ::2]):
+        with launches(*kernels), guarded():
+            got = linear_step([x, moved, *others], chunk_tokens=5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_logits_of_all_tokens_never_exist(kernels, device):
+    tensors = head(device, M=60, C=8, V=100)
+    with guarded() as allocated:
+        linear_step(tensors, chunk_tokens=10)
+    assert [t.shape for t in allocated if t.numel() >= 10 * 100] == [(10, 100)]
+
+
+@pytest.mark.parametrize(
+    ("M", "dtype", "kind", "tokens", "chunks"),
+    [
+        (16_384, torch.bfloat16, "cuda", 4096, 4),
+        (65_536, torch.bfloat16, "cuda", 4096, 16),
+        (16_384, torch.float32, "cuda", 2048, 8),
+        (5000, torch.bfloat16, "cuda", 2560, 2),  # and not 4096 and 904
+        (100, torch.bfloat16, "cuda", 128, 1),
+        (4096, torch.float32, "cpu", 256, 16),
+        (4096, torch.bfloat16, "cpu", 256, 16),
+    ],
+)
+def test_chunks_follow_from_a_budget(M, dtype, kind, tokens, chunks):
+    got = tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 0)
+    assert (got, -(-M // got)) == (tokens, chunks)
+    assert tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 77) == 77
+    assert tokens_at_a_time(M, 10**9, dtype, torch.device(kind), 0) == 1
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["no-grad", "nothing-requires-grad"])
+def test_without_gradients_only_losses_are_computed(wanted, kernels, device):
+    tensors = list(head(device))
+    want = linear_step(tensors)[0]
+    leaves = [t.requires_grad_(wanted and t.is_floating_point()) for t in tensors]
+    with torch.set_grad_enabled(not wanted), guarded() as allocated, launches(*kernels):
+        got = linear_cross_entropy(*leaves)
+    assert torch.equal(got, want)
+    assert not got.requires_grad
+    gradients = {t.shape for t in tensors[:2]}
+    assert all(t.shape not in gradients for t in allocated)
+
+
+# --- the head: autograd ---------------------------------------------------------------------------
 
 
 @reductions
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiles_to_one_node_and_never_again(reduction, dynamic, device):
-    def op(logits, targets):
-        return cross_entropy(logits, targets, reduction=reduction, inplace_grad=True, **EVERY)
-
-    def plain(logits, targets):
-        return cross_entropy(logits, targets, reduction=reduction, **EVERY)
-
-    shapes = ((2, 5, 24), (3, 5, 24), (4, 7, 24), (5, 9, 24))
-    assert_compiles_once(
-        op,
-        [make(*shape, device=device).values() for shape in shapes],
-        kernels=(FWD, BWD),
-        dynamic=dynamic,
-        eager=plain,
-        run=lambda f, arguments: step(f, *arguments),
-    )
+def test_a_second_backward_is_the_same(reduction, kernels, device):
+    x, weight, targets, bias = head(device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk_tokens=5)
+    upstream = awkward(*loss.shape, device=device)
+    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for _ in range(2):
+        again = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+        assert all(map(torch.equal, first, kept))
+        torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
 
 
-def test_fake_tensors_need_no_kernel(device):
-    with launches(), FakeTensorMode():
-        logits = torch.empty(4, 5, 24, dtype=torch.bfloat16, device=device, requires_grad=True)
-        targets = torch.empty(4, 5, dtype=torch.int64, device=device)
-        loss = cross_entropy(logits, targets, inplace_grad=True)
-        loss.backward()
-    assert (loss.shape, loss.dtype) == ((), torch.float32)
-    assert (logits.grad.shape, logits.grad.dtype) == (logits.shape, torch.bfloat16)
+def test_tied_weights_add_up(kernels, device):
+    _, weight, targets, _ = head(device)
+    tokens = torch.randint(70, (3, 4), device=device)
+
+    def gradient(op):
+        table = weight.clone().requires_grad_()
+        op(torch.tanh(F.embedding(tokens, table)), table, targets, chunk_tokens=5).backward()
+        return table.grad
+
+    with launches(*kernels):
+        got = gradient(linear_cross_entropy)
+    torch.testing.assert_close(got, gradient(linear_cross_entropy_ref), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@all_options
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_where_no_kernel_runs_the_plain_form_does(reduction, options, dtype, monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETING", False)
-    inputs = make(7, 60, valid=50, dtype=dtype)
-    options = {**options, "valid_vocab": 50, "reduction": reduction}
+def test_gradients_accumulate(kernels, device):
+    """Four micro-steps of a quarter of the loss each, with a GradScaler's factor on top."""
+    x, weight, targets, _ = head(device, M=(3, 8))
+
+    def gradient(op):
+        leaf = weight.clone().requires_grad_()
+        for part in range(0, 8, 2):
+            tokens = slice(part, part + 2)
+            loss = op(x[:, tokens], leaf, targets[:, tokens], chunk_tokens=4) / 4
+            (loss * 1024).backward()
+        return leaf.grad
+
+    want = gradient(linear_cross_entropy_ref)
+    torch.testing.assert_close(gradient(linear_cross_entropy), want, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels, device):
+    x, weight, targets, bias = head(device)
     torch.compiler.reset()
-    compiled = torch.compile(cross_entropy, fullgraph=True, backend="eager")
-    with launches():
-        for op in (cross_entropy, compiled, over_the_logits):
-            assert_parity(op, cross_entropy_ref, inputs, **options)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for tensors in ([x, weight, targets, bias], [x.half(), weight, targets, bias.bfloat16()]):
+        with torch.autocast(device, torch.bfloat16):
+            got, want = (forward_backward(op, tensors) for op in (compiled, linear_cross_entropy))
+            assert [t.dtype for t in got] == [t.dtype for t in want]
+            assert all(map(torch.equal, got, want))
+            with torch.no_grad():
+                assert torch.equal(compiled(*tensors), want[0])
 
 
-def test_the_plain_form_treats_special_targets_the_same(monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETING", False)
-    logits, targets = make(8, 40, valid=37).values()
-    targets[3], targets[5] = 2**40, 38
-    logits[1] = math.nan  # of an ignored target
-    with launches():
-        got = step(over_the_logits, logits, targets, reduction="sum", valid_vocab=37)
-    nan = torch.zeros(8, dtype=torch.bool)
-    nan[[3, 5]] = True
-    assert got[0].isnan()
-    assert torch.equal(got[1].isnan(), nan[:, None] & (torch.arange(40) < 37))
-    assert (got[1][1] == 0).all()
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy, linear_cross_entropy_ref
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+
+
+class Head(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.table = op, torch.nn.Embedding(50, 16)
+
+    def forward(self, tokens, targets):  # tied
+        return self.op(self.table(tokens).tanh(), self.table.weight, targets, chunk_tokens=5)
+
+
+torch.manual_seed(1 + rank)
+tokens, targets = torch.randint(50, (2, 3, 2, 8))
+targets[:, :, : 2 + 3 * rank] = -100
+gradients = []
+for op in (linear_cross_entropy, linear_cross_entropy_ref):
+    head = DistributedDataParallel(Head(op))
+    for i in range(3):
+        head.require_backward_grad_sync = i == 2
+        (head(tokens[i], targets[i]) / 3).backward()
+    gradients.append(head.module.table.weight.grad)
+torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+seen = [torch.empty_like(gradients[0]) for _ in range(2)]
+dist.all_gather(seen, gradients[0])
+assert torch.equal(*seen), "ranks differ"
+assert gradients[0].abs().sum() > 0
+dist.destroy_process_group()
+"""
+
+
+def test_under_ddp_with_accumulation_ranks_agree(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(errors)
 
 
 # --- bad arguments --------------------------------------------------------------------------------
 
-X, T = torch.ones(2, 8), torch.zeros(2, dtype=torch.int64)
 BAD = {
-    "dtype": (X.double(), T, {}, "logits: expected fp32, fp16 or bf16, got torch.float64"),
-    "scalar": (torch.ones(()), T, {}, r"logits: expected \(\.\.\., V\) with V >= 1, got \(\)"),
-    "no-columns": (torch.ones(2, 0), T, {}, r"logits: .* got \(2, 0\)"),
-    "targets": (X, T[:1], {}, r"targets: expected \(2,\), got \(1,\)"),
-    "targets-dtype": (X, T.float(), {}, "targets: expected int32 or int64, got torch.float32"),
-    "device": (X, T.to("meta"), {}, "targets: expected cpu as logits, got meta"),
-    "valid_vocab": (X, T, {"valid_vocab": 9}, "valid_vocab: expected 1 to 8 columns, got 9"),
-    "no-vocab": (X, T, {"valid_vocab": 0}, "valid_vocab: expected 1 to 8 columns, got 0"),
-    "smoothing": (X, T, {"label_smoothing": 1.5}, "label_smoothing: expected 0 to 1, got 1.5"),
-    "z_loss": (X, T, {"z_loss": -1.0}, "z_loss: expected 0 or more, got -1.0"),
-    "softcap": (X, T, {"softcap": 0.0}, "softcap: expected a number above 0 or None, got 0.0"),
-    "reduction": (X, T, {"reduction": "avg"}, "reduction: expected one of mean, .* got 'avg'"),
+    "valid_vocab: expected 1 to 40 columns, got 41": {"valid_vocab": 41},
+    "valid_vocab: expected 1 to 40 columns, got 0": {"valid_vocab": 0},
+    "label_smoothing: expected 0 to 1, got 1.5": {"label_smoothing": 1.5},
+    "z_loss: expected 0 or more, got -1.0": {"z_loss": -1.0},
+    "softcap: expected a number above 0 or None, got 0.0": {"softcap": 0.0},
+    "reduction: expected one of mean, .* got 'avg'": {"reduction": "avg"},
 }
 
 
-@pytest.mark.parametrize(("logits", "targets", "options", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_named(logits, targets, options, message):
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("message", "options"), BAD.items(), ids=lambda x: str(x)[:12])
+def test_bad_options_are_named(name, message, options, device):
     with launches(), pytest.raises(ValueError, match=message):
-        cross_entropy(logits, targets, **options)
+        SPECS[name].op(*make(name, device).values(), **options)
+
+
+X, T = torch.ones(2, 8), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cross_entropy(X[:, :0], T), r"logits: expected .* V >= 1, got \(2, 0\)"),
+        (lambda: linear_cross_entropy(X[:, :0], X[:, :0], T), r"x: .* C >= 1, got \(2, 0\)"),
+        (lambda: linear_cross_entropy(X, X[:, :4], T), r"weight: expected \(V, 8\), got \(2, 4\)"),
+        (lambda: linear_cross_entropy(X, X, T, T), r"bias: .* got torch.int64"),
+        (lambda: linear_cross_entropy(X, X, T[:1]), r"targets: expected \(2,\), got \(1,\)"),
+        (
+            lambda: linear_cross_entropy(X, X, T, chunk_tokens=0),
+            "chunk_tokens: expected 1 or more, or None, got 0",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with launches(), pytest.raises(ValueError, match=message):
+        call()
 
 
 # --- ahead of time --------------------------------------------------------------------------------
 
 COMPILED = """
-import json, re, sys
-import torch, triton
+import re
+from fastgpt.kernels.proof.compile import collect, specialised
+from fastgpt.kernels.cross_entropy.spec import forms
+from fastgpt.kernels.proof.sass import disassemble
+from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fastgpt.kernels.proof.compile import collect, specialised
-from fastgpt.kernels.cross_entropy.device import *
-from fastgpt.kernels.cross_entropy.plain import Options
-from fastgpt.kernels.cross_entropy.spec import forms as forms_
-from fastgpt.kernels.runtime import recording
-from fastgpt.kernels.proof.sass import disassemble
 
-accesses = {}
-for config in collect([forms_], [90]):
-    if config.label == "V=50304 bf16 valid=50257 in place":
-        signature, constants, attributes, options = specialised(config.launch)
-        source = ASTSource(config.launch.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        sass = disassemble(compiled.asm["cubin"])
-        accesses[config.kernel] = re.findall(r"((?:LDG|STG)\\.[\\w.]*|BAR\\.SYNC)", sass)
-
-forms = {}
-for M in (1, 2, 3, 15, 16, 17, 4096, 65_537):
-    for first in (0, 1):
-        logits = torch.empty(M, 50_304, dtype=torch.bfloat16, device="meta")
-        targets = torch.empty(M + first, dtype=torch.int64, device="meta")[first:]
-        scale = torch.empty((), device="meta")
-        with recording(90) as launches:
-            options = Options(50_257)
-            _, stats = cross_entropy_fwd(logits, targets, options)
-            cross_entropy_bwd(logits, targets, stats, scale, logits, options)
-            cross_entropy_scale_(logits, scale)
-        for launch in launches:
-            forms.setdefault(launch.kernel.__name__, set()).add(repr(specialised(launch)))
-json.dump([accesses, {name: len(seen) for name, seen in forms.items()}], sys.stdout)
+(config,) = [c for c in collect([forms], [90]) if c.label == "V=50304 bf16 valid=50257 in place"]
+signature, constants, attributes, options = specialised(config.launch)
+source = ASTSource(config.launch.kernel, signature, constants, attributes)
+compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+print(*re.findall(r"(?:LDG|STG)\\.[\\w.]*", disassemble(compiled.asm["cubin"])))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """(instructions that access memory, forms of each kernel over many numbers of rows)."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    return json.loads(printed_by(COMPILED, TRITON_CACHE_DIR=cache))
-
-
-def test_padded_rows_are_read_and_written_16_bytes_at_a_time(compiled):
+def test_padded_rows_are_read_and_written_16_bytes_at_a_time(tmp_path):
     """A mask at column 50,257 lies inside a vector, and would make eight accesses of one."""
-    found = [access for access in compiled[0][FWD] if not access.startswith("BAR")]
+    found = printed_by(COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
     vectors = [access for access in found if access.endswith(".128")]
     # loss and gradient, each once over whole blocks (2 vectors a lane) and once over the rest (1)
     assert sorted(a[:3] for a in vectors) == ["LDG"] * 6 + ["STG"] * 3
     # the target, its logit, the scale; the loss, the target's gradient
     assert len(found) - len(vectors) == 5
-
-
-def test_the_number_of_rows_compiles_nothing_anew(compiled):
-    assert compiled[1] == {FWD: 1, BWD: 1, SCALE: 1}

@@ -4,6 +4,8 @@
 skipped, and say so, where there is none.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from bench.cases import cases
 from bench.measure import Judge
 from fastgpt.kernels.runtime import arch, recording
 from fastgpt.kernels.specs import SPECS
-from tests.kernels.conformance import run
+from tests.kernels.conformance import apart, careful, run, structural
 from tests.kernels.cuda.proof import (
     assert_compiles_nothing_new,
     assert_nothing_waits,
@@ -56,6 +58,11 @@ def step_of(name, problem, dtype=torch.bfloat16):
     return inputs, step
 
 
+def small(name):
+    """Problems that reach each way through an op."""
+    return [SPECS[name].problems[label] for label in structural(SPECS[name])]
+
+
 def typical(name):
     return next(iter(SPECS[name].sizes["cuda"].values()))
 
@@ -77,8 +84,8 @@ def test_a_thousand_steps_give_the_same_bits(name):
 
 @every_op
 def test_nothing_waits_for_the_device(name):
-    problem = typical(name)
-    assert_nothing_waits(step_of(name, problem)[1], *SPECS[name].launches(problem))
+    for problem in (typical(name), *small(name)):
+        assert_nothing_waits(step_of(name, problem)[1], *SPECS[name].launches(problem))
 
 
 @every_op
@@ -107,26 +114,28 @@ def test_kernels_run_on_the_device_of_their_tensors(name):
 @every_op
 def test_new_sizes_compile_nothing(name):
     spec = SPECS[name]
-    first = {**spec.problems[next(iter(spec.problems))], **spec.growing[0]}
-    with recording(arch(torch.device("cuda"))) as recorded:
-        step_of(name, first)[1]()
-    kernels = {launch.kernel.__name__: launch.kernel for launch in recorded}
+    for problem in small(name):
+        sizes = [{**problem, **change} for change in spec.growing]
+        with recording(arch(torch.device("cuda"))) as recorded:
+            step_of(name, sizes[0])[1]()
+        kernels = {launch.kernel.__name__: launch.kernel for launch in recorded}
 
-    def grown(i):
-        step_of(name, {**first, **spec.growing[i]})[1]()
+        def grown(i, sizes=sizes):
+            step_of(name, sizes[i])[1]()
 
-    assert_compiles_nothing_new(kernels.values(), grown, range(1, len(spec.growing)))
+        assert_compiles_nothing_new(kernels.values(), grown, range(1, len(sizes)))
 
 
 @every_op
 def test_compiled_by_inductor_it_is_the_same(name):
-    spec = SPECS[name]
-    torch.compiler.reset()
-    first = spec.problems[next(iter(spec.problems))]
-    for change in spec.growing:
-        problem = {**first, **change}
-        inputs, _ = step_of(name, problem)
-        op = spec.call(spec.op, problem, "cuda")
-        with launches(*spec.launches(problem)):
-            got = run(spec, torch.compile(op, fullgraph=True), inputs)
-        assert all(map(torch.equal, got, run(spec, op, inputs)))
+    spec = careful(SPECS[name])
+    for problem in small(name):
+        torch.compiler.reset()
+        for change in spec.growing:
+            grown = {**problem, **change}
+            inputs, _ = step_of(name, grown)
+            with launches(*spec.launches(grown)):
+                compiled = torch.compile(spec.call(spec.op, grown, "cuda"), fullgraph=True)
+                got = run(spec, compiled, inputs)
+            eager = spec.call(partial(apart, spec), grown, "cuda")
+            assert all(map(torch.equal, got, run(spec, eager, inputs)))
