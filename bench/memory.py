@@ -25,7 +25,7 @@ from bench import records
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, shown_in_one_line, unknown_name
-from fastgpt.kernels.cross_entropy import linear as linear_cross_entropy_chunks
+from fastgpt.kernels.cross_entropy import linear
 from fastgpt.kernels.runtime import Launch, recording
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
@@ -77,10 +77,10 @@ class Account:
 
 def account(config: ModelConfig, batch: int, loss: str) -> Account:
     """One step of `batch` sequences of the context's length; `loss` as in `OpsConfig`."""
-    on_cuda = {"cpu": 2 * linear_cross_entropy_chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
+    on_cuda = {"cpu": 2 * linear.CHUNK_BYTES["cuda"]}  # counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
-        mock.patch.dict(linear_cross_entropy_chunks.CHUNK_BYTES, on_cuda),
+        mock.patch.dict(linear.CHUNK_BYTES, on_cuda),
         recording(90) as launches,
         FakeTensorMode(),
         LiveBytes(launches) as live,
