@@ -29,12 +29,6 @@ def text_file(tmp_path):
     return path
 
 
-@pytest.fixture
-def shakespeare():
-    if not (data_dir() / sources.SHAKESPEARE_FILE).is_file():
-        pytest.skip(f"FASTGPT_DATA has no {sources.SHAKESPEARE_FILE}")
-
-
 def opened(source, tokenizer="auto", val_fraction=0.1):
     return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction)
 
@@ -79,7 +73,9 @@ def test_builtin_is_the_standard_library_without_its_tables():
     assert b"DO NOT EDIT" not in data
 
 
-def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
+def test_shakespeare_is_split_as_everyone_splits_it():
+    if not (data_dir() / sources.SHAKESPEARE_FILE).is_file():
+        pytest.skip(f"FASTGPT_DATA has no {sources.SHAKESPEARE_FILE}")
     corpus = opened("shakespeare")
     assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
     assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("chars", 65)

@@ -91,11 +91,6 @@ def test_weight_that_is_none_is_named(source, part):
         opened(source)
 
 
-def test_missing_part_of_a_mixture_is_named(two, tmp_path):
-    with pytest.raises(UserError, match=r"gone\.txt.*no such file"):
-        opened(f"{two[0]}=1,{tmp_path / 'gone.txt'}=1")
-
-
 def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):
     """Also where only the characters differ, or the two have as many tokens."""
     a, b = two
