@@ -14,6 +14,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
+from tests.test_document_runs import series
 
 
 @pytest.fixture
@@ -27,10 +28,6 @@ def two(tmp_path):
 
 def opened(source, **config):
     return open_data(DataConfig(**config), str(source))
-
-
-def series(run, key):
-    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
 
 
 # --- mixtures -------------------------------------------------------------------------------------

@@ -73,9 +73,8 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
     done = python("-m", "fastgpt.prepare", text_file, "--out", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        f"error: {tmp_path} is not an empty directory; give another one or remove it\n"
-    )
+    complaint = f"{tmp_path} is not an empty directory; give another one or remove it"
+    assert done.stderr == f"error: {complaint}\n"
 
 
 @pytest.mark.parametrize(
