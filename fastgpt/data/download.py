@@ -77,20 +77,24 @@ def fetch(
         UserError: the server refused or cannot be reached, it sent something else, or `path`
             cannot be written.
     """
+
+    def is_there() -> bool:
+        return path.is_file() and sha256_of(path) == sha256
+
+    if is_there():
+        return
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):
-            if path.is_file() and sha256_of(path) == sha256:
+            if is_there():
                 return
             try:
                 data = _download(url, progress or (lambda *_: None))
+                if (found := hashlib.sha256(data).hexdigest()) != sha256:
+                    reason = f"it sent something else: sha256 {found}, expected {sha256}"
+                    raise requests.RequestException(reason)
             except (requests.RequestException, HTTPError) as error:
                 raise UserError(f"cannot download {url}: {_reason(error)}; {instead}") from error
-            if (found := hashlib.sha256(data).hexdigest()) != sha256:
-                raise UserError(
-                    f"cannot download {url}: it sent something else: sha256 {found}, expected"
-                    f" {sha256}; {instead}"
-                )
             write_atomically(path, data)
 
 
@@ -102,6 +106,7 @@ def sha256_of(path: Path) -> str:
 
 def _download(url: str, progress: Progress) -> bytes:
     with requests.Session() as session:
+        session.headers["Accept-Encoding"] = "identity"
         for scheme in ("http://", "https://"):
             session.mount(scheme, HTTPAdapter(max_retries=RETRY))
         retries = RETRY
@@ -109,19 +114,15 @@ def _download(url: str, progress: Progress) -> bytes:
             with session.get(url, stream=True, timeout=TIMEOUTS_S) as response:
                 if not response.ok:
                     raise requests.HTTPError(f"HTTP {response.status_code} {response.reason}")
+                data, total = bytearray(), response.raw.length_remaining
                 try:
-                    return _body(response, progress)
+                    for chunk in response.iter_content(CHUNK_BYTES):
+                        data += chunk
+                        progress(len(data), total)
+                    return bytes(data)
                 except requests.RequestException as error:  # the adapter retries up to the headers
                     retries = retries.increment("GET", url, error=error)
             retries.sleep()
-
-
-def _body(response: requests.Response, progress: Progress) -> bytes:
-    length, data = response.headers.get("Content-Length"), bytearray()
-    for chunk in response.iter_content(CHUNK_BYTES):
-        data += chunk
-        progress(len(data), int(length) if length else None)
-    return bytes(data)
 
 
 def _reason(error: BaseException) -> str:

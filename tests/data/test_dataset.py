@@ -14,6 +14,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
+from tests.test_document_runs import series
 
 
 @pytest.fixture
@@ -27,10 +28,6 @@ def two(tmp_path):
 
 def opened(source, **config):
     return open_data(DataConfig(**config), str(source))
-
-
-def series(run, key):
-    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
 
 
 # --- mixtures -------------------------------------------------------------------------------------
@@ -89,11 +86,6 @@ def test_weight_that_is_none_is_named(source, part):
     complaint = f"^data.source '{source}': '{part}' is no SOURCE=WEIGHT with a weight above 0$"
     with pytest.raises(UserError, match=complaint):
         opened(source)
-
-
-def test_missing_part_of_a_mixture_is_named(two, tmp_path):
-    with pytest.raises(UserError, match=r"gone\.txt.*no such file"):
-        opened(f"{two[0]}=1,{tmp_path / 'gone.txt'}=1")
 
 
 def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):

@@ -130,9 +130,8 @@ def test_many_share_one_download(server, get):
 
 
 def test_published_file_is_the_users_own_or_the_cached_one(server, tmp_path, monkeypatch):
-    folders = data, cache = tmp_path / "data", tmp_path / "cache"
-    for name, folder in zip(("DATA", "CACHE"), folders):
-        monkeypatch.setenv(f"FASTGPT_{name}", str(folder))
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    monkeypatch.setenv("FASTGPT_DATA", str(data))
 
     def find():
         return published_file("x.bin", server.url, sha256=SHA256, what="mine", instead="x.bin")

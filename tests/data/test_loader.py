@@ -83,21 +83,15 @@ def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
 def test_bos_samples_begin_with_end_of_text_and_do_not_overlap(sampling):
     texts = [list(range(n % 13)) for n in range(100)]
     tokens, order = of_texts(texts, context=8, align="bos", sampling=sampling)
-    # which tokens they are: their places
-    corpora = [tokens, np.arange(len(tokens))]
     size = order.epoch_size(0)
-    batches = []
-    for corpus in corpora:
-        with Loader(
-            [corpus], Mixture([order], [1.0]), context=8, global_batch=size, micro_batch=size
-        ) as loader:
-            batches.append(loader.next())
-    (x, y), (places, _) = batches
-    assert (x[:, 0] == EOT).all()
-    assert (y != IGNORED).all()
+    samples, places = Mixture([order], [1.0]), np.arange(len(tokens))  # each token is its place
+    with Loader([places], samples, context=8, global_batch=size, micro_batch=size) as loader:
+        x, y = loader.next()
+    assert (tokens[x[:, 0]] == EOT).all()
+    assert torch.equal(y, x + 1)
     if sampling == "epoch":
         # a shared token would be scored twice or be two samples' context
-        assert len(places.unique()) == places.numel()
+        assert len(x.unique()) == x.numel()
 
 
 # --- where it stands ------------------------------------------------------------------------------

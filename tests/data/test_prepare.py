@@ -73,28 +73,26 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
     done = python("-m", "fastgpt.prepare", text_file, "--out", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        f"error: {tmp_path} is not an empty directory; give another one or remove it\n"
-    )
+    complaint = f"{tmp_path} is not an empty directory; give another one or remove it"
+    assert done.stderr == f"error: {complaint}\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "flags", "said"),
+    ("flags", "said"),
     [
-        ('{"text": "a"}\n{"text": 1}\n', "", r"x\.jsonl line 2 has no text in field 'text'"),
-        ('{"text": "a"}\n', r"--separator \xzz", r"--separator .*: expected text, with \\n"),
-        ('{"text": "a"}\n', "--tokenizer words", "unknown tokenizer 'words'"),
-        ('{"text": "a"}\n', "--vocab-size 5", "vocab_size 5 for the tokenizer bytes"),
-        ('{"text": "a"}\n', "--workers 0", "workers is 0: expected 1 or more"),
-        ('{"text": "a"}\n', "--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
-        *(
-            ('{"text": "a"}\n', f"--val-fraction={n}", "val_fraction must lie between 0 and 1, not")
-            for n in ("0", "1", "-0.1", "1.5", "nan")
-        ),
+        ("", r"x\.jsonl line 2 has no text in field 'text'"),
+        (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
+        ("--tokenizer words", "unknown tokenizer 'words'"),
+        ("--vocab-size 5", "vocab_size 5 for the tokenizer bytes"),
+        ("--workers 0", "workers is 0: expected 1 or more"),
+        ("--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
+        ("--val-fraction 0", "val_fraction must lie between 0 and 1, not 0.0"),
+        ("--val-fraction 1", "val_fraction must lie between 0 and 1, not 1.0"),
+        ("--val-fraction nan", "val_fraction must lie between 0 and 1, not nan"),
     ],
 )
-def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, content, flags, said):
-    (tmp_path / "x.jsonl").write_text(content)
+def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, said):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     with pytest.raises(SystemExit) as stopped:
         main(tmp_path / "x.jsonl", "--tokenizer", "bytes", *flags.split())
     assert stopped.value.code == 1

@@ -13,8 +13,7 @@ from tests.data.sets import write_documents
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
-    """An empty cache, no files, and a network that must not be asked."""
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
+    """No files, and a network that must not be asked."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
     monkeypatch.setattr(download, "fetch", None)
     monkeypatch.setattr(sources, "hub_files", None)

@@ -138,15 +138,17 @@ def test_vocabulary_covers_gaps_and_added_tokens():
     assert ids[0] == 70_000
 
 
-@pytest.mark.parametrize("name", EOT_TOKENS)
-def test_usual_names_end_a_text(name):
-    assert JsonTokenizer(words({"?": 0, "a": 1, name: 5}).to_str()).eot_id == 5
-
-
-def test_first_of_the_usual_names_wins():
-    vocabulary = {"[SEP]": 1, "<|endoftext|>": 2, "?": 0}
-    assert JsonTokenizer(words(vocabulary).to_str()).eot_id == 2
-    assert JsonTokenizer(words({"?": 0}).to_str()).eot_id is None
+@pytest.mark.parametrize(
+    ("names", "eot"),
+    [
+        *(([name], name) for name in EOT_TOKENS),
+        (["[SEP]", EOT_TOKENS[0]], EOT_TOKENS[0]),
+        ([], None),
+    ],
+)
+def test_first_of_the_usual_names_ends_a_text(names, eot):
+    vocabulary = {"?": 0, "a": 1} | {name: i for i, name in enumerate(names, start=5)}
+    assert JsonTokenizer(words(vocabulary).to_str()).eot_id == vocabulary.get(eot)
 
 
 def test_unknown_ids_show_among_known_ones(bpe):

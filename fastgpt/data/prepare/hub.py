@@ -33,14 +33,12 @@ def hub_files(source: str, instead: Path) -> tuple[tuple[File, ...], str | None]
             f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
             f" {instead} and give that folder"
         ) from error
-    validation = next((name for name in VALIDATION if name in found), None)
+    validation = any(name in found for name in VALIDATION)
     if "train" not in found:
         raise UserError(f"{source} has the splits {', '.join(found)}: expected train")
-    train = File(path=source, format="hub", split="train" if validation else None)
-    files = [train]
-    if validation:
-        files.append(File(path=source, format="hub", split="val"))
-    return tuple(files), _revision(found["train"])
+    splits = ("train", "val") if validation else (None,)
+    files = tuple(File(path=source, format="hub", split=split) for split in splits)
+    return files, _revision(found["train"])
 
 
 def open_split(file: File) -> Any:

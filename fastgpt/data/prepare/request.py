@@ -105,10 +105,12 @@ def load_progress(out: Path, request: Request) -> Progress | None:
         for name in facts
         if name != "files" and facts[name] != before.get(name)
     ]
-    # documents that are yet to be read may be mended without losing what is done
-    behind = found.place.file if _reads_once(request) else len(facts["files"])
+    # documents that are yet to be read may be mended without losing what is done, unless the whole
+    # source is read before any token is made
+    reads_once = request.source.split != "tail" and request.tokenizer not in LEARNT
+    behind = found.place.file if reads_once else len(facts["files"])
     old, new = before.get("files", []), facts["files"]
-    if len(old) != len(new) or [f[:3] for f in old] != [f[:3] for f in new]:
+    if [f[:3] for f in old] != [f[:3] for f in new]:
         changed.append(f"it was of {len(old)} files, now other ones")
     changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
     if changed:
@@ -116,15 +118,9 @@ def load_progress(out: Path, request: Request) -> Progress | None:
             f"{out} holds another preparation ({', '.join(changed)}): ask for the same to go on"
             " with it, or remove it"
         )
-    for a, b in zip(old[behind : behind + 1], new[behind : behind + 1]):
-        if a != b and found.place.row:
-            logger.warning("%s was changed: it is read on from row %d", a[0], found.place.row)
+    if old[behind : behind + 1] != new[behind : behind + 1] and found.place.row:
+        logger.warning("%s was changed: it is read on from row %d", old[behind][0], found.place.row)
     return found
-
-
-def _reads_once(request: Request) -> bool:
-    """Nothing of the source is read before its tokens are made."""
-    return request.source.split != "tail" and request.tokenizer not in LEARNT
 
 
 def _short(value: object) -> str:
