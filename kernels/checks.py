@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""That kernels take; all of them compute in fp32."""
+"""The floating dtypes that kernels take; all kernels compute in fp32."""
 INTEGERS = (torch.int32, torch.int64)
 MAX_D = 256
 """The largest head dimension."""
@@ -43,7 +43,8 @@ def check_float(
 ) -> None:
     """Raises ValueError unless x is fp32, fp16 or bf16, of `shape`, on the device of `like`.
 
-    `like` is the op's first argument, x; without it, and without a shape, the dtype is checked.
+    `like` is the op's first argument, called x. For that one the dtype alone is checked: give
+    neither a shape nor `like`.
     """
     shape = x.shape if shape is None else shape
     check_like(name, x, shape, DTYPES, x if like is None else like, called="x")
