@@ -9,7 +9,7 @@ tensors of it and `options` the keyword arguments.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,8 @@ class Spec:
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
     overwritten: str = ""
     """The input whose memory `op` takes for its gradient, if its option `inplace_grad` is set."""
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    """Checks by name that it need not pass, each with the reason."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
     """The exception from the tolerance rule, for ops that draw random numbers: what is wrong with
     an output for these inputs, in words."""

@@ -96,7 +96,7 @@ def linear_work(s: Problem, itemsize: int) -> Work:
 
 def forms(arch: int) -> Iterator[Case]:
     """Each tile of the rule, and what changes the code: options, padding, unaligned rows."""
-    every = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+    every: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):
             yield from forms_of(V, dtype, **every)
@@ -249,5 +249,6 @@ LINEAR_CROSS_ENTROPY = Spec(
     empty=({"M": 0}, {"M": (3, 0)}),
     far=({"M": 3, "V": 3, "valid_vocab": 3},),
     cpu=linear_cross_entropy,
+    exempt={"strides_do_not_matter": "a BLAS adds up in another order where rows are unaligned"},
 )  # fmt: skip
 SPECS = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
