@@ -9,7 +9,7 @@ tensors of it and `options` the keyword arguments.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,8 @@ class Spec:
     probe: Callable[[str, Tensor], Tensor] = whole
     """The part of an input, output or gradient that is checked where an fp64 reference of all of it
     would not fit; itself a whole problem. Called as probe("q" or "output 0", tensor)."""
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    """Checks by name that it need not pass, each with the reason."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
     """The exception from the tolerance rule, for ops that draw random numbers: what is wrong with
     an output for these inputs, in words."""

@@ -417,7 +417,8 @@ OF_GRADIENTS: tuple[Check, ...] = (
 
 def checks(spec: Spec) -> tuple[Check, ...]:
     """Those that an op must pass at each of its structural problems."""
-    return ANYWHERE + (OF_GRADIENTS if spec.differentiable else ())
+    every = ANYWHERE + (OF_GRADIENTS if spec.differentiable else ())
+    return tuple(check for check in every if check.__name__ not in spec.exempt)
 
 
 def structural(spec: Spec) -> list[str]:

@@ -354,13 +354,14 @@ def test_fp16_gradients_of_many_tokens_do_not_vanish(device, monkeypatch):
 # --- the head: memory -----------------------------------------------------------------------------
 
 
-def test_strides_of_weights_do_not_matter(kernels, device):
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_do_not_matter(layout, kernels, device):
     x, weight, *others = head(device)
-    want = linear_step([x, weight, *others], chunk_tokens=5)
-    for moved in (weight.mT.contiguous().mT, weight.repeat_interleave(2, -1)[..., ::2]):
-        with launches(*kernels), guarded():
-            got = linear_step([x, moved, *others], chunk_tokens=5)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    moved = {"x": layout(x), "weight": layout(weight)}
+    want = linear_step([*conformance.plain(moved), *others], chunk_tokens=5)
+    with launches(*kernels), guarded():
+        got = linear_step([*moved.values(), *others], chunk_tokens=5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_logits_of_all_tokens_never_exist(kernels, device):
