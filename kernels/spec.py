@@ -76,7 +76,7 @@ class Spec:
     """What makes the first problem one without rows."""
     far: tuple[Problem, ...] = ()
     """What makes the first problem one whose tensors have three rows, to lie 2**30 elements apart:
-    one dimension of 3 before the last, in each tensor of two dimensions or more."""
+    the first dimension of size 3 that is not the last."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
