@@ -1,5 +1,7 @@
 """What the public ops check of their arguments before anything is launched."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 MAX_D = 256
 """The largest head dimension."""
+
+
+def padded(D: int) -> int:
+    """The columns of a tile that holds rows of D numbers: a power of two, and 16 at least."""
+    return max(16, 1 << (D - 1).bit_length())
 
 
 def check_like(
@@ -21,3 +28,52 @@ def check_like(
         raise ValueError(f"{name}: expected {expected}, got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name}: expected {q.device} as q, got {x.device}")
+
+
+def check_head(name: str, x: Tensor) -> None:
+    """Raises ValueError unless kernels take x (..., D): its dtype, and its head dimension D."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name}: expected fp32, fp16 or bf16, got {x.dtype}")
+    if not 1 <= x.shape[-1] <= MAX_D:
+        raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_D}, got {x.shape[-1]}")
+
+
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    names: tuple[str, str] = ("k", "v"),
+    paged: bool = False,
+) -> None:
+    """Raises ValueError unless keys and values fit the queries.
+
+    Args:
+        q: (B, Tq, H, D).
+        k: (B, Tk, K, D) like q, where K divides H.
+        v: the same shape.
+        names: what messages call k and v.
+        paged: they are (pages, page, K, D) instead.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q: expected (B, Tq, H, D), got {tuple(q.shape)}")
+    B, _, H, D = q.shape
+    for name, x in zip(names, (k, v), strict=True):
+        if x.dim() != 4 or x.shape[3] != D or x.shape != k.shape or not (paged or len(x) == B):
+            # written here alone: a size that becomes text is a constant to torch.compile
+            first = "pages, page" if paged else f"{B}, Tk"
+            raise ValueError(
+                f"{name}: expected ({first}, K, {D}) for q {tuple(q.shape)}, the same in "
+                f"{' and '.join(names)}, got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
+            )
+    if k.shape[2] == 0 or H % k.shape[2]:
+        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")

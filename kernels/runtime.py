@@ -61,6 +61,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def without_autocast(x: Tensor) -> torch.autocast:
+    """A context in which products of tensors on x's device keep the dtype that they are given."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+
+
 # --- launch ---------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,10 @@ def no_options(problem: Problem, device: torch.device | str) -> dict[str, Any]:
     return {}
 
 
+def whole(name: str, x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One public op.
@@ -66,12 +70,16 @@ class Spec:
     structural: tuple[str, ...] = ()
     """Labels of the problems at which everything but errors is checked; () is the first one."""
     growing: tuple[Problem, ...] = ()
-    """What four calls change of the first problem that must not compile anything anew."""
+    """What calls change of the first problem that must not compile anything anew: four, by whose
+    third all sizes have changed, for torch.compile, then those that only Triton tells apart: 1."""
     empty: tuple[Problem, ...] = ()
     """What makes the first problem one without rows."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
     """What the model runs on a CPU in place of `ref`, if another form is faster there."""
+    probe: Callable[[str, Tensor], Tensor] = whole
+    """The part of an input, output or gradient (by name) that is checked at sizes too large for a
+    reference in a wider dtype; the parts of the inputs are a problem of their own."""
     overwritten: str = ""
     """The input whose memory `op` may take for its gradient."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None

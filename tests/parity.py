@@ -135,9 +135,14 @@ def assert_kernel_parity(
 
 # --- calls ----------------------------------------------------------------------------------------
 
+
+def reversed_but_last(x: Tensor) -> Tensor:
+    return x.permute(*range(x.dim() - 2, -1, -1), -1)
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
-    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "dimensions-reversed": lambda x: reversed_but_last(reversed_but_last(x).contiguous()),
     "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "expanded": lambda x: x[:1].expand(x.shape),
     "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),

@@ -25,19 +25,10 @@ from torch import Tensor
 from bench.tune.predict import RECORDS
 from bench.tune.search import Candidate, Settings, Slot
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.dropout import attention_dropout_mask
-from fastgpt.kernels.attention.launch import (
-    DROPOUT,
-    GROUP,
-    SHAPES,
-    STEPS,
-    WINDOW,
-    Options,
-    attention_bwd,
-    attention_fwd,
-    padded,
-)
-from fastgpt.kernels.attention.op import attention, attention_ref, document_spans
+from fastgpt.kernels.attention.launch import Options, attention_bwd, attention_fwd
+from fastgpt.kernels.attention.op import attention, attention_seeded_ref, document_spans
+from fastgpt.kernels.attention.spec import DROPOUT, GROUP, SHAPES, STEPS, WINDOW
+from fastgpt.kernels.checks import padded
 from fastgpt.kernels.runtime import Launch, recording
 
 Timer = Callable[[list[Callable[[], object]], float], list[list[float]]]
@@ -82,18 +73,16 @@ def error(step: str, settings: Settings, form: tuple[int, str], bits: int, devic
     made = make(form, bits, device, CHECKED_T)
     qkv = made.pop("qkv")
     seed = 5
-    B, T, H, _ = qkv[0].shape
-    mask = attention_dropout_mask((B, H, T, T), made["dropout_p"], seed, device)
     upstream = torch.randn_like(qkv[0])
 
-    def run(op: Callable[..., Tensor], dtype: torch.dtype, **more: Any) -> list[Tensor]:
+    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in qkv]
-        out = op(*leaves, **made, **more)
+        out = op(*leaves, **made, dropout_seed=seed)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
     with trying(step, settings):
-        got = run(attention, qkv[0].dtype, dropout_seed=seed)
-    want = run(attention_ref, torch.float64, dropout_mask=mask)
+        got = run(attention, qkv[0].dtype)
+    want = run(attention_seeded_ref, torch.float64)
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 
@@ -117,7 +106,7 @@ def launches(
             attention_bwd(dout, q, k, v, out, lse, options, grads)
         for launch in recorded:  # dkv reads what dq writes
             _again(launch)
-        (launch,) = [x for x in recorded if x.kernel is STEPS[step][0]]
+        (launch,) = [x for x in recorded if x.kernel.__name__ == STEPS[step][0]]
         calls.append(partial(_again, launch))
     return calls
 

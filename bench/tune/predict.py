@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastgpt.kernels.attention.launch import SHAPES, STEPS, WINDOW
+from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
 
@@ -28,7 +28,7 @@ L2 = 40.0
 FIRST_TILE = 1000.0
 """Clocks until a program's first loads are there, about two trips to memory."""
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-STEP_OF = {kernel.__name__: step for step, (kernel, _) in STEPS.items()}
+STEP_OF = {kernel: step for step, (kernel, _) in STEPS.items()}
 
 
 def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None)
 
 
 def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
-    """At `attention_launch.SHAPES`; None where the arch has no figures or a row no loops.
+    """At `kernels.attention.spec.SHAPES`; None where the arch has no figures or a row no loops.
 
     Args:
         row: what the compiler made of one of attention's kernels.

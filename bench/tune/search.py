@@ -11,7 +11,7 @@ import torch
 from bench.tune.predict import milliseconds
 from fastgpt.kernels.aot import judge
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.launch import MASKS, STEPS, case
+from fastgpt.kernels.attention.spec import MASKS, STEPS, case
 from fastgpt.kernels.proof.compile import Config, Row, compile_all
 from fastgpt.kernels.proof.sass import ceiling
 from fastgpt.kernels.runtime import recording
@@ -118,9 +118,8 @@ def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
             compiled = case(arch, D, dtype, masks)
             with recording(arch) as launches:
                 compiled.run()
-        (launch,) = [x for x in launches if x.kernel is kernel]
-        name = kernel.__name__
-        found.append(Config(arch, compiled.label, compiled.mma.get(name, ""), launch))
+        (launch,) = [x for x in launches if x.kernel.__name__ == kernel]
+        found.append(Config(arch, compiled.label, compiled.mma.get(kernel, ""), launch))
     return found
 
 

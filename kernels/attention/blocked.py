@@ -11,8 +11,9 @@ Shapes
 import torch
 from torch import Tensor
 
+from ..checks import check_qkv
 from ..dropout.op import dropout_keep
-from .op import attention_mask, check_qkv
+from .op import attention_mask
 
 
 def _blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:

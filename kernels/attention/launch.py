@@ -5,13 +5,12 @@ Shapes
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..checks import padded
 from ..runtime import INTERPRETING, arch, launch
 from .backward import _attention_bwd_dkv_kernel, _attention_bwd_dq_kernel
 from .config import config
@@ -68,10 +67,6 @@ def _meta(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
         "DOCS": options.starts is not None,
         "DROPOUT": options.dropout_p > 0,
     }
-
-
-def padded(D: int) -> int:
-    return max(16, 1 << (D - 1).bit_length())
 
 
 def _together(x: Tensor, heads_each: float, num_heads: int) -> int:
@@ -145,66 +140,3 @@ def attention_bwd(
         *strides, *dk.stride()[:2],
         Tq, Tk, B * K, _together(q, meta["GROUP"], B * K), *scalars, **meta,
     )  # fmt: skip
-
-
-# --- what is compiled ahead of time ---------------------------------------------------------------
-
-MASKS = ("causal", "full", "docs window dropout grouped")
-SHAPES = {
-    16: (16, 1024, 48),
-    32: (16, 1024, 24),
-    64: (16, 1024, 12),
-    128: (4, 4096, 16),
-    256: (4, 4096, 8),
-}
-"""D -> (B, T, H) that configurations are ranked and timed for."""
-WINDOW, GROUP, DROPOUT = 256, 4, 0.1
-STEPS = {
-    "fwd": (_attention_fwd_kernel, "BLOCK_M"),
-    "dq": (_attention_bwd_dq_kernel, "BLOCK_M"),
-    "dkv": (_attention_bwd_dkv_kernel, "BLOCK_N"),
-}
-"""Name -> kernel, and the side of its tile that is the rows of its products."""
-
-
-def forms(arch: int) -> Iterator[Case]:
-    """Every row of the arch's table; those with `plain` false under all masks at once."""
-    for D in (32, 64, 128, 256):
-        for masks in MASKS if D in (64, 128) else MASKS[::2]:
-            yield case(arch, D, torch.bfloat16, masks)
-    yield case(arch, 16, torch.bfloat16, MASKS[2])
-    yield case(arch, 80, torch.bfloat16, "causal")
-    for D in (64, 128, 256):  # 16 and 32 have the row of 64
-        for masks in MASKS[::2]:
-            yield case(arch, D, torch.float32, masks)
-
-
-def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
-    """All three kernels with the masks that `masks` names."""
-    B, T, H = 16, 1024, 12  # GPT-2's: of these only the heads are compiled in
-    K = H // 3 if "grouped" in masks else H
-    dropout_p = DROPOUT if "dropout" in masks else 0.0
-
-    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    docs = make(B, T, dtype=torch.int32) if "docs" in masks else None
-    seed = make(1, dtype=torch.int64) if dropout_p else None
-    window = WINDOW if "window" in masks else None
-    options = Options(docs, docs, seed, None, masks == "causal", window, dropout_p)
-
-    def run() -> None:
-        q, k, v = make(B, T, H + 2 * K, D).split((H, K, K), dim=2)
-        out, lse = attention_fwd(q, k, v, options)
-        grads = make(B, T, H + 2 * K, D).split((H, K, K), dim=2)
-        attention_bwd(out, q, k, v, out, lse, options, grads)
-
-    q = make(B, T, H, D)
-    meta = _meta(q, make(B, T, K, D), options)
-    mma = {}
-    for step, (kernel, side) in STEPS.items() if dtype is not torch.float32 else ():
-        rows = config(step, q, meta, arch)[side]
-        mma[kernel.__name__] = {9: "HGMMA", 10: "UTC"}.get(arch // 10, "HMMA")
-        if rows < 64:  # too few rows for a warp group: mma.sync
-            mma[kernel.__name__] = "HMMA"
-    return Case(f"D={D} {str(dtype).removeprefix('torch.')} {masks}", run, mma)

@@ -12,14 +12,14 @@ anywhere else the plain form does. A gradient of a gradient raises where the
 kernels run.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, MAX_D, check_like
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
+from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
 from .dropout import attention_dropout_mask
 
 
@@ -61,25 +61,6 @@ def attention_mask(
     if doc_ids is not None:
         keep = keep & (doc_ids[:, None, Tk - Tq :, None] == doc_ids[:, None, None, :])
     return keep
-
-
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises `ValueError` unless q is (B, Tq, H, D), k and v (B, Tk, K, D), H a multiple of K."""
-    if q.dim() != 4:
-        raise ValueError(f"q: expected (B, Tq, H, D), got {tuple(q.shape)}")
-    B, _, H, D = q.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[0] != B or x.shape[3] != D or x.shape[1:3] != k.shape[1:3]:
-            raise ValueError(
-                f"{name}: expected ({B}, Tk, K, {D}) for q {tuple(q.shape)} and the same Tk, K in "
-                f"k and v, got {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
-            )
-    if k.shape[2] == 0 or H % k.shape[2]:
-        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
 
 
 def attention_ref(
@@ -138,6 +119,25 @@ def attention_ref(
     return out.reshape(B, Tq, H, D).to(q.dtype)
 
 
+def attention_seeded_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """`attention_ref` as `attention` computes it: in autocast's dtype, with the mask of a seed."""
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+    mask = None
+    if dropout_seed is not None and dropout_p:
+        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        mask = attention_dropout_mask(shape, dropout_p, dropout_seed, q.device)
+    with without_autocast(q):
+        return attention_ref(q, k, v, dropout_p=dropout_p, dropout_mask=mask, **options)
+
+
 # --- op -------------------------------------------------------------------------------------------
 # Two ops, because of the gradient: `attention` takes q, k and v apart; `attention_packed` takes the
 # projection (B, T, H + 2 K, D) they are slices of and returns one gradient for it, written slice by
@@ -151,70 +151,71 @@ _OPTIONS = (
 )
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    from .launch import Options, attention_fwd
+def _define(
+    name: str, schema: str, tensors: int, split: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Registers an op for (out, lse), and `name`_bwd for its gradients.
 
-    return attention_fwd(q, k, v, Options(*options))
+    Args:
+        name: of the op.
+        schema: its inputs before the options: tensors and, where they are packed, the heads of q.
+        tensors: how many tensors these are.
+        split: makes views q, k and v of these inputs.
+    """
+    count = schema.count(",") + 1
+    given = ", ".join(schema.split(", ")[:tensors])
 
+    def fwd(*args: Any) -> tuple[Tensor, Tensor]:
+        from .launch import Options, attention_fwd
 
-def _bwd(
-    dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor,
-    options: tuple[Any, ...], grads: tuple[Tensor, ...],
-) -> None:  # fmt: skip
-    from .launch import Options, attention_bwd
+        return attention_fwd(*split(*args[:count]), Options(*args[count:]))
 
-    attention_bwd(dout, *qkv, out, lse, Options(*options), grads)
+    def fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+        q, _, _ = split(*args[:count])
+        B, Tq, H, D = q.shape
+        return q.new_empty((B, Tq, H, D)), q.new_empty((B, H, Tq), dtype=torch.float32)
 
+    def bwd(dout: Tensor, *args: Any) -> Any:
+        from .launch import Options, attention_bwd
 
-def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, Tq, H, D = q.shape
-    return q.new_empty((B, Tq, H, D)), q.new_empty((B, H, Tq), dtype=torch.float32)
+        out, lse, *options = args[tensors:]
+        heads = [out.shape[2]] * (count - tensors)
+        grads = empty(*args)
+        q, k, v = split(*args[:tensors], *heads)
+        attention_bwd(dout, q, k, v, out, lse, Options(*options), split(*grads, *heads))
+        return grads if tensors > 1 else grads[0]
 
+    def fake_bwd(dout: Tensor, *args: Any) -> Any:
+        return empty(*args) if tensors > 1 else empty(*args)[0]
 
-def _separate_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _bwd(dout, (q, k, v), out, lse, options, (dq, dk, dv))
-    return dq, dk, dv
+    def empty(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in args[:tensors])
 
+    results = "(Tensor, Tensor, Tensor)" if tensors > 1 else "Tensor"
+    gradients = define_op(
+        f"{name}_bwd(Tensor dout, {given}, Tensor out, Tensor lse, {_OPTIONS}) -> {results}",
+        bwd,
+        fake_bwd,
+    )
 
-def _fake_separate_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv
+    def save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        starts, ends, seed, *ctx.settings = args[count:]
+        ctx.save_for_backward(*args[:tensors], *output, starts, ends, seed)
+        ctx.mark_non_differentiable(output[1])
 
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (count + 7)
+        grads = gradients(dout, *ctx.saved_tensors, *ctx.settings)
+        return *(grads if tensors > 1 else (grads,)), *(None,) * (count + 7 - tensors)
 
-_attention_bwd = define_op(
-    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    _separate_bwd,
-    _fake_separate_bwd,
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Tensors of any count first, then starts, ends, seed and the four settings."""
-    *tensors, starts, ends, seed, scale, causal, window, dropout_p = inputs
-    ctx.save_for_backward(*tensors, *output, starts, ends, seed)
-    ctx.settings = (scale, causal, window, dropout_p)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 10
-    return *_attention_bwd(dout, *ctx.saved_tensors, *ctx.settings), *(None,) * 7
-
-
-_attention = define_op(
-    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    _fwd,
-    _fake_fwd,
-    setup_context=_save,
-    backward=_backward,
-)
+    return define_op(
+        f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)",
+        fwd,
+        fake_fwd,
+        setup_context=save,
+        backward=backward,
+    )
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,46 +224,8 @@ def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _packed_fwd(qkv: Tensor, heads: int, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fwd(*_split(qkv, heads), *options)
-
-
-def _fake_packed_fwd(qkv: Tensor, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fake_fwd(qkv[:, :, :heads])
-
-
-def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
-    heads = out.shape[2]
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    _bwd(dout, _split(qkv, heads), out, lse, options, _split(dqkv, heads))
-    return dqkv
-
-
-_attention_packed_bwd = define_op(
-    f"attention_packed_bwd(Tensor dout, Tensor qkv, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    _packed_bwd,
-    lambda dout, qkv, *_: qkv.new_empty(qkv.shape),
-)
-
-
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, _, *options = inputs
-    _save(ctx, (qkv, *options), output)
-
-
-def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 9
-    return _attention_packed_bwd(dout, *ctx.saved_tensors, *ctx.settings), *(None,) * 8
-
-
-_attention_packed = define_op(
-    f"attention_packed(Tensor qkv, SymInt heads, {_OPTIONS}) -> (Tensor, Tensor)",
-    _packed_fwd,
-    _fake_packed_fwd,
-    setup_context=_save_packed,
-    backward=_packed_backward,
-)
+_attention = _define("attention", "Tensor q, Tensor k, Tensor v", 3, lambda q, k, v: (q, k, v))
+_attention_packed = _define("attention_packed", "Tensor qkv, SymInt heads", 1, _split)
 
 
 # --- public ---------------------------------------------------------------------------------------
@@ -307,15 +270,8 @@ def attention(
         ValueError: an argument is not as above.
     """
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
-    check_qkv(q, k, v)
-    _check(q, k.shape[1], scale, window, dropout_p, dropout_seed, doc_ids)
-    seed = _seed(q, dropout_p, dropout_seed)
-    if not runs_kernels(q.device):
-        return _plain(q, k, v, causal, scale, window, dropout_p, seed, doc_ids)
-    if scale is not None and scale <= 0:  # the kernels take the maximum before they scale
-        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    spans = document_spans(doc_ids)
-    return _attention(q, k, v, *spans, seed, scale, causal, window, dropout_p)[0]
+    settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
+    return _attend(_attention, (q, k, v), (q, k, v), *settings)
 
 
 def attention_packed(
@@ -347,43 +303,32 @@ def attention_packed(
     Raises:
         ValueError: an argument is not as above.
     """
+    qkv = qkv.to(autocast_dtype(qkv))
     if qkv.dim() != 4 or not 0 < heads < qkv.shape[2] or (qkv.shape[2] - heads) % 2:
         raise ValueError(
             f"qkv: expected (B, T, {heads} + 2 K, D) for {heads} heads, got {tuple(qkv.shape)}"
         )
-    qkv = qkv.to(autocast_dtype(qkv))
-    K = (qkv.shape[2] - heads) // 2
-    q, k, v = qkv.split((heads, K, K), dim=2)
-    check_qkv(q, k, v)
-    _check(q, k.shape[1], scale, window, dropout_p, dropout_seed, doc_ids)
-    seed = _seed(q, dropout_p, dropout_seed)
-    if not runs_kernels(qkv.device):
-        return _plain(q, k, v, causal, scale, window, dropout_p, seed, doc_ids)
-    if scale is not None and scale <= 0:
-        return attention(
-            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
-            dropout_seed=seed, doc_ids=doc_ids,
-        )  # fmt: skip
-    spans = document_spans(doc_ids)
-    return _attention_packed(qkv, heads, *spans, seed, scale, causal, window, dropout_p)[0]
+    check_head("qkv", qkv)
+    settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
+    return _attend(_attention_packed, (qkv, heads), _split(qkv, heads), *settings)
 
 
-def _check(
-    q: Tensor,
-    Tk: int,
+def _attend(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    inputs: tuple[Any, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
     scale: float | None,
     window: int | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     doc_ids: Tensor | None,
-) -> None:
-    D = q.shape[3]
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q: expected fp32, fp16 or bf16, got {q.dtype}")
-    if not 1 <= D <= MAX_D:
-        raise ValueError(f"q: expected a head dimension from 1 to {MAX_D}, got {D}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+) -> Tensor:
+    """Checks the arguments and calls `op` with `inputs`, which hold q, k and v."""
+    q, k, v = qkv
+    check_qkv(q, k, v)
+    check_head("q", q)
+    check_scale(scale)
     if window is not None and window < 1:
         raise ValueError(f"window: expected 1 or more, got {window}")
     if not 0 <= dropout_p < 1:
@@ -393,9 +338,20 @@ def _check(
     elif dropout_seed is not None and not -(2**63) <= dropout_seed < 2**63:
         raise ValueError(f"dropout_seed: expected 64 bits with a sign, got {dropout_seed}")
     if doc_ids is not None:
-        check_like("doc_ids", doc_ids, (q.shape[0], Tk), INTEGERS, q)
-        if q.shape[1] > Tk:
-            raise ValueError(f"doc_ids: expected at most {Tk} queries, got {q.shape[1]}")
+        check_like("doc_ids", doc_ids, tuple(k.shape[:2]), INTEGERS, q)
+        if q.shape[1] > k.shape[1]:
+            raise ValueError(f"doc_ids: expected at most {k.shape[1]} queries, got {q.shape[1]}")
+
+    seed = _seed(q, dropout_p, dropout_seed)
+    if not runs_kernels(q.device):
+        return attention_seeded_ref(
+            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
+            dropout_seed=seed, doc_ids=doc_ids,
+        )  # fmt: skip
+    if scale is not None and scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+        op, inputs = _attention, (q, k, v)
+    return op(*inputs, *document_spans(doc_ids), seed, scale, causal, window, dropout_p)[0]
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:
@@ -419,25 +375,3 @@ def document_spans(doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None
     doc_ids = doc_ids.contiguous()
     starts = torch.searchsorted(doc_ids, doc_ids, out_int32=True)
     return starts, torch.searchsorted(doc_ids, doc_ids, right=True, out_int32=True)
-
-
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    doc_ids: Tensor | None,
-) -> Tensor:
-    mask = None
-    if seed is not None:
-        B, Tq, H, _ = q.shape
-        mask = attention_dropout_mask((B, H, Tq, k.shape[1]), dropout_p, seed, q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        return attention_ref(
-            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
-            dropout_mask=mask, doc_ids=doc_ids,
-        )  # fmt: skip

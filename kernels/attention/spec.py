@@ -1,11 +1,276 @@
 """What `attention` and `attention_packed` are proved and measured by."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..proof.compile import Case
+from ..runtime import recording
+from ..spec import Make, Problem, Spec, Work, work
+from .blocked import attention_blocked
+from .dropout import attention_dropout_mask
+from .op import attention, attention_mask, attention_packed, attention_seeded_ref
+
+FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
+SEED = -(2**40) - 3
+
+# --- the op ---------------------------------------------------------------------------------------
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
+    window: int | None = None, dropout_p: float = 0.0, dropout_seed: int = SEED,
+    dropout_mask: Tensor | None = None, doc_ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Plain products and softmax in the inputs' own dtype."""
+    (_, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
+    if H != K:
+        k, v = (x.repeat_interleave(H // K, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
+    scores = (q * (D**-0.5 if scale is None else scale)) @ k.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
+    weights = scores.softmax(-1)
+    if mask is not None and Tq > Tk:  # there are queries that see nothing
+        weights = weights.masked_fill(~mask, 0)
+    if dropout_p:
+        if dropout_mask is None:
+            dropout_mask = attention_dropout_mask(weights.shape, dropout_p, dropout_seed, q.device)
+        weights = weights * (dropout_mask / (1 - dropout_p)).to(q.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    """q (B, T, H, D), k and v (B, Tk, K, D); Tk is T and K is H by default."""
+    B, T, H, D = s["B"], s["T"], s["H"], s["D"]
+    keys = (B, s.get("Tk", T), s.get("K", H), D)
+    return {"q": make(B, T, H, D), "k": make(*keys), "v": make(*keys)}
+
+
+def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    """With `docs`, documents of (docs + 1) / 2 tokens on average."""
+    found = {name: s[name] for name in ("causal", "scale", "window", "dropout_p") if name in s}
+    if s.get("docs"):
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.rand(s["B"], s.get("Tk", s["T"]), generator=generator) < 2 / (s["docs"] + 1)
+        found["doc_ids"] = (3 * starts.cumsum(1) - 5).to(device, torch.int32)  # with gaps
+    return {**found, "dropout_seed": SEED} if "dropout_p" in s else found
+
+
+def flops_and_bytes(s: Problem, itemsize: int) -> Work:
+    """q, k, v -> out and one fp32 a query; backward: those and dout -> dq, dk, dv.
+
+    FLOPs as everybody counts them, so that figures compare: 4 B H T^2 D forward, halved where
+    causal, and 2.5 times that backward.
+    """
+    B, T, H, D = s["B"], s["T"], s["H"], s["D"]
+    flops = 4 * B * H * T * T * D / (2 if s.get("causal", True) else 1)
+    queries, keys = B * T * H * D * itemsize, B * T * s.get("K", H) * D * itemsize
+    read, lse = queries + 2 * keys, 4 * B * T * H
+    return work((flops, read + queries + lse), (2.5 * flops, 2 * read + 2 * queries + lse))
+
+
+def one_head(name: str, x: Tensor) -> Tensor:
+    """The last head of the last sequence, which no other one has a part in."""
+    return x[-1:, :, -1:]
+
+
+# --- the packed op --------------------------------------------------------------------------------
+
+
+def packed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`f` of the three slices of one projection."""
+
+    def of_slices(qkv: Tensor, heads: int, **options: Any) -> Tensor:
+        K = (qkv.shape[2] - heads) // 2
+        return f(*qkv.split((heads, K, K), dim=2), **options)
+
+    return of_slices
+
+
+def packed_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
+    return {"qkv": make(s["B"], s["T"], s["H"] + 2 * s.get("K", s["H"]), s["D"])}
+
+
+def one_packed_head(name: str, x: Tensor) -> Tensor:
+    """`one_head` of the output or of each slice, where all have the same number of heads."""
+    if name.startswith("output"):
+        return one_head(name, x)
+    H = x.shape[2] // 3
+    return x[-1:, :, [H - 1, 2 * H - 1, 3 * H - 1]]
+
+
+# --- what is compiled ahead of time ---------------------------------------------------------------
+
+MASKS = ("causal", "full", "docs window dropout grouped")
+SHAPES = {
+    16: (16, 1024, 48),
+    32: (16, 1024, 24),
+    64: (16, 1024, 12),
+    128: (4, 4096, 16),
+    256: (4, 4096, 8),
+}
+"""D -> (B, T, H) that configurations are ranked and timed for."""
+WINDOW, GROUP, DROPOUT = 256, 4, 0.1
+STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")}
+"""Name -> kernel, and the side of its tile that is the rows of its products."""
 
 
 def forms(arch: int) -> Iterator[Case]:
-    from .launch import forms
+    """Every row of the arch's table; those with `plain` false under all masks at once."""
+    for D in (32, 64, 128, 256):
+        for masks in MASKS if D in (64, 128) else MASKS[::2]:
+            yield case(arch, D, torch.bfloat16, masks)
+    yield case(arch, 16, torch.bfloat16, MASKS[2])
+    yield case(arch, 80, torch.bfloat16, "causal")
+    for D in (64, 128, 256):  # 16 and 32 have the row of 64
+        for masks in MASKS[::2]:
+            yield case(arch, D, torch.float32, masks)
 
-    return forms(arch)
+
+def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
+    """All three kernels with the masks that `masks` names."""
+    B, T, H = 16, 1024, 12  # GPT-2's: of these only the heads are compiled in
+    K = H // 3 if "grouped" in masks else H
+    given = {
+        "causal": masks == "causal",
+        "window": WINDOW if "window" in masks else None,
+        "dropout_p": DROPOUT if "dropout" in masks else 0.0,
+        "dropout_seed": SEED,
+    }
+
+    def run() -> None:
+        qkv = torch.empty(B, T, H + 2 * K, D, dtype=dtype, device="meta", requires_grad=True)
+        docs = torch.empty(B, T, dtype=torch.int32, device="meta") if "docs" in masks else None
+        out = attention_packed(qkv, H, doc_ids=docs, **given)
+        torch.autograd.grad(out, qkv, torch.empty_like(out))
+
+    mma = {}
+    with recording(arch) as launches:
+        run()
+    for (kernel, side), launch in zip(STEPS.values(), launches, strict=True):
+        if dtype is not torch.float32:
+            few = launch.meta[side] < 64  # rows for a warp group: mma.sync
+            mma[kernel] = "HMMA" if few else {9: "HGMMA", 10: "UTC"}.get(arch // 10, "HMMA")
+    return Case(f"D={D} {str(dtype).removeprefix('torch.')} {masks}", run, mma)
+
+
+# --- problems -------------------------------------------------------------------------------------
+
+
+def problem(B: int, T: int, H: int, D: int, **more: Any) -> dict[str, Any]:
+    return {"B": B, "T": T, "H": H, "D": D, **more}
+
+
+FULL = {"causal": False}
+EVERYTHING = {"docs": 9, "window": 7, "dropout_p": 0.2}
+# Interpreted tiles are 64 queries x 32 keys, and 32 queries x 64 keys for dK and dV.
+PROBLEMS = {
+    "causal": problem(3, 10, 1, 16),
+    "everything": problem(1, 10, 3, 16, **EVERYTHING),
+    "three": problem(2, 3, 3, 16, K=1),
+    "63": problem(1, 63, 2, 16),
+    "64": problem(1, 64, 2, 64, K=1),
+    "65": problem(1, 65, 1, 80),
+    "127": problem(1, 127, 1, 16),
+    "257": problem(1, 257, 1, 16),
+    "grouped": problem(1, 70, 6, 16, K=2),
+    "last-query": problem(2, 1, 2, 64, Tk=127, K=1),
+    "tail": problem(1, 65, 1, 16, Tk=200),
+    "queries-that-see-nothing": problem(1, 200, 1, 16, Tk=65),
+    "full": problem(1, 65, 2, 16, K=1, **FULL),
+    "full-63": problem(1, 63, 1, 80, Tk=64, **FULL),
+    "cross": problem(1, 3, 2, 16, Tk=200, **FULL),
+    "cross-few-keys": problem(1, 127, 1, 64, Tk=3, **FULL),
+    "scale": problem(1, 40, 1, 16, scale=0.7),
+    "negative-scale": problem(1, 40, 1, 16, scale=-0.4),
+    "zero-scale": problem(1, 40, 1, 16, scale=0.0),
+    "window-2": problem(1, 65, 1, 16, window=2),
+    "window-50": problem(1, 200, 1, 16, window=50),
+    "window-120": problem(1, 200, 1, 16, window=120),
+    "window-beyond": problem(1, 65, 1, 16, window=65),
+    "window-tail": problem(1, 63, 1, 16, Tk=127, window=30, **FULL),
+    "window-sees-nothing": problem(1, 127, 1, 16, Tk=40, window=20),
+    "head-of-1": problem(1, 5, 2, 1),
+    "head-of-256": problem(1, 33, 1, 256),
+    "documents": problem(2, 127, 1, 16, docs=60),
+    "documents-full": problem(2, 100, 1, 16, docs=60, **FULL),
+    "documents-short": problem(2, 65, 1, 16, docs=3),
+    "documents-window": problem(1, 127, 1, 16, docs=60, window=9),
+    "documents-tail": problem(2, 40, 1, 16, Tk=100, docs=60),
+    "documents-tail-full": problem(1, 40, 1, 16, Tk=100, docs=60, **FULL),
+    "documents-longer-than-tiles": problem(1, 200, 1, 16, docs=300),
+    "dropout": problem(2, 65, 2, 16, K=1, dropout_p=0.3),
+    "dropout-full": problem(1, 40, 3, 16, Tk=100, dropout_p=0.3, **FULL),
+    "dropout-padded-head": problem(1, 65, 1, 80, dropout_p=0.3),
+    "dropout-window": problem(1, 127, 1, 16, dropout_p=0.3, window=40),
+}
+SIZES = {
+    "cuda": {
+        "gpt2-124m": problem(16, 1024, 12, 64),
+        "4k-d128": problem(4, 4096, 16, 128),
+        "16k-d128": problem(1, 16384, 16, 128),
+        "gpt2-355m": problem(16, 1024, 16, 64),
+        "gpt2-774m": problem(8, 1024, 20, 64),
+        "gpt2-1558m": problem(8, 1024, 25, 64),
+        "4k-d64": problem(4, 4096, 16, 64),
+        "16k-d64": problem(1, 16384, 16, 64),
+        "awkward-t1000-d80": problem(5, 1000, 7, 80),
+        "awkward-t257-d64": problem(33, 257, 5, 64),
+    },
+    "cpu": {
+        "gpt2-124m": problem(2, 1024, 12, 64),
+        "shakespeare-char": problem(16, 256, 6, 64),
+        "shakespeare-cpu": problem(24, 64, 4, 32),
+        "awkward": problem(3, 257, 5, 40),
+    },
+}
+ATTENTION = Spec(
+    name="attention",
+    op=attention,
+    ref=attention_seeded_ref,
+    eager=eager,
+    inputs=inputs,
+    options=options,
+    launches=lambda s: (FWD, DQ, DKV),
+    forms=forms,
+    work=flops_and_bytes,
+    problems=PROBLEMS,
+    sizes=SIZES,
+    structural=("causal", "everything"),
+    growing=(
+        *({"B": B, "T": T} for B, T in ((2, 9), (4, 32), (2, 11), (4, 8))),
+        *({"B": B, "T": T} for B, T in ((1, 1), (1, 2), (2, 1), (16, 16), (16, 1000))),
+    ),
+    empty=({"B": 0}, {"T": 0}, {"Tk": 0, "docs": 0}, {"H": 0, "K": 1}),
+    probe=one_head,
+    cpu=attention_blocked,
+)
+ATTENTION_PACKED = replace(
+    ATTENTION,
+    name="attention_packed",
+    op=attention_packed,
+    ref=packed(attention_seeded_ref),
+    eager=packed(eager),
+    inputs=packed_inputs,
+    options=lambda s, device: {"heads": s["H"], **options(s, device)},
+    forms=lambda arch: iter(()),  # the kernels are those of `attention`
+    problems={
+        "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),
+        "causal": problem(1, 70, 2, 16),
+        "negative-scale": problem(2, 40, 2, 16, K=1, scale=-0.4),
+    },
+    sizes={
+        "cuda": {k: s for k, s in SIZES["cuda"].items() if k.startswith("gpt2")},
+        "cpu": {"shakespeare-char": SIZES["cpu"]["shakespeare-char"]},
+    },
+    structural=(),
+    empty=({"B": 0}, {"T": 0}),
+    probe=one_packed_head,
+    cpu=packed(attention_blocked),
+)
+SPECS = (ATTENTION, ATTENTION_PACKED)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import padded
 from ..runtime import INTERPRETING, arch, launch, multiprocessors
 
 
@@ -184,7 +185,7 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
     if arch == 0:  # interpreted: small, so that short caches show splits
         return {"BLOCK_M": block_m, "BLOCK_N": 16}
     most = 16 if itemsize == 4 else 64 if D < 64 else 128
-    block_n = max(16, min(most, TILE_BYTES // (_padded(D) * itemsize)))
+    block_n = max(16, min(most, TILE_BYTES // (padded(D) * itemsize)))
     warps, stages = 8 if itemsize == 4 else 4, 5 if paged else 3
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
@@ -214,10 +215,6 @@ def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
 
     best = max(map(filled, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
-
-
-def _padded(D: int) -> int:
-    return max(16, 1 << (D - 1).bit_length())
 
 
 # --- launcher -------------------------------------------------------------------------------------
@@ -260,13 +257,13 @@ def decode_attention_fwd(
         q, k, v, parts, lse, lengths, starts, table,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         Tq, Tmax, count, pages, 0 if table is None else table.shape[1], scale * LOG2E,
-        H=H, GROUP=H // K, D=D, BLOCK_D=_padded(D), PAGE=0 if table is None else page,
+        H=H, GROUP=H // K, D=D, BLOCK_D=padded(D), PAGE=0 if table is None else page,
         STARTS=starts is not None, SPLIT=count > 1, **config,
     )  # fmt: skip
     if lse is not None:
         launch(
             _decode_combine_kernel, (B * Tq * H,),
             parts, lse, out, count,
-            D=D, BLOCK_D=_padded(D), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16, num_warps=1,
+            D=D, BLOCK_D=padded(D), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16, num_warps=1,
         )  # fmt: skip
     return out

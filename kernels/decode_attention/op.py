@@ -13,13 +13,13 @@ The new tokens are already in the cache. On CUDA, and on CPU tensors in Triton's
 kernels of `decode_attention_kernels` run; anywhere else the plain form does. There is no gradient.
 """
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, MAX_D, check_like
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
+from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
 
 
 def decode_attention_ref(
@@ -36,30 +36,35 @@ def decode_attention_ref(
 
     Arguments, result and errors are those of `decode_attention`; fp64 is taken, too, and stays it.
     """
+    q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
     B, Tq, H, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (_whole(x, block_table).to(wide) for x in (k_cache, v_cache))
+    k, v = (whole_cache(x, block_table).to(wide) for x in (k_cache, v_cache))
     Tmax, K = k.shape[1:3]
-    lengths = lengths.clamp(0, Tmax).long()
-    keys = torch.arange(Tmax, device=q.device)
-    places = lengths[:, None] - Tq + torch.arange(Tq, device=q.device)  # (B, Tq)
-    seen = keys <= places[..., None]  # (B, Tq, Tmax)
-    if starts is not None:
-        seen = seen & (keys >= starts[..., None])
     # what lies beyond a sequence may be anything, and NaN times a weight of 0 is NaN
-    unused = (keys >= lengths[:, None])[..., None, None]
+    unused = (torch.arange(Tmax, device=q.device) >= lengths[:, None])[..., None, None]
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    hidden = ~visible_places(Tq, Tmax, lengths, starts)[:, None, None]
     groups = q.to(wide).reshape(B, Tq, K, H // K, D)
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k) * (D**-0.5 if scale is None else scale)
-    hidden = ~seen[:, None, None]
-    # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
-    weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1).masked_fill(hidden, 0.0)
-    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v)
+    with without_autocast(q):
+        scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k)
+        scores = scores * (D**-0.5 if scale is None else scale)
+        # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
+        weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1)
+        out = torch.einsum("bkgqj,bjkd->bqkgd", weights.masked_fill(hidden, 0.0), v)
     return out.reshape(B, Tq, H, D).to(q.dtype)
 
 
-def _whole(cache: Tensor, block_table: Tensor | None) -> Tensor:
+def visible_places(Tq: int, Tmax: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
+    """Which places of its cache each query sees: bool (B, Tq, Tmax)."""
+    places = torch.arange(Tmax, device=lengths.device)
+    last = lengths.clamp(0, Tmax)[:, None] - Tq + torch.arange(Tq, device=lengths.device)
+    seen = places <= last[..., None]
+    return seen if starts is None else seen & (places >= starts[..., None])
+
+
+def whole_cache(cache: Tensor, block_table: Tensor | None) -> Tensor:
     """The cache as (B, Tmax, K, D)."""
     if block_table is None:
         return cache
@@ -71,19 +76,11 @@ def _whole(cache: Tensor, block_table: Tensor | None) -> Tensor:
 # --- the op ---------------------------------------------------------------------------------------
 
 
-def _fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    block_table: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _fwd(*args: Any) -> Tensor:
     # imported when first run: triton is missing on macOS and slow to import
     from .device import decode_attention_fwd
 
-    return decode_attention_fwd(q, k, v, lengths, starts, block_table, scale)
+    return decode_attention_fwd(*args)
 
 
 _decode_attention = define_op(
@@ -137,8 +134,7 @@ def decode_attention(
     """
     q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q: expected fp32, fp16 or bf16, got {q.dtype}")
+    check_head("q", q)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -146,10 +142,9 @@ def decode_attention(
                 "requires it: decode_attention has no backward"
             )
     if not runs_kernels(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return decode_attention_ref(
-                q, k_cache, v_cache, lengths, starts=starts, block_table=block_table, scale=scale
-            )
+        return decode_attention_ref(
+            q, k_cache, v_cache, lengths, starts=starts, block_table=block_table, scale=scale
+        )
     factor = q.shape[3] ** -0.5 if scale is None else scale
     return _decode_attention(q, k_cache, v_cache, lengths, starts, block_table, factor)
 
@@ -163,26 +158,8 @@ def _check(
     block_table: Tensor | None,
     scale: float | None,
 ) -> None:
-    if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_D:
-        raise ValueError(
-            f"q: expected (B, Tq, H, D) with D from 1 to {MAX_D}, got {tuple(q.shape)}"
-        )
-    B, Tq, H, D = q.shape
-    for name, x in (("k_cache", k), ("v_cache", v)):
-        batch_fits = block_table is not None or x.dim() == 0 or x.shape[0] == B
-        if x.dim() != 4 or x.shape[3] != D or x.shape != k.shape or not batch_fits:
-            # written here alone: a size that becomes text is a constant to torch.compile
-            first = "pages, page" if block_table is not None else f"{B}, Tmax"
-            raise ValueError(
-                f"{name}: expected ({first}, K, {D}) for q {tuple(q.shape)}, the same for k_cache "
-                f"and v_cache, got {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
-            )
-    if k.shape[2] == 0 or H % k.shape[2]:
-        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
+    check_qkv(q, k, v, names=("k_cache", "v_cache"), paged=block_table is not None)
+    B, Tq = q.shape[:2]
     check_like("lengths", lengths, (B,), INTEGERS, q)
     if starts is not None:
         check_like("starts", starts, (B, Tq), INTEGERS, q)
@@ -192,5 +169,4 @@ def _check(
                 f"block_table: expected ({B}, max_pages), got {tuple(block_table.shape)}"
             )
         check_like("block_table", block_table, (B, block_table.shape[1]), INTEGERS[:1], q)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    check_scale(scale)

@@ -13,15 +13,15 @@ from bench.tune.predict import FIRST_TILE, identity, milliseconds, passes, recor
 from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
 from fastgpt.kernels.attention.config import TUNING, serves, trying
-from fastgpt.kernels.attention.launch import STEPS
+from fastgpt.kernels.attention.forward import _attention_fwd_kernel as FWD  # noqa: N812
 from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.attention.spec import STEPS
 from fastgpt.kernels.proof.compile import Config, Row
 from fastgpt.kernels.proof.sass import DEVICES, Loop
 from fastgpt.kernels.runtime import Launch
 from tests.proof.test_aot import python
 
 TABLES = sorted(path for path in TUNING.glob("*.json") if path.name != "budget.json")
-FWD = STEPS["fwd"][0]
 META = {
     "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1,
     "num_warps": 8, "num_stages": 3,
@@ -246,7 +246,7 @@ def test_what_is_timed_is_the_step_alone(small, step, tmp_path, monkeypatch):
     ran.clear()
     for call in calls:
         call()
-    assert [x.kernel for x in ran] == [STEPS[step][0]] * 2
+    assert [x.kernel.__name__ for x in ran] == [STEPS[step][0]] * 2
     assert [{k: x.meta[k] for k in ("BLOCK_M", "BLOCK_N")} for x in ran] == wanted
 
 

@@ -12,19 +12,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 OPS = {
     "attention": """
-from fastgpt.kernels import attention
-from tests.kernels.test_attention_triton import docs
+from fastgpt.kernels.attention.spec import ATTENTION, problem
+from tests.kernels.conformance import make_inputs, run
 
-doc_ids = docs(2, 100, longest=30).cuda()
-for B, Tq, Tk, H, K, D, options in (
-    (1, 65, 65, 2, 1, 64, {}),
-    (1, 33, 100, 1, 1, 80, {"causal": False}),
-    (1, 130, 130, 1, 1, 128, {}),
-    (2, 100, 100, 2, 2, 16, {"window": 9, "dropout_p": 0.1, "doc_ids": doc_ids}),
+for s in (
+    problem(1, 65, 2, 64, K=1),
+    problem(1, 33, 1, 80, Tk=100, causal=False),
+    problem(1, 130, 1, 128),
+    problem(2, 100, 2, 16, window=9, dropout_p=0.1, docs=30),
 ):
-    q, k, v = (torch.randn(B, T, n, D, device="cuda", dtype=torch.float16, requires_grad=True)
-               for T, n in ((Tq, H), (Tk, K), (Tk, K)))
-    attention(q, k, v, **options).square().sum().backward()
+    tensors = make_inputs(ATTENTION, s, "cuda", torch.float16).values()
+    run(ATTENTION, ATTENTION.call(ATTENTION.op, s, "cuda"), tensors)
 """,
     "norms": """
 from fastgpt.kernels import add_layer_norm, rms_norm
@@ -71,12 +69,15 @@ for B, T, H, K, D in ((2, 65, 3, 1, 64), (1, 100, 2, 2, 80)):
         (q.square().sum() + k.square().sum()).backward()
 """,
     "decode": """
-from fastgpt.kernels import decode_attention
-from tests.kernels.test_decode_attention import make
+from fastgpt.kernels.decode_attention.spec import DECODE_ATTENTION, problem
+from tests.kernels.conformance import make_inputs, run
 
-for case, page in (((1, 600, 4, 2, 64, [600, 3, 0]), 0), ((3, 200, 4, 1, 80, [200, 1]), 5)):
-    inputs, options = make(*case, dtype=torch.float16, page=page, starts=True, device="cuda")
-    decode_attention(*inputs.values(), **options)
+for s in (
+    problem(600, 4, 64, (600, 3, 0), K=2, starts=True),
+    problem(200, 4, 80, (200, 1), Tq=3, K=1, page=5, starts=True),
+):
+    tensors = make_inputs(DECODE_ATTENTION, s, "cuda", torch.float16).values()
+    run(DECODE_ATTENTION, DECODE_ATTENTION.call(DECODE_ATTENTION.op, s, "cuda"), tensors)
 """,
 }
 
@@ -90,7 +91,7 @@ def test_compute_sanitizer_finds_nothing(op, tool):
     script = f"import torch\n{OPS[op]}\ntorch.cuda.synchronize()"
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,
         # each buffer an allocation of its own: what is read beyond it is seen
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )  # fmt: skip
