@@ -21,6 +21,7 @@ from fastgpt.checkpoint import FILES, FORMAT_VERSION
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
+from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
 
 
@@ -297,6 +298,20 @@ def test_state_is_plain_and_safe_to_read(fit):
     assert {"optimizers", "loader", "rng"} <= set(state)
     assert load_tokenizer(saved / "tokenizer.json").decode([104, 105]) == "hi"
     assert json.loads((saved / "config.json").read_text())["model"]["dim"] == 32
+
+
+def test_best_follows_the_held_out_loss(fit):
+    """A learning rate that ruins the model: the best checkpoint is not the last one."""
+    flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
+    run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
+    losses = {
+        r["step"]: r["val_loss"] for r in read_records(run / "metrics.jsonl") if "val_loss" in r
+    }
+    best = min((step for step in losses if step), key=losses.__getitem__)
+    assert best < 11, "choose flags with which the last steps are not the best"
+    folder = run / "checkpoints"
+    assert content(folder) == ["best", "step_00000011", "step_00000012"]
+    assert checkpoint.load(folder / "best").step == best
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
