@@ -20,7 +20,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
@@ -116,18 +116,18 @@ def _walk(
 
 def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, str]]:
     """(row, changed line) of what the node itself says, without its children."""
-    pairs: Iterable[tuple[ast.expr, ast.expr]] = []
+    operands: list[ast.expr] = []
     spans: list[tuple[int, int | None, int | None]] = []
     match node:
         case ast.Compare():
-            pairs = pairwise([node.left, *node.comparators])
+            operands = [node.left, *node.comparators]
         case ast.BoolOp():
-            pairs = pairwise(node.values)
+            operands = node.values
         case ast.BinOp():
-            pairs = [(node.left, node.right)]
+            operands = [node.left, node.right]
         case ast.expr() | ast.stmt() if node.lineno == node.end_lineno:
             spans.append((node.lineno - 1, node.col_offset, node.end_col_offset))
-    for a, b in pairs:  # the operator stands between the two
+    for a, b in pairwise(operands):  # the operator stands between the two
         start = a.end_col_offset if a.end_lineno == b.lineno else 0
         spans.append((b.lineno - 1, start, b.col_offset))
     for row, start, end in spans:
@@ -185,11 +185,8 @@ def own_tests(path: str, root: Path) -> list[str]:
     own = [p for p in files if p.stem.startswith("test_") and any(n in p.stem for n in names)]
     if parts[0] == "kernels":
         own += [p for p in files if "conformance" in p.stem and p not in own]
-    return (
-        [*(str(p.relative_to(root)) for p in own), "-k", " or ".join(dict.fromkeys(names))]
-        if own
-        else []
-    )
+    words = ["-k", " or ".join(dict.fromkeys(names))]
+    return [str(p.relative_to(root)) for p in own] + words if own else []
 
 
 class Copy:
@@ -197,16 +194,10 @@ class Copy:
 
     def __init__(self, root: Path, folder: Path, timeout: int) -> None:
         self.root, self.timeout = folder / "checkout", timeout
-        skipped = {
-            ".git",
-            ".venv",
-            "build",
-            "data",
-            "runs",
-        }  # at the top; what is Python's anywhere
+        top = {".git", ".venv", "build", "data", "runs"}
         shutil.copytree(
             root, self.root, symlinks=True,
-            ignore=lambda at, _: {"__pycache__"} | (skipped if Path(at) == root else set()),
+            ignore=lambda at, _: {"__pycache__"} | (top if Path(at) == root else set()),
         )  # fmt: skip
         self.environment = os.environ | {
             "FASTGPT_DATA": os.path.abspath(os.environ.get("FASTGPT_DATA") or root / "data"),
