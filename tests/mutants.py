@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
@@ -231,8 +232,8 @@ class Copy:
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.M)
         return failed or [f"status {status}: {printed.strip()[-200:]}"]
 
-    def judge(self, mutant: Mutant) -> str | None:
-        """What catches the mutant: one of its module's tests, else one of the suite, else None.
+    def catch(self, mutant: Mutant, tests: list[str]) -> str | None:
+        """The first of `tests` that catches the mutant: pytest's id, or a timeout.
 
         A test must fail twice with the mutant and not without: no accident of a busy machine.
         """
@@ -243,42 +244,57 @@ class Copy:
             path.write_text(source)
             return self.failures(*args)
 
-        mutated, passed = mutant.apply(text), []
-        for args in (own_tests(mutant.path, self.root), ["-n", "2"]):
-            while args and (failed := failures(mutated, "-x", *args, *passed)):
-                alone = [failed[0]] if failed[0].startswith("tests/") else args
-                if failures(text, *alone):
-                    if alone is args:
-                        sys.exit(f"{failed[0]}, even without a mutant: raise --timeout?")
-                    self.unsound.append(failed[0])
-                elif alone is args or failures(mutated, *alone):
-                    path.write_text(text)
-                    return failed[0]
-                else:
-                    passed.append(f"--deselect={failed[0]}")
+        by, mutated, passed = None, mutant.apply(text), []
+        while not by and (failed := failures(mutated, "-x", *tests, *passed)):
+            alone = [failed[0]] if failed[0].startswith("tests/") else tests
+            if failures(text, *alone):
+                if alone is tests:
+                    sys.exit(f"{failed[0]}, even without a mutant: raise --timeout?")
+                self.unsound.append(failed[0])
+            elif alone is tests or failures(mutated, *alone):
+                by = failed[0]
+            else:
+                passed.append(f"--deselect={failed[0]}")
         path.write_text(text)
-        return None
+        return by
+
+
+def judge(mutant: Mutant, there: Mutant | None, copy: Copy, suite: bool) -> dict[str, Any]:
+    """What is kept of a mutant; "left" is one that its module's tests let pass."""
+    start, by = time.monotonic(), None
+    if there and (tests := ["-n", "2"] if suite else own_tests(there.path, copy.root)):
+        by = copy.catch(there, tests)
+    verdict = "caught" if by else "survived" if suite else "left"
+    return asdict(mutant) | {
+        "verdict": verdict if there else "gone",
+        "by": by,
+        "place": there and f"{there.path}:{there.row + 1}",
+        "seconds": round(time.monotonic() - start),
+    }
 
 
 def run(plan: list[Mutant], copy: Copy, file: Path | None) -> Counter[str]:
-    """Judges the mutants that `file` has no result of, and keeps each there; counts of verdicts."""
+    """Judges the mutants that `file` has no verdict of, and keeps each there; counts of verdicts.
+
+    First by the tests of each one's module, then what is left by the whole suite, which takes long.
+    """
     results = json.loads(file.read_text()) if file and file.exists() else {}
     found = find(copy.root)
-    for mutant in plan:
-        if mutant.id() not in results:
-            start, there = time.monotonic(), locate(mutant, found)
-            by = copy.judge(there) if there else None
-            results[mutant.id()] = asdict(mutant) | {
-                "verdict": "gone" if not there else "caught" if by else "survived",
-                "by": by,
-                "place": there and f"{there.path}:{there.row + 1}",
-                "seconds": round(time.monotonic() - start),
-            }
-        if file:
-            file.write_text(json.dumps(results, indent=1))
-        r = results[mutant.id()]
-        print(f"{mutant.id()} {r['group']} {r['place']} {r['function']}: {r['line']} ->", end=" ")
-        print(f"{r['mutated']}: {r['by'] or r['verdict'].upper()}, {r['seconds']} s", flush=True)
+    for suite in (False, True):
+        for mutant in plan:
+            r = results.get(mutant.id())
+            if r is None or (suite and r["verdict"] == "left"):
+                r = results[mutant.id()] = judge(mutant, locate(mutant, found), copy, suite)
+                if file:
+                    file.write_text(json.dumps(results, indent=1))
+            elif suite:
+                continue
+            print(
+                f"{mutant.id()} {r['group']} {r['place']} {r['function']}: {r['line']} ->", end=" "
+            )
+            print(
+                f"{r['mutated']}: {r['by'] or r['verdict'].upper()}, {r['seconds']} s", flush=True
+            )
     return Counter(results[mutant.id()]["verdict"] for mutant in plan)
 
 

@@ -89,6 +89,6 @@ def test_what_catches_a_mutant_is_named_and_so_are_survivors(tmp_path):
     assert (caught["by"], caught["place"]) == (f"{TESTS}::test_f", f"{ORDER}:2")
     assert copy.unsound == [f"{TESTS}::test_always"]
     assert (root / ORDER).read_text() == (copy.root / ORDER).read_text() == order
-    copy.judge = lambda mutant: None  # from here on nothing is caught that was not before
+    copy.catch = lambda mutant, tests: None  # from here on nothing is caught that was not before
     counts = run([compare, other, gone], copy, results)
     assert counts == {"caught": 1, "survived": 1, "gone": 1}
