@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
@@ -46,7 +45,10 @@ SWAPS = {
 
 # A module's tests are the files named like it; in kernels/ a folder, or what is left of a suffix.
 SUFFIX = r"_(op|launch|kernels|fwd|bwd|config|dropout|blocked|plain|chunks)$"
-ALSO_TESTED_BY = {"engine": "train", "distributed": "ddp", "storage": "files", "runtime": "norm"}
+ALSO_TESTED_BY = {
+    "batches": "build", "distributed": "ddp", "engine": "train", "loader": "batches",
+    "runtime": "norm", "storage": "sources",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,71 +232,70 @@ class Copy:
         if status in (0, 5):  # 5: no test was selected
             return []
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.M)
-        return failed or [f"status {status}: {printed.strip()[-200:]}"]
+        return failed or [f"pytest's status {status}"]
+
+    def failures_with(self, mutants: list[Mutant], *args: str) -> list[str]:
+        """`failures` with all of `mutants` made at once."""
+        before = {path: path.read_text() for path in {self.root / m.path for m in mutants}}
+        for mutant in mutants:
+            path = self.root / mutant.path
+            path.write_text(mutant.apply(path.read_text()))
+        failed = self.failures(*args)
+        for path, text in before.items():
+            path.write_text(text)
+        return failed
 
     def catch(self, mutant: Mutant, tests: list[str]) -> str | None:
         """The first of `tests` that catches the mutant: pytest's id, or a timeout.
 
         A test must fail twice with the mutant and not without: no accident of a busy machine.
         """
-        path = self.root / mutant.path
-        text = path.read_text()
-
-        def failures(source: str, *args: str) -> list[str]:
-            path.write_text(source)
-            return self.failures(*args)
-
-        by, mutated, passed = None, mutant.apply(text), []
-        while not by and (failed := failures(mutated, "-x", *tests, *passed)):
+        passed = []
+        while failed := self.failures_with([mutant], "-x", *tests, *passed):
             alone = [failed[0]] if failed[0].startswith("tests/") else tests
-            if failures(text, *alone):
+            if self.failures(*alone):
                 if alone is tests:
                     sys.exit(f"{failed[0]}, even without a mutant: raise --timeout?")
                 self.unsound.append(failed[0])
-            elif alone is tests or failures(mutated, *alone):
-                by = failed[0]
+            elif alone is tests or self.failures_with([mutant], *alone):
+                return failed[0]
             else:
                 passed.append(f"--deselect={failed[0]}")
-        path.write_text(text)
-        return by
-
-
-def judge(mutant: Mutant, there: Mutant | None, copy: Copy, suite: bool) -> dict[str, Any]:
-    """What is kept of a mutant; "left" is one that its module's tests let pass."""
-    start, by = time.monotonic(), None
-    if there and (tests := ["-n", "2"] if suite else own_tests(there.path, copy.root)):
-        by = copy.catch(there, tests)
-    verdict = "caught" if by else "survived" if suite else "left"
-    return asdict(mutant) | {
-        "verdict": verdict if there else "gone",
-        "by": by,
-        "place": there and f"{there.path}:{there.row + 1}",
-        "seconds": round(time.monotonic() - start),
-    }
+        return None
 
 
 def run(plan: list[Mutant], copy: Copy, file: Path | None) -> Counter[str]:
     """Judges the mutants that `file` has no verdict of, and keeps each there; counts of verdicts.
 
-    First by the tests of each one's module, then what is left by the whole suite, which takes long.
+    The whole suite takes long: it runs with all mutants at once that their modules' tests let pass,
+    and what fails then is tried on each of them, until it passes with those that are left.
     """
     results = json.loads(file.read_text()) if file and file.exists() else {}
     found = find(copy.root)
-    for suite in (False, True):
-        for mutant in plan:
-            r = results.get(mutant.id())
-            if r is None or (suite and r["verdict"] == "left"):
-                r = results[mutant.id()] = judge(mutant, locate(mutant, found), copy, suite)
-                if file:
-                    file.write_text(json.dumps(results, indent=1))
-            elif suite:
-                continue
-            print(
-                f"{mutant.id()} {r['group']} {r['place']} {r['function']}: {r['line']} ->", end=" "
-            )
-            print(
-                f"{r['mutated']}: {r['by'] or r['verdict'].upper()}, {r['seconds']} s", flush=True
-            )
+    there = {mutant.id(): locate(mutant, found) for mutant in plan}
+
+    def judge(mutant: Mutant, tests: list[str], uncaught: str) -> None:
+        at, start = there[mutant.id()], time.monotonic()
+        by = copy.catch(at, tests) if at and tests else None
+        verdict = "gone" if not at else "caught" if by else uncaught
+        place, seconds = at and f"{at.path}:{at.row + 1}", round(time.monotonic() - start)
+        facts = {"verdict": verdict, "by": by, "place": place, "seconds": seconds}
+        results[mutant.id()] = asdict(mutant) | facts
+        if file:
+            file.write_text(json.dumps(results, indent=1))
+        print(f"{mutant.id()} {mutant.group} {place} {mutant.function}: {mutant.line} ->", end=" ")
+        print(f"{mutant.mutated}: {by or verdict.upper()}, {seconds} s", flush=True)
+
+    for mutant in plan:
+        if mutant.id() not in results:
+            at = there[mutant.id()]
+            judge(mutant, own_tests(at.path, copy.root) if at else [], "left")
+    while left := [mutant for mutant in plan if results[mutant.id()]["verdict"] == "left"]:
+        failed = copy.failures_with([at for m in left if (at := there[m.id()])], "-n", "2")
+        tests = failed if not failed or failed[0].startswith("tests/") else ["-n", "2"]
+        for mutant in left:
+            judge(mutant, tests, "left" if failed else "survived")
+        copy.unsound += failed
     return Counter(results[mutant.id()]["verdict"] for mutant in plan)
 
 

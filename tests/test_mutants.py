@@ -84,11 +84,23 @@ def test_what_catches_a_mutant_is_named_and_so_are_survivors(tmp_path):
     gone = replace(other, line="return n < 3")
     copy, results = Copy(root, tmp_path, timeout=60), tmp_path / "results.json"
     copy.environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of the time of a run
-    assert run([compare], copy, results) == {"caught": 1}
+    assert run([compare, gone], copy, results) == {"caught": 1, "gone": 1}
     caught = json.loads(results.read_text())[compare.id()]
     assert (caught["by"], caught["place"]) == (f"{TESTS}::test_f", f"{ORDER}:2")
     assert copy.unsound == [f"{TESTS}::test_always"]
     assert (root / ORDER).read_text() == (copy.root / ORDER).read_text() == order
-    copy.catch = lambda mutant, tests: None  # from here on nothing is caught that was not before
-    counts = run([compare, other, gone], copy, results)
-    assert counts == {"caught": 1, "survived": 1, "gone": 1}
+    copy.failures = lambda *tests: []  # from here on nothing is caught that was not before
+    assert run([compare, other, gone], copy, results) == {"caught": 1, "survived": 1, "gone": 1}
+
+
+def test_what_the_suite_catches_is_told_from_what_it_does_not(tmp_path):
+    root = write(tmp_path / "tree", {ORDER: SOURCE})
+    plan = find(root)
+    copy = Copy(root, tmp_path, timeout=60)
+
+    def failures(*tests: str) -> list[str]:  # as of a suite with one test, of what min gives
+        there = "n += max" in (copy.root / ORDER).read_text() or "tests/a::b" in copy.unsound
+        return [] if there else ["tests/a::b"]
+
+    copy.failures = failures
+    assert run(plan, copy, None) == {"caught": 2, "survived": len(plan) - 2}
