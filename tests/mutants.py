@@ -1,8 +1,8 @@
 """Faults made on purpose, to see that the tests catch them: `python -m tests.mutants`.
 
-A mutant is a change of one line, drawn with a fixed seed and not picked by hand. It is found by its
-function and the text of its line, whatever the file: the plan drawn before a reshaping (`--save`)
-can be applied after it (`--plan`), which shows whether both suites catch the same faults.
+A mutant is a change of one line, drawn with a fixed seed and not picked by hand. It is found by the
+name of its function and the text of its line, whatever the file. So the plan drawn before a
+reshaping (`--save`) can be applied after it (`--plan`), to see that both suites catch the same.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Mutant:
     row: int
 
     def change(self) -> tuple[str, str, str, int]:
-        """What is the same in every tree."""
+        """The part that is the same in every tree."""
         return self.function, self.line, self.mutated, self.occurrence
 
     def id(self) -> str:
@@ -101,7 +101,7 @@ def find_in(text: str, path: str) -> Iterator[Mutant]:
 def _walk(
     node: ast.AST, lines: list[bytes], function: str, jit: bool | None
 ) -> Iterator[tuple[str, bool, int, str]]:
-    """(function, is it device code, row, changed line) in all functions; jit is None outside."""
+    """Yields (function, is it device code, row, changed line); `jit` is None outside functions."""
     if isinstance(node, ast.Raise | ast.JoinedStr):  # messages
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -118,7 +118,7 @@ def _walk(
 
 
 def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, str]]:
-    """(row, changed line) of what the node itself says, without its children."""
+    """Yields (row, changed line) for the node itself, without its children."""
     operands: list[ast.expr] = []
     spans: list[tuple[int, int | None, int | None]] = []
     match node:
@@ -140,7 +140,7 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, str]]:
 
 
 def _changed(node: ast.AST, old: str) -> str:
-    """What becomes of a node's text, or of the text between its operands."""
+    """The changed text of a node, or of the operator between its operands."""
     match node:
         case ast.AugAssign() | ast.Expr(value=ast.Call()):
             return "pass"
@@ -180,7 +180,7 @@ def locate(mutant: Mutant, found: list[Mutant]) -> Mutant | None:
 
 
 def own_tests(path: str, root: Path) -> list[str]:
-    """What pytest is told to run a module's own tests; empty where it has none."""
+    """The arguments with which pytest runs a module's own tests; empty if it has none."""
     parts = Path(path).with_suffix("").parts
     name = re.sub(SUFFIX, "", parts[1] if parts[0] == "kernels" else parts[-1])
     names = [name, *ALSO_TESTED_BY.get(name, "").split()]
@@ -265,10 +265,11 @@ class Copy:
 
 
 def run(plan: list[Mutant], copy: Copy, file: Path | None) -> Counter[str]:
-    """Judges the mutants that `file` has no verdict of, and keeps each there; counts of verdicts.
+    """Judges the mutants that `file` has no verdict on yet, and returns the number of each verdict.
 
-    The whole suite takes long: it runs with all mutants at once that their modules' tests let pass,
-    and what fails then is tried on each of them, until it passes with those that are left.
+    Each mutant meets the tests of its module first. Those that pass are put into one copy, on which
+    the whole suite runs: it takes long. The tests that fail there are then run on each such mutant
+    alone, and the suite runs again, until it passes with all remaining mutants: they survived.
     """
     results = json.loads(file.read_text()) if file and file.exists() else {}
     found = find(copy.root)

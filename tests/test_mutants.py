@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: what it changes, draws and finds again, and what it says of tests."""
+"""`python -m tests.mutants` draws, finds and judges mutants as it says."""
 
 import ast
 import json
@@ -98,7 +98,7 @@ def test_what_the_suite_catches_is_told_from_what_it_does_not(tmp_path):
     plan = find(root)
     copy = Copy(root, tmp_path, timeout=60)
 
-    def failures(*tests: str) -> list[str]:  # as of a suite with one test, of what min gives
+    def failures(*tests: str) -> list[str]:  # a suite with one test, of one line
         there = "n += max" in (copy.root / ORDER).read_text() or "tests/a::b" in copy.unsound
         return [] if there else ["tests/a::b"]
 
