@@ -208,12 +208,14 @@ class Copy:
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "TMPDIR": str(folder),
         }
-        self.unsound: list[str] = []  # tests that fail without a mutant
+        self.left_out: list[
+            str
+        ] = []  # tests: fail without a mutant, or were tried on each one alone
 
     def failures(self, *args: str) -> list[str]:
         """The tests that fail, or why pytest did not get that far."""
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        command += ["-m", "not slow", *args, *(f"--deselect={test}" for test in self.unsound)]
+        command += ["-m", "not slow", *args, *(f"--deselect={test}" for test in self.left_out)]
         timeout = 2 * self.timeout if "-n" in args else self.timeout
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(
@@ -256,7 +258,8 @@ class Copy:
             if self.failures(*alone):
                 if alone is tests:
                     sys.exit(f"{failed[0]}, even without a mutant: raise --timeout?")
-                self.unsound.append(failed[0])
+                print(f"fails without a mutant, so it is left out: {failed[0]}", flush=True)
+                self.left_out.append(failed[0])
             elif alone is tests or self.failures_with([mutant], *alone):
                 return failed[0]
             else:
@@ -296,7 +299,7 @@ def run(plan: list[Mutant], copy: Copy, file: Path | None) -> Counter[str]:
         tests = failed if not failed or failed[0].startswith("tests/") else ["-n", "2"]
         for mutant in left:
             judge(mutant, tests, "left" if failed else "survived")
-        copy.unsound += failed
+        copy.left_out += failed
     return Counter(results[mutant.id()]["verdict"] for mutant in plan)
 
 

@@ -87,7 +87,7 @@ def test_what_catches_a_mutant_is_named_and_so_are_survivors(tmp_path):
     assert run([compare, gone], copy, results) == {"caught": 1, "gone": 1}
     caught = json.loads(results.read_text())[compare.id()]
     assert (caught["by"], caught["place"]) == (f"{TESTS}::test_f", f"{ORDER}:2")
-    assert copy.unsound == [f"{TESTS}::test_always"]
+    assert copy.left_out == [f"{TESTS}::test_always"]
     assert (root / ORDER).read_text() == (copy.root / ORDER).read_text() == order
     copy.failures = lambda *tests: []  # from here on nothing is caught that was not before
     assert run([compare, other, gone], copy, results) == {"caught": 1, "survived": 1, "gone": 1}
@@ -99,7 +99,7 @@ def test_what_the_suite_catches_is_told_from_what_it_does_not(tmp_path):
     copy = Copy(root, tmp_path, timeout=60)
 
     def failures(*tests: str) -> list[str]:  # a suite with one test, of one line
-        there = "n += max" in (copy.root / ORDER).read_text() or "tests/a::b" in copy.unsound
+        there = "n += max" in (copy.root / ORDER).read_text() or "tests/a::b" in copy.left_out
         return [] if there else ["tests/a::b"]
 
     copy.failures = failures
