@@ -293,9 +293,10 @@ def test_logits_stay_where_no_gradient_is_wanted(device):
     assert torch.equal(loss, again)
 
 
+@pytest.mark.parametrize("M", [4, (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[:-1])
-def test_logits_that_would_be_copied_are_refused(layout, device):
-    logits, targets = make("cross_entropy", device, M=(2, 3, 5)).values()
+def test_logits_that_would_be_copied_are_refused(layout, M, device):
+    logits, targets = make("cross_entropy", device, M=M).values()
     leaf = LAYOUTS[layout](logits).requires_grad_()
     with launches(), pytest.raises(ValueError, match="logits: with inplace_grad expected rows"):
         cross_entropy(leaf, targets, inplace_grad=True)
