@@ -6,11 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from bench.op import Case
 
 from bench import __main__ as command
 from bench import measure, peers, records, report
-from bench.cases import cases
+from bench.cases import Case, cases
 from bench.peers import MissingError, always
 from bench.timing import Timer
 from fastgpt.errors import UserError

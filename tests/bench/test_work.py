@@ -77,8 +77,8 @@ NORM, ROTARY = {"M": 10, "N": 8}, {"B": 1, "T": 10, "H": 2, "D": 4}
         ("add_rms_norm", NORM, 4 * 160, 4 * 160, 8 * 160),
         ("cross_entropy", {"M": 10, "V": 8}, 160, 2 * 160, 2 * 160),
         ("dropout", NORM, 2 * 160, 2 * 160, 4 * 160),
-        ("bias_act", NORM, 2 * 160, 3 * 160, 5 * 160),
-        ("bias_act_swiglu", NORM, 160 + 80, 80 + 2 * 160, 640),
+        ("bias_act", {**NORM, "kind": "gelu_tanh"}, 2 * 160, 3 * 160, 5 * 160),
+        ("bias_act_swiglu", {**NORM, "kind": "swiglu"}, 160 + 80, 80 + 2 * 160, 640),
         ("rotary", ROTARY, 4 * 160, 4 * 160, 8 * 160),
     ],
 )

@@ -14,7 +14,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
-from tests.test_document_runs import series
+from tests.trainer.runs import series
 
 
 @pytest.fixture

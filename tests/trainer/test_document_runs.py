@@ -7,7 +7,7 @@ from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
-from tests.data_sets import prepared, texts
+from tests.data.sets import prepared, texts
 from tests.trainer.runs import (
     ROOT,
     assert_same_up_to_rounding,

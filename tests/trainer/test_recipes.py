@@ -24,7 +24,7 @@ from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.storage import data_dir
 from fastgpt.trainer import Trainer
-from tests.data_sets import prepared
+from tests.data.sets import prepared
 from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
 from tests.trainer.runs import series
 
