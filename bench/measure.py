@@ -54,7 +54,7 @@ class Judge:
         self.shapes = [y.shape for y in _as_tuple(outputs)]
         part = {name: spec.probe(name, x) for name, x in self.inputs.items()}
         wide = on == "cpu" or self.dtype == torch.float32
-        eager, ref = (spec.call(f, case.shape, on) for f in (spec.eager, spec.ref))
+        eager, ref = (spec.call(f, spec.probed(case.shape), on) for f in (spec.eager, spec.ref))
         self.eager = self._results(eager, part, self.dtype, spec.probe)
         self.truth = self._results(ref, part, torch.float64 if wide else torch.float32, spec.probe)
 

@@ -38,6 +38,10 @@ def whole(name: str, x: Tensor) -> Tensor:
     return x
 
 
+def same(problem: Problem) -> Problem:
+    return problem
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One public op.
@@ -85,6 +89,8 @@ class Spec:
     probe: Callable[[str, Tensor], Tensor] = whole
     """The part of an input, output or gradient that is checked where an fp64 reference of all of it
     would not fit; itself a whole problem. Called as probe("q" or "output 0", tensor)."""
+    probed: Callable[[Problem], Problem] = same
+    """The problem that `probe` makes of a problem."""
     exempt: Mapping[str, str] = field(default_factory=dict)
     """Checks by name that it need not pass, each with the reason."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench.timing import Timer
 from bench.tune.predict import identity, records
 from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
 from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
@@ -190,7 +191,8 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
             if not args.static:
                 from bench.tune.measure import measure
 
-                measure(arch, slot, found, now, args.top, args.budget / len(todo))
+                seconds = args.budget / len(todo)
+                measure(arch, slot, found, now, args.top, seconds, timer=Timer("cuda"))
             progress.remove_task(task)
             for x in found:
                 x.recorded = known.get(identity(x.rows[0], x.configs[0].launch.meta))

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.records import RESULTS
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
 
-RECORDS = Path(__file__).parents[1] / "results"
 L2 = 40.0
 """Bytes a clock and multiprocessor: an A100's 5120 for 108 (its white paper); taken for all."""
 FIRST_TILE = 1000.0
@@ -92,7 +92,7 @@ def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
     return row.arch, row.kernel, row.config, *tile
 
 
-def records(folder: Path = RECORDS) -> dict[tuple[Any, ...], float]:
+def records(folder: Path = RESULTS) -> dict[tuple[Any, ...], float]:
     """Median milliseconds by `identity`, of all `*-tune.jsonl`; later lines and files win."""
     found = {}
     for path in sorted(folder.glob("*/*-tune.jsonl"), key=lambda path: path.name):

@@ -249,6 +249,7 @@ ATTENTION = Spec(
     empty=({"B": 0}, {"T": 0}, {"Tk": 0, "docs": 0}, {"H": 0, "K": 1}),
     far=({"B": 3, "H": 1}, {"B": 1, "H": 3}),
     probe=one_head,
+    probed=lambda s: {**s, "B": 1, "H": 1, "K": 1},
     cpu=attention_blocked,
 )
 ATTENTION_PACKED = replace(
