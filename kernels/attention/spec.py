@@ -262,15 +262,15 @@ ATTENTION_PACKED = replace(
     options=lambda s, device: {"heads": s["H"], **options(s, device)},
     forms=lambda arch: iter(()),  # the kernels are those of `attention`
     problems={
-        "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),
         "causal": problem(1, 70, 2, 16),
+        "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),
         "negative-scale": problem(2, 40, 2, 16, K=1, scale=-0.4),
     },
     sizes={
         "cuda": {k: s for k, s in SIZES["cuda"].items() if k.startswith("gpt2")},
         "cpu": {"shakespeare-char": SIZES["cpu"]["shakespeare-char"]},
     },
-    structural=(),
+    structural=("everything",),
     empty=({"B": 0}, {"T": 0}),
     far=({"B": 3},),
     probe=one_packed_head,
