@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -210,41 +209,6 @@ def assert_compiles_once(
 def backward_only(x: Tensor, factor: float) -> Tensor:
     """`x`, whose gradient alone is multiplied by `factor`."""
     return x + (factor - 1) * (x - x.detach())
-
-
-def mutations(op: Op, inputs: Mapping[str, Tensor], outputs: int) -> dict[str, Op]:
-    """`op` with an error of 1 % in one output, or in one gradient, by the name parity gives it."""
-
-    def of_output(i: int) -> Callable[..., tuple[Tensor, ...]]:
-        def mutated(*args, **options):
-            ys = op(*args, **options)
-            ys = list((ys,) if isinstance(ys, Tensor) else ys)
-            ys[i] = ys[i] + 0.01 * ys[i].detach()
-            return tuple(ys)
-
-        return mutated
-
-    def of_gradient(i: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        def mutated(*args, **options):
-            return op(*args[:i], backward_only(args[i], 1.01), *args[i + 1 :], **options)
-
-        return mutated
-
-    return {
-        **{f"output {i}": of_output(i) for i in range(outputs)},
-        **{f"gradient of {name}": of_gradient(i) for i, name in enumerate(inputs)},
-    }
-
-
-def assert_mutations_are_caught(
-    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, outputs: int = 1
-) -> None:
-    """An error of 1 % in any output or gradient is reported, there and nowhere else."""
-    for name, mutated in mutations(op, inputs, outputs).items():
-        with pytest.raises(AssertionError, match=name) as caught:
-            assert_parity(mutated, ref, inputs)
-        others = [line for line in str(caught.value).splitlines() if not line.startswith(name)]
-        assert others == [], name
 
 
 # --- without the interpreter ----------------------------------------------------------------------

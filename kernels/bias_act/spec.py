@@ -95,7 +95,7 @@ def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Prob
             for on, those in sizes.items()
         },
         structural=(f"{kinds[0]} three-dimensions", f"{kinds[0]} no bias"),
-        growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
+        growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 7), (5, 9), 1, 16, 17, 65_537)),
         empty=({"M": 0}, {"M": (3, 0)}),
         far=({"M": 3},),
     )
