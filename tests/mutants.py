@@ -46,8 +46,8 @@ SWAPS = {
 # A module's tests are the files named like it; in kernels/ a folder, or what is left of a suffix.
 SUFFIX = r"_(op|launch|kernels|fwd|bwd|config|dropout|blocked|plain|chunks)$"
 ALSO_TESTED_BY = {
-    "batches": "build", "distributed": "ddp", "engine": "train resume", "loader": "batches",
-    "runtime": "norm", "storage": "sources corpus",
+    "batches": "build", "checkpoint": "resume", "distributed": "ddp", "engine": "train resume",
+    "loader": "batches", "runtime": "norm", "storage": "sources corpus",
 }  # fmt: skip
 
 
@@ -208,9 +208,8 @@ class Copy:
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "TMPDIR": str(folder),
         }
-        self.left_out: list[
-            str
-        ] = []  # tests: fail without a mutant, or were tried on each one alone
+        # tests that fail without a mutant, or that were tried on every mutant alone
+        self.left_out: list[str] = []
 
     def failures(self, *args: str) -> list[str]:
         """The tests that fail, or why pytest did not get that far."""
