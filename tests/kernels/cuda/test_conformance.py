@@ -68,12 +68,12 @@ def typical(name):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in cases("cuda", every_dtype=True) if c.op.spec.name in KERNELS],
+    "case", [c for c in cases("cuda", every_dtype=True) if c.spec.name in KERNELS],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_errors_keep_the_rule_beside_pytorchs_own(case):
-    with launches(*case.op.spec.launches(case.shape)):
-        wrong, _ = Judge(case, "cuda").complaints(case.implementation("ours", "cuda"))
+    with launches(*case.spec.launches(case.shape)):
+        wrong, _ = Judge(case, "cuda").complaints(case.implementations["ours"]("cuda"))
     assert wrong == []
 
 
