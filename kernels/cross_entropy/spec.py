@@ -4,6 +4,7 @@ A problem has the sizes M, V and, for a head, C; "ignored", if some targets are 
 head has one; all else is an option of the op.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,13 +84,13 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
     """Logits -> loss; backward: logits -> gradient. Both at once read the logits once."""
-    n = s["M"] * s["V"] * itemsize
+    n = math.prod(rows(s)) * s["V"] * itemsize
     return {"fwd": (0, n), "bwd": (0, 2 * n), "both": (0, 2 * n)}
 
 
 def linear_work(s: Problem, itemsize: int) -> Work:
     """x, weight -> loss, without logits in memory; backward: the same -> dx, dweight."""
-    M, C, V = s["M"], s["C"], s["V"]
+    M, C, V = math.prod(rows(s)), s["C"], s["V"]
     flops, n = 2 * M * C * V, (M * C + V * C) * itemsize
     return {**work((flops, n), (2 * flops, 2 * n)), "both": (3 * flops, 2 * n)}
 

@@ -100,7 +100,7 @@ def test_gpt2s_cross_entropy_has_the_floor_of_the_goal():
 
 def test_every_case_has_work_for_its_passes():
     for on in ("cpu", "cuda"):
-        for case in cases(on, full=True):
+        for case in [*cases(on, full=True), *cases(on, tiny=True)]:
             found = case.work()
             assert set(case.passes) <= set(found)
             assert all(size > 0 for _, size in found.values()), case.name
