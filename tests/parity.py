@@ -134,11 +134,6 @@ def assert_kernel_parity(
 
 # --- calls ----------------------------------------------------------------------------------------
 
-
-def reversed_but_last(x: Tensor) -> Tensor:
-    return x.permute(*range(x.dim() - 2, -1, -1), -1)
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
     "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

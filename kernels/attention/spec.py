@@ -272,7 +272,7 @@ ATTENTION_PACKED = replace(
     },
     structural=("everything",),
     empty=({"B": 0}, {"T": 0}),
-    far=({"B": 3},),
+    far=({"B": 3}, {"H": 1, "K": 1}),
     probe=one_packed_head,
     cpu=packed(attention_blocked),
 )

@@ -223,7 +223,7 @@ DECODE_ATTENTION = Spec(
         {"T": 0, "B": 1, "lengths": (0,)},
         {"page": 4, "pages": 0},
     ),
-    far=({},),  # of three heads
+    far=({}, {"T": 9, "B": 1, "lengths": (9,)}),  # three sequences; three heads, or pages of 7
     differentiable=False,
 )
 SPECS = (DECODE_ATTENTION,)
