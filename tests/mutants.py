@@ -1,8 +1,8 @@
 """Faults made on purpose, to see that the tests catch them: `python -m tests.mutants`.
 
 A mutant is a change of one line, drawn with a fixed seed and not picked by hand. It is found by the
-name of its function and the text of its line, whatever the file. So the plan drawn before a
-reshaping (`--save`) can be applied after it (`--plan`), to see that both suites catch the same.
+name of its function and the text of its line, whatever the file. So a plan drawn before a reshaping
+can be applied after it (`--plan`), to see that both suites catch the same.
 """
 
 import argparse
@@ -208,98 +208,49 @@ class Copy:
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "TMPDIR": str(folder),
         }
-        # tests that fail without a mutant, or that were tried on every mutant alone
-        self.left_out: list[str] = []
 
-    def failures(self, *args: str) -> list[str]:
-        """The tests that fail, or why pytest did not get that far."""
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        command += ["-m", "not slow", *args, *(f"--deselect={test}" for test in self.left_out)]
-        timeout = 2 * self.timeout if "-n" in args else self.timeout
+    def failure(self, *args: str) -> str | None:
+        """The first test that fails, or why pytest did not get that far."""
+        command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", "-p", "no:cacheprovider"]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(
-                command, cwd=self.root, env=self.environment, start_new_session=True,
-                stdout=log, stderr=subprocess.STDOUT,
+                [*command, "-m", "not slow", *args], cwd=self.root, env=self.environment,
+                start_new_session=True, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
-                status = process.wait(timeout)
+                status = process.wait(self.timeout)
             except subprocess.TimeoutExpired:
-                return [f"timeout after {timeout} s"]
+                return f"timeout after {self.timeout} s"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what tests left
             log.seek(0)
-            printed = log.read()
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.M)
         if status in (0, 5):  # 5: no test was selected
-            return []
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.M)
-        return failed or [f"pytest's status {status}"]
+            return None
+        return failed[1] if failed else f"pytest's status {status}"
 
-    def failures_with(self, mutants: list[Mutant], *args: str) -> list[str]:
-        """`failures` with all of `mutants` made at once."""
-        before = {path: path.read_text() for path in {self.root / m.path for m in mutants}}
-        for mutant in mutants:
-            path = self.root / mutant.path
-            path.write_text(mutant.apply(path.read_text()))
-        failed = self.failures(*args)
-        for path, text in before.items():
-            path.write_text(text)
-        return failed
-
-    def catch(self, mutant: Mutant, tests: list[str]) -> str | None:
-        """The first of `tests` that catches the mutant: pytest's id, or a timeout.
-
-        A test must fail twice with the mutant and not without: no accident of a busy machine.
-        """
-        passed = []
-        while failed := self.failures_with([mutant], "-x", *tests, *passed):
-            alone = [failed[0]] if failed[0].startswith("tests/") else tests
-            if self.failures(*alone):
-                if alone is tests:
-                    sys.exit(f"{failed[0]}, even without a mutant: raise --timeout?")
-                print(f"fails without a mutant, so it is left out: {failed[0]}", flush=True)
-                self.left_out.append(failed[0])
-            elif alone is tests or self.failures_with([mutant], *alone):
-                return failed[0]
-            else:
-                passed.append(f"--deselect={failed[0]}")
-        return None
+    def caught_by(self, mutant: Mutant, tests: list[str]) -> str | None:
+        """The first of `tests` that fails with the mutant; it must pass without."""
+        path = self.root / mutant.path
+        before = path.read_text()
+        path.write_text(mutant.apply(before))
+        by = self.failure(*tests)
+        path.write_text(before)
+        if by and by.startswith("tests/") and self.failure(by):
+            sys.exit(f"{by} fails without a mutant, too; mend it, or run on an idle machine")
+        return by
 
 
-def run(plan: list[Mutant], copy: Copy, file: Path | None) -> Counter[str]:
-    """Judges the mutants that `file` has no verdict on yet, and returns the number of each verdict.
-
-    Each mutant meets the tests of its module first. Those that pass are put into one copy, on which
-    the whole suite runs: it takes long. The tests that fail there are then run on each such mutant
-    alone, and the suite runs again, until it passes with all remaining mutants: they survived.
-    """
-    results = json.loads(file.read_text()) if file and file.exists() else {}
-    found = find(copy.root)
-    there = {mutant.id(): locate(mutant, found) for mutant in plan}
-
-    def judge(mutant: Mutant, tests: list[str], uncaught: str) -> None:
-        at, start = there[mutant.id()], time.monotonic()
-        by = copy.catch(at, tests) if at and tests else None
-        verdict = "gone" if not at else "caught" if by else uncaught
-        place, seconds = at and f"{at.path}:{at.row + 1}", round(time.monotonic() - start)
-        facts = {"verdict": verdict, "by": by, "place": place, "seconds": seconds}
-        results[mutant.id()] = asdict(mutant) | facts
-        if file:
-            file.write_text(json.dumps(results, indent=1))
-        print(f"{mutant.id()} {mutant.group} {place} {mutant.function}: {mutant.line} ->", end=" ")
-        print(f"{mutant.mutated}: {by or verdict.upper()}, {seconds} s", flush=True)
-
-    for mutant in plan:
-        if mutant.id() not in results:
-            at = there[mutant.id()]
-            judge(mutant, own_tests(at.path, copy.root) if at else [], "left")
-    while left := [mutant for mutant in plan if results[mutant.id()]["verdict"] == "left"]:
-        failed = copy.failures_with([at for m in left if (at := there[m.id()])], "-n", "2")
-        tests = failed if not failed or failed[0].startswith("tests/") else ["-n", "2"]
-        for mutant in left:
-            judge(mutant, tests, "left" if failed else "survived")
-        copy.left_out += failed
-    return Counter(results[mutant.id()]["verdict"] for mutant in plan)
+def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, object]:
+    """The verdict on a mutant: the tests of its module run first, then the whole suite."""
+    by, start = None, time.monotonic()
+    for tests in (own_tests(at.path, copy.root), ["-n", "2"]) if at else ():
+        by = by or (tests and copy.caught_by(at, tests)) or None
+    verdict = "caught" if by else "survived" if at else "gone"
+    place = at and f"{at.path}:{at.row + 1}"
+    facts = {"verdict": verdict, "by": by, "place": place}
+    return asdict(mutant) | facts | {"seconds": round(time.monotonic() - start)}
 
 
 def main() -> None:
@@ -308,21 +259,28 @@ def main() -> None:
     add("--root", type=Path, default=Path(__file__).parents[1], help="checkout (this one)")
     add("--seed", type=int, default=0, help="seed of the draw")
     add("--count", type=int, default=40, help="mutants drawn (40)")
-    add("--plan", type=Path, help="file with the mutants to use, instead of a draw")
-    add("--save", type=Path, help="file for the plan")
+    add("--plan", type=Path, help="file of the mutants drawn: read if it is there, else written")
     add("--json", type=Path, help="file for the results; what it has already is not run again")
-    add("--timeout", type=int, default=600, help="seconds for a module's tests (600), suite 2x")
+    add("--timeout", type=int, default=1200, help="seconds for one run of tests (1200)")
     args = parser.parse_args()
-    if args.plan:
+    if args.plan and args.plan.exists():
         plan = [Mutant(**fields) for fields in json.loads(args.plan.read_text())]
     else:
         plan = draw(args.root, args.seed, args.count)
-    if args.save:
-        args.save.write_text(json.dumps([asdict(mutant) for mutant in plan], indent=1))
+        if args.plan:
+            args.plan.write_text(json.dumps([asdict(mutant) for mutant in plan], indent=1))
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        counts = run(plan, Copy(args.root.resolve(), Path(folder), args.timeout), args.json)
-    verdicts = ", ".join(f"{counts[v]} {v}" for v in ("caught", "survived", "gone"))
-    print(f"{len(plan)} mutants: {verdicts}")
+        copy = Copy(args.root.resolve(), Path(folder), args.timeout)
+        found = find(copy.root)
+        for mutant in plan:
+            if mutant.id() not in results:
+                results[mutant.id()] = facts = judge(mutant, locate(mutant, found), copy)
+                print(json.dumps(facts), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(results, indent=1))
+    counts = Counter(results[mutant.id()]["verdict"] for mutant in plan)
+    print(f"{len(plan)} mutants: {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """`python -m tests.mutants` draws, finds and judges mutants as it says."""
 
 import ast
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from tests.mutants import Copy, draw, find, find_in, locate, own_tests, run
+import pytest
+
+from tests.mutants import Copy, draw, find, find_in, judge, locate, own_tests
 
 ROOT = Path(__file__).parents[1]
 ORDER, TESTS = "fastgpt/data/order.py", "tests/test_order.py"
@@ -74,33 +75,36 @@ def test_a_module_has_its_tests_in_both_layouts(tmp_path):
     assert own_tests("fastgpt/storage.py", tmp_path) == []
 
 
-def test_what_catches_a_mutant_is_named_and_so_are_survivors(tmp_path):
+def test_a_verdict_names_the_test_that_catches_the_mutant(tmp_path):
     order = "def f(n):\n    return n < 2\n"
-    tests = f"from {ORDER[:-3].replace('/', '.')} import f\ndef test_always():\n    assert False\n"
-    root = write(
-        tmp_path / "tree", {ORDER: order, TESTS: f"{tests}def test_f():\n    assert not f(2)\n"}
-    )
-    compare, other = find(root)
-    gone = replace(other, line="return n < 3")
-    copy, results = Copy(root, tmp_path, timeout=60), tmp_path / "results.json"
-    copy.environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of the time of a run
-    assert run([compare, gone], copy, results) == {"caught": 1, "gone": 1}
-    caught = json.loads(results.read_text())[compare.id()]
-    assert (caught["by"], caught["place"]) == (f"{TESTS}::test_f", f"{ORDER}:2")
-    assert copy.left_out == [f"{TESTS}::test_always"]
-    assert (root / ORDER).read_text() == (copy.root / ORDER).read_text() == order
-    copy.failures = lambda *tests: []  # from here on nothing is caught that was not before
-    assert run([compare, other, gone], copy, results) == {"caught": 1, "survived": 1, "gone": 1}
-
-
-def test_what_the_suite_catches_is_told_from_what_it_does_not(tmp_path):
-    root = write(tmp_path / "tree", {ORDER: SOURCE})
-    plan = find(root)
+    test = f"from {ORDER[:-3].replace('/', '.')} import f\ndef test_f():\n    assert not f(2)\n"
+    root = write(tmp_path / "tree", {ORDER: order, TESTS: test})
     copy = Copy(root, tmp_path, timeout=60)
+    copy.environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of the time of a run
+    compare, number = find(root)
+    caught = judge(compare, compare, copy)
+    assert (caught["verdict"], caught["by"]) == ("caught", f"{TESTS}::test_f")
+    assert caught["place"] == f"{ORDER}:2"
+    assert judge(number, None, copy)["verdict"] == "gone"
+    assert (root / ORDER).read_text() == (copy.root / ORDER).read_text() == order
 
-    def failures(*tests: str) -> list[str]:  # a suite with one test, of one line
-        there = "n += max" in (copy.root / ORDER).read_text() or "tests/a::b" in copy.left_out
-        return [] if there else ["tests/a::b"]
 
-    copy.failures = failures
-    assert run(plan, copy, None) == {"caught": 2, "survived": len(plan) - 2}
+def test_the_whole_suite_meets_what_a_modules_tests_let_through(tmp_path, monkeypatch):
+    root = write(tmp_path / "tree", {ORDER: SOURCE, TESTS: ""})
+    update, *_, call = find(root)
+    copy = Copy(root, tmp_path, timeout=60)
+    left_alone = "def rows(self, n: int = 1)"
+
+    def failure(*tests: str) -> str | None:  # of a suite that catches one mutant
+        return None if TESTS in tests or left_alone in (copy.root / ORDER).read_text() else "status"
+
+    monkeypatch.setattr(copy, "failure", failure)
+    assert [judge(m, m, copy)["verdict"] for m in (update, call)] == ["caught", "survived"]
+
+
+def test_a_test_that_fails_without_the_mutant_ends_the_run(tmp_path, monkeypatch):
+    copy = Copy(write(tmp_path / "tree", {ORDER: SOURCE, TESTS: ""}), tmp_path, timeout=60)
+    monkeypatch.setattr(copy, "failure", lambda *tests: f"{TESTS}::test_f")
+    mutant = find(copy.root)[0]
+    with pytest.raises(SystemExit, match="test_f fails without a mutant, too"):
+        judge(mutant, mutant, copy)
