@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
@@ -242,11 +243,12 @@ class Copy:
         return by
 
 
-def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, object]:
+def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
     """The verdict on a mutant: the tests of its module run first, then the whole suite."""
     by, start = None, time.monotonic()
-    for tests in (own_tests(at.path, copy.root), ["-n", "2"]) if at else ():
-        by = by or (tests and copy.caught_by(at, tests)) or None
+    if at:
+        own = own_tests(at.path, copy.root)
+        by = (copy.caught_by(at, own) if own else None) or copy.caught_by(at, ["-n", "2"])
     verdict = "caught" if by else "survived" if at else "gone"
     place = at and f"{at.path}:{at.row + 1}"
     facts = {"verdict": verdict, "by": by, "place": place}
