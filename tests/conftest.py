@@ -1,11 +1,13 @@
 """What every test stands on: a device, a seed, and a cache that is not the user's."""
 
+import importlib.util
 import os
 import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,32 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def patch_language_once() -> None:
+    """Halves the time of interpreted kernels: Triton patches its language for every device function
+    that they call, by looking at each of its members, though the launch has done so already."""
+    from triton.runtime import interpreter
+
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        if module not in builtins:
+            members = interpreter.inspect.getmembers(module)
+            builtins[module] = [name for name, x in members if interpreter.tl.core.is_builtin(x)]
+        for name in builtins[module]:
+            member = getattr(module, name)
+            if not interpreter.tl.core.is_builtin(member):
+                return  # patched, and so are the rest
+            interpreter._patch_attr(module, name, member, builder, scope)
+
+    builtins: dict[object, list[str]] = {}
+    interpreter._patch_builtin = patch_builtin
+
+
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        patch_language_once()
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
