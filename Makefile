@@ -85,7 +85,7 @@ parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and sa
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
 
-bench: $(call env,core) ## ops and training steps beside peers: a record, docs/benchmarks.md (~3 min)
+bench: $(call env,core) ## time ops and training steps beside peers (~3 min); ARGS=--publish writes docs/
 	$(PY) -m bench $(ARGS)
 
 bench-regress: $(call env,dev) ## are the ops slower than this machine's baseline? (ARGS=--save makes it)
@@ -94,7 +94,7 @@ bench-regress: $(call env,dev) ## are the ops slower than this machine's baselin
 gpu: $(call env,dev) ## all that needs CUDA, under 10 minutes; STAGES="parity bench" OUT=dir FULL=1
 	$(PY) -m bench.gpu $(ARGS)
 
-reproduce: $(call env,core) ## train the lecture's systems as published; writes docs/reproduction.md
+reproduce: $(call env,core) ## train the lecture's systems as published (~25 min); ARGS='--only B' for one
 	$(PY) -m bench.reproduce $(ARGS)
 
 tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none

@@ -1,9 +1,12 @@
-"""`docs/benchmarks.md` and its plots, from all records: `python -m bench.report`.
+"""A page of all records and its plots: `python -m bench.report [--publish]`.
 
-Nothing there is typed by hand. Of each case the newest run of a device is shown, all its rows from
-that one run, and each links the file it is from.
+The page of local records is `bench/results/local/benchmarks.md`; with `--publish` they are moved
+beside the committed ones, and `docs/benchmarks.md` is written. Nothing there is typed by hand. Of
+each case the newest run of a device is shown, all its rows from that one run, and each links the
+file it is from.
 """
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,14 +19,16 @@ import tyro
 from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
-from fastgpt.errors import shown_in_one_line
+from fastgpt.errors import UserError, shown_in_one_line
 
 DOCS = Path(__file__).parents[1] / "docs"
+OURS = ("ours", "all")
+"""Implementations in a record of a refusal that stand for our own: `all`, where none was timed."""
 Row = dict[str, Any]
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from the records in [bench/results](../bench/results); each row
-links its own. `make bench` and `make gpu` take them; how is said in `bench/timing.py`.
+Written by `python -m bench.report` from raw records; each row links its own. `make bench` and
+`make gpu` take them; how is said in `bench/timing.py`.
 
 - Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
   The best peer is in **bold**.
@@ -39,12 +44,11 @@ links its own. `make bench` and `make gpu` take them; how is said in `bench/timi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Writes the report."""
+    """Writes a page with tables and plots of all records."""
 
-    results: Path = records.RESULTS
-    """Folder of the records."""
-    docs: Path = DOCS
-    """Folder for benchmarks.md and benchmarks/*.png."""
+    publish: bool = False
+    """Move the local records beside the committed ones and write docs/benchmarks.md; without, the
+    page is of the local records alone: bench/results/local/benchmarks.md."""
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -64,7 +68,7 @@ def table(header: str, lines: Iterable[Iterable[str]]) -> str:
 
 
 def link(row: Row) -> str:
-    return f"[record](../bench/results/{row['file']})"
+    return f"[record]({row['link']})"
 
 
 def ms(figures: dict[str, float]) -> str:
@@ -269,15 +273,17 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     tuned = [r for r in rows if r["kind"] == "tune"]
     for found, what in ((older, "of an older form, not shown"), (tuned, "of `make tune`")):
         if found:
-            names = sorted({row["file"] for row in found})
-            files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in names)
+            links = sorted({row["link"] for row in found})
+            files = ", ".join(f"[{Path(link).name}]({link})" for link in links)
             text += f"\nRecords {what}: {files}.\n"
     return text
 
 
-def write(results: Path = records.RESULTS, docs: Path = DOCS) -> Path:
-    """Writes benchmarks.md and its plots; where it is."""
+def write(results: Path, docs: Path) -> Path:
+    """Writes `docs/benchmarks.md` and its plots from the records in `results`, and returns it."""
     rows = records.read(results)
+    for row in rows:
+        row["link"] = os.path.relpath(row["path"], docs)
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     text = HEAD
@@ -290,9 +296,28 @@ def write(results: Path = records.RESULTS, docs: Path = DOCS) -> Path:
     return path
 
 
+def write_local() -> Path:
+    """Writes the page of what this checkout has measured and not published."""
+    local = records.RESULTS / records.LOCAL
+    return write(local, local)
+
+
+def publish() -> Path:
+    """Publishes the local records and writes `docs/benchmarks.md` from all.
+
+    Raises:
+        UserError: an op of ours was refused a time in a local record.
+    """
+    for row in records.read(records.RESULTS / records.LOCAL):
+        if row["kind"] == "refused" and row["implementation"] in OURS:
+            raise UserError(f"{row['path']} is not published: {row['case']}: {row['reason']}")
+    records.publish()
+    return write(records.RESULTS, DOCS)
+
+
 def main(argv: list[str]) -> None:
     report = tyro.cli(Report, prog="python -m bench.report", args=argv)
-    print(write(report.results, report.docs))
+    print(publish() if report.publish else write_local())
 
 
 if __name__ == "__main__":
