@@ -54,12 +54,20 @@ class Trainer:
         engine = self.engine
         self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
         self.run_dir = self.world.on_main(lambda: run.open_run_dir(self.config, engine.step))
-        peak = self.world.on_main(
-            lambda: device.peak_flops(engine.device, engine.precision, cache_dir())
-        )
-        self.peak = peak * device.shares(engine.device, self.world.size)
+        self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
         self.display.header(self._header())
+
+    def _measured_peak(self) -> float:
+        """FLOP/s that MFU is relative to; warns if other programs use the cores."""
+        engine = self.engine
+        peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
+        if share < 0.8:
+            self.display.warn(
+                f"other programs are using this machine: training got {share:.0%} of its cores "
+                "just now, and will take longer than estimated"
+            )
+        return peak * device.shares(engine.device, self.world.size)
 
     def _open_log(self) -> None:
         self.log = MetricsLog(self.run_dir, self.engine.step)
@@ -222,6 +230,9 @@ class Trainer:
         per_second = tokens / seconds
         self.clock, self.logged_step = now, engine.step
         self.waited_s = engine.loader.waited_s
+        achieved = per_second * engine.flops_per_token
+        if achieved > self.peak and self.world.is_main:  # measured while the machine was busy
+            self.peak = max(achieved, self._measured_peak())
         record = {
             "step": engine.step,
             "train_loss": loss,
@@ -229,7 +240,7 @@ class Trainer:
             "tok_per_s": round(per_second, 1),
             "epoch": round(max(engine.epochs()), 4),
             "data_wait": round(waited / seconds, 4),
-            "mfu": round(per_second * engine.flops_per_token / self.peak, 4),
+            "mfu": round(achieved / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
