@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskProgressColumn,
     TextColumn,
@@ -25,7 +24,9 @@ from rich.text import Text
 QUIET_S = 3
 """Text that is prepared in less than this is not worth a word."""
 LINE_S = 10
-"""Between two lines where there is no terminal to draw a bar on."""
+"""Seconds between two lines of progress where there is no terminal to draw a bar on."""
+BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
+"""Width of the bar by the least width of the terminal; narrower ones have none."""
 
 
 def command(uninstalled: str) -> str:
@@ -45,6 +46,7 @@ class Display:
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
+        self.said_at = time.monotonic()
 
     def mute(self) -> None:
         """Shows nothing from here on: what every other rank does."""
@@ -62,7 +64,8 @@ class Display:
             self.console.print(table)
 
     def line(self, text: str) -> None:
-        """One line of text, above the bar."""
+        """Prints one line of text, above the bar."""
+        self.said_at = time.monotonic()
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
@@ -72,33 +75,46 @@ class Display:
     def start(self, step: int, steps: int) -> None:
         """Shows the bar."""
         if self.live:
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
+            width = next((w for least, w in BAR_WIDTHS.items() if self.console.width >= least), 0)
+            columns = [
+                *[BarColumn(width)] * bool(width),
+                TextColumn("step {task.completed}/{task.total}"),
+                TimeRemainingColumn(compact=True),
                 TextColumn("{task.description}"),
-            )
+            ]
             self.bar = Progress(*columns, console=self.console)
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
+            # the rest is for the figures of a step; the time left takes up to 7 columns
+            self.room = self.console.width - width - len(f"step {steps}/{steps}") - 7 - 3
 
     def step(self, record: dict[str, Any], steps: int) -> None:
-        """One log record: the bar moves, or a line is printed."""
-        text = (
-            f"loss {record['train_loss']:.4f}  {short(record['tok_per_s'])} tok/s  "
-            f"MFU {record['mfu']:.1%}  epoch {record['epoch']:.2f}  "
-            f"data wait {record['data_wait']:.1%}"
-        )
+        """Shows one log record: the bar moves, or a line is printed."""
+        parts = [
+            f"loss {record['train_loss']:.4f}",
+            f"{short(record['tok_per_s'])} tok/s",
+            f"MFU {record['mfu']:.1%}",
+            f"epoch {record['epoch']:.2f}",
+            f"data wait {record['data_wait']:.1%}",
+        ]
         if "peak_memory_gib" in record:
-            text += f"  {record['peak_memory_gib']:.1f} GiB"
-        norm = record["grad_norm"]
+            parts.append(f"{record['peak_memory_gib']:.1f} GiB")
         if self.bar is not None:
+            while len("  ".join(parts)) > self.room and len(parts) > 1:
+                parts.pop()
+            text = "  ".join(parts)
             self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
-        else:
-            self.line(
-                f"step {record['step']:>6}/{steps}  {text}  lr {record['lr']:.2e}  "
-                f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"
-            )
+            return
+        norm = record["grad_norm"]
+        parts += [f"lr {record['lr']:.2e}", f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"]
+        self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
+
+    def doing(self, what: str) -> None:
+        """Shows what keeps training waiting, such as `saving`; in a log at most every 10 s."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=what)
+        elif time.monotonic() - self.said_at >= LINE_S:
+            self.line(what)
 
     def sample(self, text: str) -> None:
         """A sample of the model's output."""

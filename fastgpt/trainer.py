@@ -10,7 +10,7 @@ import torch
 
 from fastgpt import checkpoint, device, run
 from fastgpt.config import Config, to_json
-from fastgpt.display import Display, duration
+from fastgpt.display import Display, duration, short
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
@@ -70,7 +70,9 @@ class Trainer:
         return peak * device.shares(engine.device, self.world.size)
 
     def _open_log(self) -> None:
-        self.log = MetricsLog(self.run_dir, self.engine.step)
+        parameters = short(self.engine.model.num_params())
+        title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
+        self.log = MetricsLog(self.run_dir, self.engine.step, title)
         # only what is on disk can be the best, as in a run that was never broken off
         kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
