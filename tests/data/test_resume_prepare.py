@@ -207,7 +207,9 @@ def test_other_request_for_what_was_begun_is_refused(
     assert contents(preparing()) == contents(preparing("whole"))
 
 
-@pytest.mark.parametrize("last", [(os, "replace", "out"), (Path, "unlink", PROGRESS)], ids=str)
+@pytest.mark.parametrize(
+    "last", [(os, "replace", "out"), (Path, "unlink", PROGRESS)], ids=["renaming", "removal"]
+)
 def test_other_request_for_what_was_all_but_done_never_gets_its_data(
     preparing, tmp_path, monkeypatch, last
 ):
