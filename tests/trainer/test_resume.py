@@ -72,8 +72,7 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, monkeypatch)
         before_each(patch, MetricsLog, "write", cut_short)
         with pytest.raises(Crash):
             fit(STEPS)
-    run = fit(STEPS, "--resume auto")
-    assert outcome(run) == unbroken()
+    assert outcome(fit(STEPS, "--resume auto")) == unbroken()
 
 
 def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
@@ -212,5 +211,5 @@ def test_killed_process_goes_on_to_the_same_end(fit, unbroken, tiny, tmp_path):
     process.communicate()
     reached = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")[-1]
     assert "step_00000018" <= reached.name < "step_00000300"
-    run = fit(flags, "--resume auto --save-every 0")
-    assert outcome(run) == unbroken(flags, "--save-every 0")
+    flags += " --save-every 0"
+    assert outcome(fit(flags, "--resume auto")) == unbroken(flags)
