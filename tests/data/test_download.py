@@ -111,9 +111,8 @@ def test_server_that_does_not_answer_is_named(get, monkeypatch, open, reason):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
         if not open:
             silent.close()
-        with pytest.raises(
-            UserError, match=rf"^cannot download {url}: .*{reason}.*; put it there$"
-        ):
+        complaint = rf"^cannot download {url}: .*{reason}.*; put it there$"
+        with pytest.raises(UserError, match=complaint):
             get(url)
 
 
