@@ -138,21 +138,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one"
-    )
-    parser.add_argument(
-        "--changed", action="store_true", help="one of each kernel and arch, and what changed"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    parser.add_argument("--static", action="store_true", help="each main loop's units and ceiling")
-    parser.add_argument("--record", action="store_true", help="make the rows the budget")
-    parser.add_argument("--budget", type=Path, default=BUDGET, help="other than the shipped one")
-    parser.add_argument(
-        "--modules", nargs="+", metavar="NAME", help="compile these modules' `forms`, not ours"
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
+    add = parser.add_argument
+    add("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one")
+    add("--changed", action="store_true", help="one of each kernel and arch, and what changed")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    add("--static", action="store_true", help="each main loop's units and ceiling")
+    add("--record", action="store_true", help="make the rows the budget")
+    add("--budget", type=Path, default=BUDGET, help="other than the shipped one")
+    add("--modules", nargs="+", metavar="NAME", help="compile these modules' `forms`, not ours")
+    add("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
     return parser.parse_args(argv)
 
 

@@ -27,6 +27,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
     "launchers": r"kernels/.*",
@@ -42,13 +44,6 @@ SWAPS = {
     "*": "+", "//": "*",  # floats and tensors have no `//` to swap with
     "min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
     "True": "False", "False": "True", "0.0": "1.0", "1.0": "0.0",
-}  # fmt: skip
-
-# A module's tests are the files named like it; in kernels/ a folder, or what is left of a suffix.
-SUFFIX = r"_(op|launch|kernels|fwd|bwd|config|dropout|blocked|plain|chunks)$"
-ALSO_TESTED_BY = {
-    "batches": "build", "checkpoint": "resume", "distributed": "ddp", "engine": "train resume",
-    "loader": "batches", "runtime": "norm", "storage": "sources corpus",
 }  # fmt: skip
 
 
@@ -180,17 +175,12 @@ def locate(mutant: Mutant, found: list[Mutant]) -> Mutant | None:
 # --- running --------------------------------------------------------------------------------------
 
 
-def own_tests(path: str, root: Path) -> list[str]:
-    """The arguments with which pytest runs a module's own tests; empty if it has none."""
-    parts = Path(path).with_suffix("").parts
-    name = re.sub(SUFFIX, "", parts[1] if parts[0] == "kernels" else parts[-1])
-    names = [name, *ALSO_TESTED_BY.get(name, "").split()]
-    files = sorted((root / "tests").rglob("*.py"))
-    own = [p for p in files if p.stem.startswith("test_") and any(n in p.stem for n in names)]
-    if parts[0] == "kernels":
-        own += [p for p in files if "conformance" in p.stem and p not in own]
-    words = ["-k", " or ".join(names)]
-    return [str(p.relative_to(root)) for p in own] + words if own else []
+def own_tests(path: str) -> list[str]:
+    """The arguments with which pytest runs the tests that belong to a module."""
+    top, folder, *_ = Path(path).with_suffix("").parts
+    if top == "kernels":
+        return ["tests/kernels", "-k", folder]
+    return ["tests/data" if folder == "data" else "tests/trainer"]
 
 
 class Copy:
@@ -227,7 +217,7 @@ class Copy:
                     os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what tests left
             log.seek(0)
             failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.M)
-        if status in (0, 5):  # 5: no test was selected
+        if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return None
         return failed[1] if failed else f"pytest's status {status}"
 
@@ -247,8 +237,7 @@ def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
     """The verdict on a mutant: the tests of its module run first, then the whole suite."""
     by, start = None, time.monotonic()
     if at:
-        own = own_tests(at.path, copy.root)
-        by = (copy.caught_by(at, own) if own else None) or copy.caught_by(at, ["-n", "2"])
+        by = copy.caught_by(at, own_tests(at.path)) or copy.caught_by(at, ["-n", "2"])
     verdict = "caught" if by else "survived" if at else "gone"
     place = at and f"{at.path}:{at.row + 1}"
     facts = {"verdict": verdict, "by": by, "place": place}

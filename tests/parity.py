@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -157,48 +156,6 @@ def forward_backward(
         upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]
     wanted = [x for x in leaves if x.requires_grad]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, wanted, list(upstream))]
-
-
-def assert_compiles_once(
-    op: Op,
-    calls: Iterable[Iterable[Any]],
-    *,
-    kernels: tuple[str, ...],
-    dynamic: bool | None,
-    eager: Op | None = None,
-    run: Callable[[Op, Iterable[Any]], Iterable[Tensor]] = forward_backward,
-) -> None:
-    """`torch.compile(fullgraph=True)` gives the same bits by one node, and no new graph in the end.
-
-    Args:
-        op: what is compiled.
-        calls: arguments of each call; at least four, whose sizes all change by the third.
-        kernels: launched in every call.
-        dynamic: torch.compile's.
-        eager: what it is compared with; `op` by default.
-        run: (op, arguments) -> outputs and gradients.
-    """
-    nodes = []
-
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
-        nodes.append([n for n in graph.graph.nodes if "fastgpt" in str(n.target)])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
-
-    torch.compiler.reset()
-    compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend=backend)
-    graphs = []
-    for arguments in calls:
-        arguments = list(arguments)
-        with launches(*kernels):
-            got = run(compiled, arguments)
-        assert all(map(torch.equal, got, run(eager or op, arguments)))
-        graphs.append(len(nodes))
-    assert all(len(found) == 1 for found in nodes)
-    # where it is not told, Dynamo learns that a size changes from the first change
-    assert graphs[0 if dynamic else 2] == graphs[-1]
-
-
-# --- a test of the tests --------------------------------------------------------------------------
 
 
 def backward_only(x: Tensor, factor: float) -> Tensor:

@@ -78,27 +78,12 @@ def test_imports_go_one_way():
         ("train.py", "from bench import run", "bench"),
     ],
 )
-def test_a_seeded_violation_is_caught(tmp_path, file, source, caught):
+def test_a_seeded_violation_alone_is_caught(tmp_path, file, source, caught):
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
-    last_line = source.count("\n") + 1
+    path.write_text(f"import math, numpy\n{source}")
+    last_line = source.count("\n") + 2
     assert violations(tmp_path) == [f"{file}:{last_line} imports {caught}"]
-
-
-def test_allowed_imports_are_not_reported(tmp_path):
-    sources = {
-        "kernels/a.py": "import math\nimport torch.nn\nimport triton.language\nimport numpy",
-        "kernels/a/b.py": "from ..c import d\nfrom . import e",
-        "fastgpt/a.py": "import numpy\nfrom fastgpt.kernels import attention\nimport fastgpt.model",
-        "train.py": "from fastgpt.trainer import Trainer",
-        "bench/a.py": "import bench.timing, fastgpt",
-        "tests/a.py": "import bench, fastgpt.kernels, train, tests.parity",
-    }
-    for file, source in sources.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(source)
-    assert violations(tmp_path) == []
 
 
 def test_every_module_but_those_of_kernels_imports_without_triton():

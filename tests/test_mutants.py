@@ -9,7 +9,7 @@ import pytest
 from tests.mutants import Copy, draw, find, find_in, judge, locate, own_tests
 
 ROOT = Path(__file__).parents[1]
-ORDER, TESTS = "fastgpt/data/order.py", "tests/test_order.py"
+ORDER, TESTS = "fastgpt/data/order.py", "tests/data/test_order.py"
 SOURCE = '''
 class Order:
     def rows(self, n: int = 1):
@@ -66,13 +66,12 @@ def test_a_change_is_found_in_the_file_that_its_function_moved_to():
     assert locate(drawn, list(find_in(SOURCE.replace("read", "write"), paths[1]))) is None
 
 
-def test_a_module_has_its_tests_in_both_layouts(tmp_path):
-    own = ["tests/kernels/conformance.py", "tests/kernels/test_norm.py", "tests/test_layer_norm.py"]
-    write(tmp_path, dict.fromkeys([*own, "tests/test_aot.py"], ""))
-    for path in ("kernels/norm_launch.py", "kernels/norm/device.py"):
-        *files, flag, words = own_tests(path, tmp_path)
-        assert (sorted(files), flag, words) == (own, "-k", "norm")
-    assert own_tests("fastgpt/storage.py", tmp_path) == []
+def test_a_modules_tests_lie_in_the_folder_of_its_name():
+    assert own_tests("kernels/norm/device.py") == ["tests/kernels", "-k", "norm"]
+    assert own_tests("kernels/runtime.py") == ["tests/kernels", "-k", "runtime"]
+    assert own_tests(ORDER) == ["tests/data"]
+    assert own_tests("fastgpt/engine.py") == ["tests/trainer"]
+    assert all((ROOT / own_tests(mutant.path)[0]).is_dir() for mutant in find(ROOT))
 
 
 def test_a_verdict_names_the_test_that_catches_the_mutant(tmp_path):
@@ -96,7 +95,11 @@ def test_the_whole_suite_meets_what_a_modules_tests_let_through(tmp_path, monkey
     left_alone = "def rows(self, n: int = 1)"
 
     def failure(*tests: str) -> str | None:  # of a suite that catches one mutant
-        return None if TESTS in tests or left_alone in (copy.root / ORDER).read_text() else "status"
+        return (
+            None
+            if tests[0] == "tests/data" or left_alone in (copy.root / ORDER).read_text()
+            else "status"
+        )
 
     monkeypatch.setattr(copy, "failure", failure)
     assert [judge(m, m, copy)["verdict"] for m in (update, call)] == ["caught", "survived"]

@@ -144,9 +144,8 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
     two = ("--nproc_per_node=2", "--no-python", "fastgpt-train", *tiny("--steps 6 --resume auto"))
     out = command("python", "-m", "torch.distributed.run", "--standalone", *two)
     assert "done: " in out
-    [example] = re.findall(
-        r"```python\n(import fastgpt\n.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
+    readme = (ROOT / "README.md").read_text()
+    [example] = re.findall(r"```python\n(import fastgpt\n.*?)```", readme, re.S)
     example = example.replace("runs/baby-20261120-101500", "run").replace("def main(", "the")
     assert finish(installed / "python", "-c", example, cwd=tmp_path).startswith("the")
 

@@ -1,7 +1,6 @@
 """Small published files: found on the disk, or downloaded, checked, and whole or absent."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import requests
@@ -13,13 +12,10 @@ from urllib3.exceptions import HTTPError
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import cache_dir, data_dir, write_atomically
 
-Progress = Callable[[int, int | None], None]
-
 LONGEST_WAIT_S = 300
 """However long a server asks us to wait."""
 TIMEOUTS_S = (15, 60)
 """To connect, and between two pieces of the body."""
-CHUNK_BYTES = 2**16
 
 
 class _Retry(Retry):
@@ -59,9 +55,7 @@ def published_file(name: str, url: str, *, sha256: str, what: str, instead: str)
     return cached
 
 
-def fetch(
-    url: str, path: Path, *, sha256: str, instead: str, progress: Progress | None = None
-) -> None:
+def fetch(url: str, path: Path, *, sha256: str, instead: str) -> None:
     """Downloads `url` to the file `path`, unless that file is there already.
 
     Meant for files of a few megabytes: they are held in memory until they are complete and
@@ -72,7 +66,6 @@ def fetch(
         path: the file; its folder is made where it is missing.
         sha256: of the file; one at `path` with another sha256 is replaced.
         instead: how to get the file by hand; the end of every message of a failed download.
-        progress: called with (bytes so far, bytes in all or None).
     Raises:
         UserError: the server refused or cannot be reached, it sent something else, or `path`
             cannot be written.
@@ -89,7 +82,7 @@ def fetch(
             if is_there():
                 return
             try:
-                data = _download(url, progress or (lambda *_: None))
+                data = _download(url)
                 if (found := hashlib.sha256(data).hexdigest()) != sha256:
                     reason = f"it sent something else: sha256 {found}, expected {sha256}"
                     raise requests.RequestException(reason)
@@ -104,7 +97,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(url: str, progress: Progress) -> bytes:
+def _download(url: str) -> bytes:
     with requests.Session() as session:
         session.headers["Accept-Encoding"] = "identity"
         for scheme in ("http://", "https://"):
@@ -114,12 +107,8 @@ def _download(url: str, progress: Progress) -> bytes:
             with session.get(url, stream=True, timeout=TIMEOUTS_S) as response:
                 if not response.ok:
                     raise requests.HTTPError(f"HTTP {response.status_code} {response.reason}")
-                data, total = bytearray(), response.raw.length_remaining
                 try:
-                    for chunk in response.iter_content(CHUNK_BYTES):
-                        data += chunk
-                        progress(len(data), total)
-                    return bytes(data)
+                    return response.content
                 except requests.RequestException as error:  # the adapter retries up to the headers
                     retries = retries.increment("GET", url, error=error)
             retries.sleep()

@@ -9,8 +9,6 @@ from fastgpt.config import ModelConfig
 from fastgpt.kernels.attention import launch as attention_launch
 from fastgpt.recipes import RECIPES
 
-KERNELS_MD = Path(__file__).parents[2] / "docs" / "kernels.md"
-
 
 def test_bytes_live_from_allocation_to_last_reference():
     with LiveBytes([]) as live:
@@ -36,7 +34,7 @@ def test_whole_logits_are_kept_and_chunked_ones_are_not():
 
 def test_documented_peaks_of_gpt2_124m(monkeypatch):
     monkeypatch.setattr(attention_launch, "INTERPRETING", False)  # it makes bf16 fp32
-    text = KERNELS_MD.read_text()
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     for loss in ("torch", "chunked"):
         found = account(RECIPES["gpt2-124m"][1].model, 64, loss)
         assert f"`{loss}` {found.peak / 2**30:.1f} GiB" in text

@@ -1,6 +1,7 @@
 """The lecture's ladder in short, and the command that trains all of it and writes the page."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -38,11 +39,9 @@ def shakespeare() -> None:
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
     engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
-    try:
+    with closing(engine.loader):
         for _ in range(steps):
             engine.train_step()
-    finally:
-        engine.loader.close()
     [(loss, targets)] = engine.evaluate("val")
     assert targets == 100 * engine.config.train.batch_tokens
     assert loss == pytest.approx(expected, abs=0.05)
@@ -128,20 +127,15 @@ def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, m
     assert [row["config"]["seed"] for row in rows] == [1, 2]
     assert [row["config"]["steps"] for row in rows] == [4, 4]
     losses = [row["measured"]["val_loss 4"] for row in rows]
-    lines = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith("| G")}
-    assert f"{sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f})" in page
-    assert lines["400"].split(" | ")[3:6] == ["4 steps run so far", "±0.05", "-"]
-    inside = [line.split(" | ")[5] for line in page.splitlines() if line.startswith("| G")]
-    assert inside == ["yes", "**no**", "-"]
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| G")]
+    assert lines[0][3] == f"{sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f})"
+    assert lines[2][3:5] == ["4 steps run so far", "±0.05"]
+    assert [cells[5] for cells in lines] == ["yes", "**no**", "-"]
     assert "| H: left | 4 | 4.6 | not run yet |" in page
     assert "1. out of reach" in page
-
-    def never(*_):
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(reproduce, "train", never)
+    monkeypatch.setattr(reproduce, "train", None)
     assert command("--only", "G") == page
-    with pytest.raises(AssertionError, match="trained again"):
+    with pytest.raises(TypeError, match="not callable"):  # it would train
         command("--only", "G", "--again")
 
 
@@ -150,12 +144,11 @@ def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(t
     older = reproduce.settings(config)
     older["train"]["device"] = "cuda"
     del older["data"]["eval_batches"], older["epochs"]  # one that the recipe sets, one it does not
-    lines = []
-    for changes in ({}, {"eval_batches": 200}, {"eval_batches": 200, "no_more": 1}):
-        row = {"kind": reproduce.NAME, "run": str(changes)}
-        row["config"] = {**older, "data": {**older["data"], **changes}}
-        lines.append(json.dumps(row))
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    with (tmp_path / "x.jsonl").open("w") as file:
+        for changes in ({}, {"eval_batches": 200}, {"eval_batches": 200, "no_more": 1}):
+            row = {"kind": reproduce.NAME, "run": str(changes)}
+            row["config"] = {**older, "data": {**older["data"], **changes}}
+            print(json.dumps(row), file=file)
     row = reproduce.on_record(tmp_path, config)
     assert row is not None
     assert row["run"] == "{'eval_batches': 200}"
@@ -173,16 +166,9 @@ def test_an_unknown_system_and_a_page_without_marks_are_named(command, tmp_path,
 
 def test_the_page_says_what_the_records_say():
     page = (reproduce.ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    for system in SYSTEMS:
-        lines = [line for line in page.splitlines() if line.startswith(f"| {system.letter}:")]
-        assert len(lines) == len(system.targets), system.letter
-        for line, target in zip(lines, system.targets):
-            assert f"| {target.step:,} | {target.published:.4f}".rstrip("0") in line
     rows = [row for row in records.read() if row["kind"] == reproduce.NAME]
-    lengths = {
-        reproduce.Reproduce().gpt_steps,
-        *(row["config"]["steps"] for row in rows if row["system"] == "G"),
-    }
+    lengths = {row["config"]["steps"] for row in rows if row["system"] == "G"}
+    lengths.add(reproduce.Reproduce().gpt_steps)
     found = [reproduce.recorded(reproduce.Reproduce(gpt_steps=steps)) for steps in lengths]
     assert page in [put_into(page, render(runs)) for runs in found]
     assert put_into(page, render({})).count("not run yet") == sum(len(s.targets) for s in SYSTEMS)

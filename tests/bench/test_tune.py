@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,27 +24,16 @@ from fastgpt.kernels.runtime import Launch
 from tests.proof.test_aot import python
 
 TABLES = sorted(path for path in TUNING.glob("*.json") if path.name != "budget.json")
-META = {
-    "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1,
-    "num_warps": 8, "num_stages": 3,
-}  # fmt: skip
 SETTINGS = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+META = {**SETTINGS, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1}
+CASE = "D=64 bfloat16 causal"
 
 
-def row(*, units=None, kernel=FWD, registers=120, **more):
+def row(unit="fp32", issued=400, **changes):
     """A forward of 8 warps whose second loop issues twice what its first does."""
-    units = units or {"fp32": 400}
-    loops = [Loop(n, {k: n * v for k, v in units.items()}, 0, 0) for n in (1, 2)]
-    instructions = 3 * sum(units.values())
-    return Row(
-        kernel.__name__, 90, "D=64 bfloat16 causal", 8, 3, registers, loops=loops,
-        instructions=instructions, **more,
-    )  # fmt: skip
-
-
-def compiled(meta=META):
-    q = torch.empty(16, 1024, 12, 64, dtype=torch.bfloat16, device="meta")
-    return Config(90, "D=64 bfloat16 causal", "", Launch(FWD, (q,), meta, (1,)))
+    loops = [Loop(n, {unit: n * issued}, 0, 0) for n in (1, 2)]
+    made = Row(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
+    return replace(made, **changes)
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -76,35 +66,24 @@ def test_the_time_is_that_of_passes_and_programs():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"registers": 200}, {"units": {"fp32": 401}}, {"units": {"mufu": 120}}],
+    ("less", "more"),
+    [(row(), row(registers=200)), (row(), row(issued=401)), (row("mufu", 100), row("mufu", 120))],
     ids=["fewer blocks", "more instructions", "a slower unit"],
 )
-def test_what_costs_more_is_predicted_to_take_longer(change):
-    base = {"units": {"mufu": 100}} if "mufu" in change.get("units", {}) else {}
-    assert milliseconds(row(**{**base, **change}), META, 16) > milliseconds(row(**base), META, 16)
+def test_what_costs_more_is_predicted_to_take_longer(less, more):
+    assert milliseconds(more, META, 16) > milliseconds(less, META, 16)
 
 
 def test_nothing_is_predicted_of_an_unknown_arch_or_without_loops():
-    unknown = row()
-    unknown.arch = 121
-    none = row()
-    none.loops = []
-    assert milliseconds(unknown, META, 16) is milliseconds(none, META, 16) is None
-
-
-def line(**more):
-    return {
-        "arch": 90, "kernel": FWD.__name__, "case": "D=64 bfloat16 causal", **SETTINGS,
-        "maxnreg": None, "milliseconds": {"p50": 0.5}, **more,
-    }  # fmt: skip
+    assert milliseconds(row(arch=121), META, 16) is milliseconds(row(loops=[]), META, 16) is None
 
 
 def test_a_measurement_stands_beside_its_prediction(tmp_path):
     folder = tmp_path / "some-gpu"
     folder.mkdir()
-    text = "".join(json.dumps(x) + "\n" for x in (line(milliseconds={"p50": 9.0}), line()))
-    (folder / "2000-01-01-tune.jsonl").write_text(text)  # the later line wins
+    about = {"arch": 90, "kernel": FWD.__name__, "case": CASE, **SETTINGS, "maxnreg": None}
+    lines = [json.dumps({**about, "milliseconds": {"p50": ms}}) for ms in (9.0, 0.5)]
+    (folder / "2000-01-01-tune.jsonl").write_text("\n".join(lines))  # the later line wins
     (folder / "2000-01-02-other.jsonl").write_text("not a record of the tuner")
     known = records(tmp_path)
     assert known[identity(row(), META)] == 0.5
@@ -120,20 +99,14 @@ def candidate(time, problems=(), **settings):
 
 
 @pytest.mark.parametrize(
-    ("times", "margin", "chosen"),
-    [
-        ((1.0, 1.04), 0.05, 1),  # within the margin the shipped one stays
-        ((1.0, 1.06), 0.05, 0),
-        ((1.0, 1.04), 0.0, 0),
-        ((1.0, 1.0), 0.0, 1),
-    ],
+    ("shipped", "margin", "stays"),
+    [(1.04, 0.05, True), (1.06, 0.05, False), (1.04, 0.0, False), (1.0, 0.0, True)],
 )
-def test_the_shipped_row_stays_within_the_margin(times, margin, chosen):
-    found = [candidate(times[0], num_warps=4), candidate(times[1])]
-    assert choose(found, SETTINGS, margin) is found[chosen]
-    assert verdict(found[chosen], SETTINGS, found).startswith(
-        "the shipped row stays" if chosen else "better than the shipped row: {'BLOCK_M': 128"
-    )
+def test_the_shipped_row_stays_within_the_margin(shipped, margin, stays):
+    found = [candidate(1.0, num_warps=4), candidate(shipped)]
+    assert choose(found, SETTINGS, margin) is found[stays]
+    said = "the shipped row stays" if stays else "better than the shipped row: {'BLOCK_M': 128"
+    assert verdict(found[stays], SETTINGS, found).startswith(said)
 
 
 def test_what_is_wrong_is_never_chosen():
@@ -198,8 +171,7 @@ def test_an_arch_without_a_table_gets_its_own_from_the_safe_one(tmp_path, monkey
 
 def test_a_tried_configuration_is_launched_and_then_no_longer():
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    meta = {"D": 64, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "DOCS": False,
-            "DROPOUT": False, "GROUP": 1}  # fmt: skip
+    meta = {**META, "D": 64, "DOCS": False, "DROPOUT": False}
     before = attention_config.config("fwd", q, meta, 90)
     with trying("fwd", SETTINGS | {"num_warps": 1}):
         assert attention_config.config("fwd", q, meta, 90)["num_warps"] == 1
@@ -210,24 +182,20 @@ def test_a_tried_configuration_is_launched_and_then_no_longer():
 # --- measuring, with a clock of our own -----------------------------------------------------------
 
 SLOT = Slot("fwd", 32, (16,), True)
-FORMS = ((16, "causal"), (16, "full"))
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Kernels run in the interpreter: at shapes that it can do."""
+    if torch.cuda.is_available():
+        pytest.skip("needs the interpreter")
     monkeypatch.setattr(tune_measure, "here", lambda: 90)
     monkeypatch.setattr(tune_measure, "CHECKED_T", 40)
     monkeypatch.setattr(tune_measure, "SHAPES", {16: (1, 32, 2)})
 
 
-def found(*blocks):
-    meta = {**META, "BLOCK_D": 16}
-    return [
-        Candidate({"BLOCK_M": M, "BLOCK_N": N}, rows=[row()], predicted=1.0 + n,
-                  configs=[compiled(meta)])
-        for n, (M, N) in enumerate(blocks)
-    ]  # fmt: skip
+def tile(M, N):
+    return {"BLOCK_M": M, "BLOCK_N": N}
 
 
 class Clock(Timer):
@@ -245,21 +213,19 @@ class Clock(Timer):
         return {name: Samples(times) for name, times in zip(rivals, taken, strict=True)}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
 @pytest.mark.parametrize("step", STEPS)
-def test_what_is_timed_is_the_step_alone(small, step, tmp_path, monkeypatch):
+def test_what_is_timed_is_the_step_alone(small, step, monkeypatch):
     ran = []
-    monkeypatch.setattr(tune_measure, "_again", lambda launch: ran.append(launch))
-    wanted = [{"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 32, "BLOCK_N": 16}]
-    calls = tune_measure.launches(step, wanted, FORMS[0], 32, "cpu")
+    monkeypatch.setattr(tune_measure, "_again", ran.append)
+    wanted = [tile(16, 32), tile(32, 16)]
+    calls = tune_measure.launches(step, wanted, (16, "causal"), 32, "cpu")
     ran.clear()
     for call in calls:
         call()
     assert [x.kernel.__name__ for x in ran] == [STEPS[step][0]] * 2
-    assert [{k: x.meta[k] for k in ("BLOCK_M", "BLOCK_N")} for x in ran] == wanted
+    assert [tile(x.meta["BLOCK_M"], x.meta["BLOCK_N"]) for x in ran] == wanted
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
 def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
     """Of four the second is made wrong and the third is beyond `top`; the last is the shipped."""
     right = tune_measure.attention
@@ -269,7 +235,11 @@ def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
         return out * 1.01 if attention_config._tried["fwd"]["BLOCK_M"] == 64 else out
 
     monkeypatch.setattr(tune_measure, "attention", wrong)
-    tried = found((16, 16), (64, 16), (32, 16), (16, 32))
+    config = Config(90, CASE, "", Launch(FWD, (), {**META, "BLOCK_D": 16}, (1,)))
+    tried = [
+        Candidate(tile(M, N), rows=[row()], predicted=n, configs=[config])
+        for n, (M, N) in enumerate([(16, 16), (64, 16), (32, 16), (16, 32)])
+    ]
     clock = Clock([3.0, 1.0, 2.0], [4.0, 5.0, 6.0])
     path = tune_measure.measure(
         90, SLOT, tried, tried[-1].settings, 2, 1.0, timer=clock, folder=tmp_path / "machine"
@@ -280,20 +250,17 @@ def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
     assert tried[1].problems[0].startswith("is wrong: output 0")
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [x["milliseconds"]["p50"] for x in lines] == pytest.approx([2.0, 5.0])
-    assert path.name.endswith("-tune.jsonl")
-    assert path.parent.parent == tmp_path
+    assert path.match(f"{tmp_path}/machine/*-tune.jsonl")
     for x in lines:
-        assert {"device", "driver", "versions", "commit", "shape"} <= set(x)
+        assert {"device", "driver", "versions", "commit"} <= set(x)
+        assert x["kind"] == "tune"
         assert x["milliseconds"]["samples"] == len(x["all_milliseconds"]) == 3
         assert x["shape"] == [1, 32, 2, 16]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
-def test_all_masks_at_once_are_checked(small):
-    small_tile = {"BLOCK_M": 16, "BLOCK_N": 32}
-    for step in STEPS:
-        form = (16, "docs window dropout")
-        assert tune_measure.complaints(step, small_tile, form, 32, "cpu") == []
+@pytest.mark.parametrize("step", STEPS)
+def test_all_masks_at_once_are_checked(small, step):
+    assert tune_measure.complaints(step, tile(16, 32), (16, "docs window dropout"), 32, "cpu") == []
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -313,12 +280,10 @@ def test_what_cannot_be_done_is_one_line(args, said):
 
 
 WRITING = """
-import json, sys
-from pathlib import Path
+import pathlib, sys
 from fastgpt.kernels.attention import config as attention_config
-from bench.timing import Samples, Timer
 from bench.tune import __main__ as tune
-attention_config.TUNING = Path(sys.argv[1])
+attention_config.TUNING = pathlib.Path(sys.argv[1])
 tune.records = lambda: {}
 sys.exit(tune.main(sys.argv[2:]))
 """
@@ -328,21 +293,19 @@ def test_the_static_choice_is_written(tmp_path):
     """Two candidates and the shipped one, which is made to spill; compiled for sm_90."""
     tables = tmp_path / "tuning"
     tables.mkdir()
-    slot = {"step": "fwd", "bits": 16, "D": 64, "plain": True}
-    others = [x for x in read(TUNING / "sm_90.json") if not serves(x, ("fwd", 16, 64, True))]
-    settings = [
+    slot, name = Slot("fwd", 16, (64,), True), "sm_90 fwd 16 bits D=64 plain"
+    first, second, shipped = (
         {**SETTINGS, "BLOCK_M": M, "num_warps": w} for M, w in ((64, 4), (128, 8), (128, 1))
-    ]
-    table = {"attention": [slot | settings[2], *others]}
-    (tables / "sm_90.json").write_text(json.dumps(table))
-    within = tmp_path / "within.json"
-    within.write_text(json.dumps({"sm_90 fwd 16 bits D=64 plain": settings[:2]}))
-    args = ("--static", "--arch", "90", "--only", "fwd 16 bits D=64 plain", "--write")
-    files = ("--within", str(within), "--json", str(tmp_path / "o.json"))
-    done = python("-c", WRITING, str(tables), *args, *files)
+    )
+    others = [x for x in read(TUNING / "sm_90.json") if not serves(x, ("fwd", 16, 64, True))]
+    rows = [slot.row() | shipped, *others]
+    (tables / "sm_90.json").write_text(json.dumps({"attention": rows}))
+    within, kept = tmp_path / "within.json", tmp_path / "kept.json"
+    within.write_text(json.dumps({name: [first, second]}))
+    args = ("--static", "--arch", "90", "--only", name, "--write", "--within", within)
+    done = python("-c", WRITING, *map(str, (tables, *args, "--json", kept)))
     assert done.returncode == 0, done.stderr
     assert "2 right; dropped: 1 spills" in done.stdout
     assert "predicted, not measured; sm_90: 1.83 GHz" in done.stdout
-    assert read(tables / "sm_90.json") == [slot | settings[1], *others]
-    kept = json.loads((tmp_path / "o.json").read_text())
-    assert kept == {"sm_90 fwd 16 bits D=64 plain": [settings[1], settings[0]]}
+    assert read(tables / "sm_90.json") == [slot.row() | second, *others]
+    assert json.loads(kept.read_text()) == {name: [second, first]}

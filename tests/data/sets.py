@@ -121,6 +121,18 @@ def write_shard(path: Path, ids, kind="uint16") -> Path:
     return path
 
 
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    """Damages a file, or mends it again."""
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def same_times(path: Path, status: os.stat_result) -> None:
+    """Has a file look as old as it was."""
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def read_ids(path: Path) -> np.ndarray:
     """The token ids of an llm.c shard."""
     data = path.read_bytes()

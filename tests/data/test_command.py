@@ -1,6 +1,5 @@
 """`python -m fastgpt.data DIR`: what it says of a data set is so, and damage is found."""
 
-import os
 import re
 
 import numpy as np
@@ -9,7 +8,8 @@ from matplotlib.image import imread
 
 from fastgpt.data.__main__ import main
 from fastgpt.data.prepare import open_corpus, prepare
-from tests.data.sets import prepared, python, texts, write_shard
+from tests.data.sets import flip, prepared, python, same_times, texts, write_shard
+from tests.trainer.runs import one_line_error
 
 TEXTS = texts(120, longest=30)
 
@@ -49,16 +49,7 @@ def shown(capfd):
 def error(capfd):
     """Runs the command, which must fail with one line on stderr; that line."""
 
-    def run(*argv):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(arg) for arg in argv])
-        err = capfd.readouterr().err
-        assert stopped.value.code not in (0, None)
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        return err
-
-    return run
+    return lambda *argv: one_line_error(capfd, main, [str(arg) for arg in argv])
 
 
 def row(out, name):
@@ -144,15 +135,11 @@ def test_verify_reads_every_byte(stories, shown, error):
     count = len(list(stories.glob("*.bin")))
     assert f"verified: sha256, CRC-32 and ids of {count} shards" in shown(stories, "--verify")
     path = stories / "train_000002.bin"
-    data = bytearray(path.read_bytes())
-    for byte in (1_000, 1_024, len(data) - 1):
-        data[byte] ^= 4
-        path.write_bytes(data)
-        assert f"{path}: damaged between byte 0 and byte {len(data):,}" in error(
-            stories, "--verify"
-        )
-        data[byte] ^= 4
-    path.write_bytes(data)
+    size = path.stat().st_size
+    for byte in (1_000, 1_024, size - 1):
+        flip(path, byte, bit=2)
+        assert f"{path}: damaged between byte 0 and byte {size:,}" in error(stories, "--verify")
+        flip(path, byte, bit=2)
     assert "verified" in shown(stories, "--verify")
 
 
@@ -160,10 +147,9 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
     """What has passed once is not read again without `--verify`."""
     shown(stories)
     path = stories / "val_000000.bin"
-    data, status = bytearray(path.read_bytes()), path.stat()
-    data[-1] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    status = path.stat()
+    flip(path, -1)
+    same_times(path, status)
     assert "tokens" in shown(stories)
     assert "val_000000.bin: damaged between byte" in error(stories, "--verify")
 

@@ -14,7 +14,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
-from tests.trainer.runs import series
+from tests.trainer.runs import before_each, series
 
 
 @pytest.fixture
@@ -195,13 +195,7 @@ def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
 
 
 def test_data_wait_is_the_share_of_time_that_steps_wait(fit, monkeypatch):
-    take = Mixture.take
-
-    def slow(self, count):
-        time.sleep(0.3)
-        return take(self, count)
-
-    monkeypatch.setattr(Mixture, "take", slow)
+    before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.3))
     waits = series(fit("--steps 8 --eval-every 0 --train.sample-tokens 0"), "data_wait")
     assert all(0.3 < waits[step] <= 1 for step in (7, 8))  # what was ready before is used up
 

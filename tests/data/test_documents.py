@@ -91,12 +91,11 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
         (folder / name).write_text(content, encoding="utf-8")
     found = pieces(folder, raw=raw)
     text = "no newline\ntwo words\nnaïve\n"
-    assert (b"" if raw else "").join(piece.text for piece in found) == (
-        text.encode() if raw else text
-    )
+    whole = text.encode() if raw else text
+    assert whole[:0].join(piece.text for piece in found) == whole
     assert [piece.file for piece in found if piece.begins] == [0, 1, 2]
     length, digest = scan(find_source(str(folder)), raw=raw)
-    assert length == len(text.encode() if raw else text)
+    assert length == len(whole)
     assert digest == hashlib.sha256(text.encode()).hexdigest()
     assert [piece.text for piece in pieces(folder / "a")][-1].endswith("newline")  # alone: as it is
 
@@ -192,9 +191,8 @@ def test_line_that_is_no_document_is_named(tmp_path, line, complaint):
 @pytest.mark.parametrize("field", ["content", "id"])
 def test_parquet_without_such_a_column_tells_what_it_has(tmp_path, field):
     path = write_documents(tmp_path / "x.parquet", ["x"])
-    with pytest.raises(
-        UserError, match=rf"x\.parquet has no column '{field}' of text; it has: id \(int64\), text"
-    ):
+    complaint = rf"x\.parquet has no column '{field}' of text; it has: id \(int64\), text"
+    with pytest.raises(UserError, match=complaint):
         pieces(path, field=field)
 
 

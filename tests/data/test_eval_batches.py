@@ -14,14 +14,11 @@ from tests.data.test_loader import EOT, of_texts, padded
 
 def batches(tokens, world_size=1, **options):
     """Those of all ranks, one rank after the other."""
-    options = {
-        "context": 10,
-        "micro_batch": 1,
-        "max_tokens": 0,
-        "world_size": world_size,
-        **options,
-    }
-    ranks = [eval_batches(tokens, rank=rank, **options) for rank in range(world_size)]
+    options = {"context": 10, "micro_batch": 1, "max_tokens": 0, **options}
+    ranks = [
+        eval_batches(tokens, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
     return [pair for pairs in ranks for pair in pairs]
 
 
@@ -122,15 +119,13 @@ def test_budget_counts_the_targets_that_are_scored():
 def drawn(*, seed=(3, 0, 0), world_size=1, tokens=None):
     """Every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
     tokens = np.arange(100, dtype=np.uint16) if tokens is None else tokens
-    pairs = [
-        random_batches(
-            tokens, context=5, micro_batch=2, samples=12, seed=seed, rank=rank,
-            world_size=world_size,
-        )
+    options = {"context": 5, "micro_batch": 2, "samples": 12, "seed": seed}
+    ranks = [
+        random_batches(tokens, rank=rank, world_size=world_size, **options)
         for rank in range(world_size)
-    ]  # fmt: skip
-    together = [pair for pairs_of_rank in pairs for pair in pairs_of_rank]
-    return torch.cat([x for x, _ in together]), torch.cat([y for _, y in together])
+    ]
+    xs, ys = zip(*(pair for pairs in ranks for pair in pairs))
+    return torch.cat(xs), torch.cat(ys)
 
 
 def test_random_windows_are_windows_and_a_function_of_their_seed():

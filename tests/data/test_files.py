@@ -110,9 +110,7 @@ def test_character_cut_by_the_end_of_the_sample_is_still_text(tmp_path, monkeypa
 
 
 def test_pattern_is_sorted_and_a_name_is_itself_first(tmp_path):
-    write(
-        tmp_path, {"2.txt": b"x", "10.txt": b"x", "a/3.txt": b"x", "[x].txt": b"x", "x.txt": b"x"}
-    )
+    write(tmp_path, dict.fromkeys(["2.txt", "10.txt", "a/3.txt", "[x].txt", "x.txt"], b"x"))
 
     def named(pattern):
         return names(named_files(f"{tmp_path}/{pattern}")[0], tmp_path)
@@ -186,9 +184,8 @@ def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
 def test_folders_tell_the_split_where_names_do_not(tmp_path):
     write(tmp_path, {"train/0.jsonl": b"{}", "val/0.jsonl": b"{}", "test/0.jsonl": b"{}"})
     for found, skipped in (folder_files(tmp_path), named_files(f"{tmp_path}/*/*.jsonl")):
-        assert [(Path(file.path).parent.name, file.split) for file in found] == [
-            ("train", "train"), ("val", "val"),
-        ]  # fmt: skip
+        splits = [(Path(file.path).parent.name, file.split) for file in found]
+        assert splits == [("train", "train"), ("val", "val")]
         assert skipped == 1
 
 

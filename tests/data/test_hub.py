@@ -1,4 +1,5 @@
 import sys
+from unittest import mock
 
 import pytest
 
@@ -90,9 +91,8 @@ def test_commit_is_known_if_the_addresses_tell_it(load):
 def test_column_without_text_is_named(load, field):
     load(train={"id": [1], "text": ["a"]})
     source = find_source("hf:one/set", field=field)
-    with pytest.raises(
-        UserError, match=rf"hf:one/set has no column '{field}' of text; it has: id .*, text"
-    ):
+    complaint = rf"hf:one/set has no column '{field}' of text; it has: id .*, text"
+    with pytest.raises(UserError, match=complaint):
         texts(source)
 
 
@@ -105,11 +105,9 @@ def test_set_without_a_training_split_is_named(load):
 def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
     import datasets
 
-    def offline(*_, **__):
-        raise ConnectionError("Couldn't reach the hub\nhere is more than one wants to know")
-
     load(train={"text": ["a"]})
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    error = ConnectionError("Couldn't reach the hub\nhere is more than one wants to know")
+    monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
     with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
         find_source("fineweb")
     said = str(raised.value)

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from fastgpt.data.loader import IGNORED, Loader
 from fastgpt.data.order import SAMPLINGS, Mixture, SampleOrder
 from fastgpt.errors import UserError
+from tests.trainer.runs import before_each
 
 # As its own token, each position tells where a sample starts.
 POSITIONS = np.arange(5_000)
@@ -71,9 +73,8 @@ def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
     """The last one of the corpus, too, ends with an end-of-text target, which no token follows."""
     tokens, order = of_texts(TEXTS, context=context, align="document")
     samples = Mixture([order], [1.0])
-    with Loader(
-        [tokens], samples, context=context, global_batch=5, micro_batch=5, pad_id=EOT
-    ) as loader:
+    size = {"context": context, "global_batch": 5, "micro_batch": 5}
+    with Loader([tokens], samples, **size, pad_id=EOT) as loader:
         x, y = loader.next()
     rows = list(zip(x.tolist(), y.tolist()))
     assert sorted(rows) == sorted(padded(text, context) for text in TEXTS)
@@ -135,10 +136,7 @@ def test_bad_input_is_named(change, complaint):
 
 
 def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
-    def unreadable(*_):
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(SampleOrder, "take", unreadable)
+    monkeypatch.setattr(SampleOrder, "take", mock.Mock(side_effect=OSError("the disk is gone")))
     with open_loader(global_batch=4, micro_batch=4) as loader:
         for _ in range(3):
             with pytest.raises(OSError, match="the disk is gone"):
@@ -147,13 +145,7 @@ def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
 
 def test_waiting_for_a_batch_is_measured(monkeypatch):
     """A read is made to take 0.2 s; what is ready costs nothing."""
-    take = Mixture.take
-
-    def slow(self, count):
-        time.sleep(0.2)
-        return take(self, count)
-
-    monkeypatch.setattr(Mixture, "take", slow)
+    before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.2))
     with open_loader(global_batch=4, micro_batch=2) as loader:
         loader.next()
         assert 0.15 < loader.waited_s < 2

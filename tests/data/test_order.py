@@ -244,11 +244,8 @@ def test_state_of_other_corpora_is_refused(state, complaint):
 def test_coverage_is_the_share_of_tokens_that_are_targets(align):
     order = order_of(align)
     starts = whole_epoch(order)
-    targets = {
-        position
-        for start, stop in zip(starts.tolist(), order.stops(starts).tolist())
-        for position in range(start + 1, stop)
-    }
+    samples = zip(starts, order.stops(starts))
+    targets = {position for start, stop in samples for position in range(start + 1, stop)}
     assert order.coverage() == pytest.approx(len(targets) / (NUM_TOKENS - 1), abs=0.01)
 
 

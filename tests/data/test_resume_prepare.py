@@ -1,7 +1,6 @@
 import gc
 import json
 import os
-import resource
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from fastgpt.data.prepare import batches, documents, prepare, request, write
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.data.sets import contents, python, write_documents
+from tests.trainer.runs import before_each, files_of_at_most
 
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
 NEVER = 1e9
@@ -141,15 +141,9 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
 
 def test_full_disk_is_told_and_what_was_done_is_kept(preparing, tmp_path):
     whole = contents(preparing("whole", shard_tokens=3000))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # it refuses as a full disk does
-    try:
-        with pytest.raises(
-            UserError, match=r"^cannot write .*out\.incomplete: File too large$"
-        ) as raised:
-            preparing(shard_tokens=3000, save_every_s=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = r"^cannot write .*out\.incomplete: File too large$"
+    with files_of_at_most(3000), pytest.raises(UserError, match=said) as raised:
+        preparing(shard_tokens=3000, save_every_s=0)
     out = preparing(shard_tokens=3000)
     assert preparing.reports[0] > 0
     del raised  # with the files it left open, whose last bytes must not come after all
@@ -206,27 +200,27 @@ def test_other_request_for_what_was_begun_is_refused(
     before = contents(tmp_path / "out.incomplete")
     if changed == "another":
         changed = {"given": write_documents(tmp_path / "other.jsonl", DOCUMENTS[:9])}
-    with pytest.raises(
-        UserError, match=rf"^.*out\.incomplete holds another preparation \({said}.*$"
-    ):
+    complaint = rf"^.*out\.incomplete holds another preparation \({said}.*$"
+    with pytest.raises(UserError, match=complaint):
         preparing(**changed)
     assert contents(tmp_path / "out.incomplete") == before
     assert contents(preparing()) == contents(preparing("whole"))
 
 
-@pytest.mark.parametrize("last", ["the renaming", "the removal of progress"])
+@pytest.mark.parametrize(
+    "last", [(os, "replace", "out"), (Path, "unlink", PROGRESS)], ids=["renaming", "removal"]
+)
 def test_other_request_for_what_was_all_but_done_never_gets_its_data(
     preparing, tmp_path, monkeypatch, last
 ):
-    def die(*_, **__):
-        raise KeyboardInterrupt
+    owner, name, place = last
+
+    def die(*paths, **_):
+        if paths[-1].name == place:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        if last == "the renaming":
-            rename = lambda a, b: die() if b.name == "out" else os.rename(a, b)  # noqa: E731
-            patch.setattr(os, "replace", rename)
-        else:
-            patch.setattr(Path, "unlink", lambda path, **_: die() if path.name == PROGRESS else 0)
+        before_each(patch, owner, name, die)
         with pytest.raises(KeyboardInterrupt):
             preparing()
     with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):

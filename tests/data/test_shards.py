@@ -3,6 +3,7 @@ import random
 import struct
 from itertools import combinations, pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError
 from fastgpt.storage import write_atomically
 from tests.data.sets import FORMATS, python, shard_bytes, write_shard
+from tests.trainer.runs import before_each
 
 # --- one shard ------------------------------------------------------------------------------------
 
@@ -152,11 +154,9 @@ def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count)
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     write_atomically(tmp_path / "x", b"old")
-    monkeypatch.setattr(os, failing, full)
+    no_space = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, failing, mock.Mock(side_effect=no_space))
     with pytest.raises(OSError, match="No space"):
         write_atomically(tmp_path / "x", b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
@@ -164,9 +164,8 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 def test_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     calls = []
-    replace = os.replace
-    monkeypatch.setattr(os, "fsync", lambda _: calls.append("sync"))
-    monkeypatch.setattr(os, "replace", lambda *names: calls.append("name") or replace(*names))
+    before_each(monkeypatch, os, "fsync", lambda _: calls.append("sync"))
+    before_each(monkeypatch, os, "replace", lambda *_: calls.append("name"))
     write_atomically(tmp_path / "x", b"one", b"two")
     assert (tmp_path / "x").read_bytes() == b"onetwo"
     assert calls == ["sync", "name", "sync"]  # the file, then its folder

@@ -107,6 +107,7 @@ def test_saved_surrogates_are_not_joined(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
+        (None, "no such tokenizer file"),
         ("", "not a tokenizer file"),
         ("[]", "not a tokenizer file"),
         ('{"kind": "chars"}', "not a tokenizer file"),
@@ -117,14 +118,10 @@ def test_saved_surrogates_are_not_joined(tmp_path):
         ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "without a single token"),
     ],
 )
-def test_damaged_file_is_named(tmp_path, content, complaint):
-    (tmp_path / "tokenizer.json").write_text(content)
+def test_missing_or_damaged_file_is_named(tmp_path, content, complaint):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=rf"tokenizer\.json: .*{complaint}"):
-        load_tokenizer(tmp_path)
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such tokenizer file"):
         load_tokenizer(tmp_path)
 
 

@@ -13,7 +13,8 @@ from fastgpt.data import verify
 from fastgpt.data.shards import Tokens
 from fastgpt.data.verify import Shard, check_once, check_shard, checksums, document_starts
 from fastgpt.errors import UserError
-from tests.data.sets import FORMATS, write_shard
+from tests.data.sets import FORMATS, flip, same_times, write_shard
+from tests.trainer.runs import before_each
 
 BLOCK = 2048
 """Bytes under one CRC here, so that a file of 9 KB has five of them."""
@@ -37,26 +38,13 @@ def shard(tmp_path):
     return summed(tmp_path / "train_000003.bin")
 
 
-def flip(path, byte, bit=0):
-    data = bytearray(path.read_bytes())
-    data[byte] ^= 1 << bit
-    path.write_bytes(data)
-
-
-def same_times(path, status):
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the shards that are read whole, as they are."""
-    seen, real = [], verify.check_shard
-
-    def counted(shard, *args, **kwargs):
-        seen.append(shard.path.name)
-        return real(shard, *args, **kwargs)
-
-    monkeypatch.setattr(verify, "check_shard", counted)
+    seen = []
+    before_each(
+        monkeypatch, verify, "check_shard", lambda shard, *_, **__: seen.append(shard.path.name)
+    )
     return seen
 
 
@@ -153,10 +141,6 @@ def test_damaged_memory_of_what_passed_costs_one_more_read(shard, reads):
 # --- documents ------------------------------------------------------------------------------------
 
 
-def plain_starts(ids, eot_id):
-    return [i for i, token in enumerate(ids) if token == eot_id or i == 0]
-
-
 @given(
     ids=st.lists(st.integers(0, 3), min_size=1, max_size=60),
     cuts=st.lists(st.integers(1, 59), max_size=3), block=st.integers(1, 70),
@@ -173,13 +157,14 @@ def test_documents_begin_at_the_first_token_and_at_each_end_of_text(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "BLOCK_BYTES", block)
         starts = document_starts(tokens, 3)
-    assert (starts.dtype, starts.tolist()) == (np.int64, plain_starts(ids, 3))
+    expected = [i for i, token in enumerate(ids) if token == 3 or i == 0]
+    assert (starts.dtype, starts.tolist()) == (np.int64, expected)
 
 
 def test_documents_are_looked_for_once_until_a_shard_changes(tmp_path, monkeypatch):
     path = write_shard(tmp_path / "x.bin", [7, 1, 7, 1])
-    searches, find = [], verify._find
-    monkeypatch.setattr(verify, "_find", lambda *args: searches.append(args) or find(*args))
+    searches = []
+    before_each(monkeypatch, verify, "_find", lambda *args: searches.append(args))
     for _ in range(2):
         starts = document_starts(Tokens([path]), 7)
         assert starts.tolist() == [0, 2]

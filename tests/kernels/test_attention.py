@@ -1,31 +1,25 @@
 """What is special about attention; the rest is in `test_conformance`."""
 
 import math
-import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import attention, attention_blocked, attention_dropout_mask, attention_packed
 from fastgpt.kernels.attention import launch
-from fastgpt.kernels.attention.config import TUNING, rows, shipped
+from fastgpt.kernels.attention.config import rows, shipped
 from fastgpt.kernels.attention.dropout import philox
 from fastgpt.kernels.attention.op import attention_mask, attention_ref
 from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, eager
 from fastgpt.ops import sdpa
-from tests.kernels import conformance
-from tests.parity import (
-    assert_parity,
-    awkward,
-    forward_backward,
-    guarded,
-    launches,
-)
+from tests.kernels import common, conformance
+from tests.parity import assert_parity, awkward, forward_backward, guarded, launches
 
 KERNELS = (FWD, DQ, DKV)
 ON_A_CPU = {"blocked": attention_blocked, "sdpa": sdpa}
@@ -195,15 +189,12 @@ def test_dropout_of_blocked_is_that_of_the_mask_it_draws(dtype, window):
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=8, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+@common.examples(max_examples=8)
 @given(
     B=st.integers(1, 2), T=st.integers(1, 80), Tk=st.integers(1, 80), K=st.integers(1, 2),
     group=st.integers(1, 2), D=st.integers(1, 40), causal=st.booleans(),
     window=st.none() | st.integers(1, 120), longest=st.none() | st.integers(1, 120),
-    p=st.sampled_from([0.0, 0.2, 0.9]), dtype=st.sampled_from([torch.float32, torch.float16]),
+    p=st.sampled_from([0.0, 0.2, 0.9]), dtype=common.DTYPES,
 )  # fmt: skip
 def test_any_shape(B, T, Tk, K, group, D, causal, window, longest, p, dtype, device):
     problem = {
@@ -367,6 +358,7 @@ def test_philox_is_philox():
 # --- what it refuses ------------------------------------------------------------------------------
 
 q0, k0, k3 = (torch.zeros(2, 6, heads, 8) for heads in (4, 2, 3))
+ids = torch.zeros(2, 6, dtype=torch.int32)
 SEPARATE = {
     "q: expected a number of heads that 3 divides, got 4": (q0, k3, k3),
     r"k: expected \(2, Tk, K, 8\)": (q0, k0[:1], k0),
@@ -383,35 +375,29 @@ def test_tensors_that_do_not_fit_are_named(message, op):
         op(*SEPARATE[message])
 
 
-def test_blocked_rejects_other_lengths():
-    with pytest.raises(ValueError, match="k: expected 6 tokens as in q, got 5"):
-        attention_blocked(q0, k0[:, :5], k0[:, :5])
-
-
 OPTIONS = {
-    "scale: expected a finite number, got nan": {"scale": float("nan")},
+    "scale: expected a finite number, got nan": {"scale": math.nan},
     "window: expected 1 or more, got 0": {"window": 0},
     "dropout_p: expected 0 <= p < 1, got 1.0": {"dropout_p": 1.0},
-    "dropout_seed: expected torch.int64, got torch.int32": {"dropout_seed": torch.zeros(1).int()},
+    "dropout_seed: expected torch.int64, got torch.int32": {"dropout_seed": ids[0, :1]},
     "dropout_seed: expected 64 bits with a sign, got 9223372036854775808": {"dropout_seed": 2**63},
-    "doc_ids: expected (2, 6), got (2, 5)": {"doc_ids": torch.zeros(2, 5).int()},
-    "doc_ids: expected torch.int32 or torch.int64, got torch.float32": {
-        "doc_ids": torch.zeros(2, 6)
-    },
-    "doc_ids: expected cpu as q, got meta": {"doc_ids": torch.zeros(2, 6, device="meta").int()},
+    "doc_ids: expected (2, 6), got (2, 5)": {"doc_ids": ids[:, :5]},
+    "doc_ids: expected torch.int32 or torch.int64, got torch.float32": {"doc_ids": ids.float()},
+    "doc_ids: expected cpu as q, got meta": {"doc_ids": ids.to("meta")},
 }
+wide = torch.zeros(1, 2, 1, 257)
 REFUSED = {
     **{message: (attention, (q0, k0, k0), options) for message, options in OPTIONS.items()},
-    "q: expected a head dimension from 1 to 256, got 257": (
-        attention, [torch.zeros(1, 2, 1, 257)] * 3, {}),
+    "q: expected a head dimension from 1 to 256, got 257": (attention, (wide, wide, wide), {}),
     "doc_ids: expected at most 3 queries, got 6": (
-        attention, (q0, k0[:, :3], k0[:, :3]), {"doc_ids": torch.zeros(2, 3).int()}),
+        attention, (q0, k0[:, :3], k0[:, :3]), {"doc_ids": ids[:, :3]}),
     "qkv: expected (B, T, 2 + 2 K, D) for 2 heads, got (2, 6, 4)": (
         attention_packed, (q0[..., 0], 2), {}),
     "qkv: expected (B, T, 2 + 2 K, D) for 2 heads, got (2, 6, 3, 8)": (
         attention_packed, (k3, 2), {}),
     "qkv: expected (B, T, 4 + 2 K, D) for 4 heads, got (2, 6, 4, 8)": (
         attention_packed, (q0, 4), {}),
+    "k: expected 6 tokens as in q, got 5": (attention_blocked, (q0, k0[:, :5], k0[:, :5]), {}),
 }  # fmt: skip
 
 
@@ -428,26 +414,18 @@ def test_bad_arguments_are_named_before_anything_runs(message):
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_every_arch_has_a_configuration_for_every_call(arch):
-    for step in ("fwd", "dq", "dkv"):
-        for bits in (16, 32):
-            for D in (16, 32, 64, 128, 256):
-                for plain in (True, False):
-                    got = shipped(arch, step, bits, D, plain)
-                    names = {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
-                    assert set(got) - {"maxnreg"} == names
-                    # a draw of dropout's mask covers 16 x 16 weights
-                    assert got["BLOCK_M"] % 16 == got["BLOCK_N"] % 16 == 0
+    for call in product(("fwd", "dq", "dkv"), (16, 32), (16, 32, 64, 128, 256), (True, False)):
+        got = shipped(arch, *call)
+        assert got.keys() - {"maxnreg"} == {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
+        # a draw of dropout's mask covers 16 x 16 weights
+        assert got["BLOCK_M"] % 16 == got["BLOCK_N"] % 16 == 0
 
 
 def test_unknown_hardware_is_safe_and_said_once():
     rows.cache_clear()
     with pytest.warns(UserWarning, match=r"never tuned for sm_77.*sm_80, sm_90") as said:
-        first = rows(77)
+        assert rows(77) == rows(77) != []
     assert len(said) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert rows(77) is first
-    assert (TUNING / "default.json").exists()
 
 
 # --- the rule of errors itself --------------------------------------------------------------------
@@ -471,8 +449,3 @@ def test_parity_catches_nan_and_a_wrong_dtype():
         assert_parity(lambda x: (x - x.detach()).sqrt(), torch.sin, inputs)
     with pytest.raises(AssertionError, match="float32"):
         assert_parity(lambda x: x.sin().float(), torch.sin, inputs)
-
-
-def test_parity_forgives_what_rounding_does():
-    inputs = {"x": awkward(40, 50, dtype=torch.bfloat16)}
-    assert_parity(lambda x: x.float().sin().bfloat16(), torch.sin, inputs)

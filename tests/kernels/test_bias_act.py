@@ -4,18 +4,16 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import bias_act
 from fastgpt.kernels.bias_act.op import ACTIVATIONS, bias_act_ref
-from fastgpt.kernels.bias_act.spec import BIAS_ACT, BWD, FWD, SUM
-from tests.kernels import conformance
-from tests.parity import assert_kernel_parity, awkward, forward_backward, launches
+from fastgpt.kernels.bias_act.spec import BIAS_ACT, BWD, FWD
+from tests.kernels import common, conformance
+from tests.parity import assert_kernel_parity, forward_backward, launches
 
 all_kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
-two_kinds = pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
 
 
 def make(kind, *shape, dtype=torch.float32, device="cpu"):
@@ -48,30 +46,17 @@ def test_reference_is_the_formula_in_fp64(kind):
     torch.testing.assert_close(bias_act_ref(x + bias, None, kind), want, rtol=1e-12, atol=1e-12)
 
 
-def test_reference_is_torchs_own_after_a_projection():
-    x, weight, bias = awkward(5, 8).double(), awkward(12, 8).double(), awkward(12).double()
-    want = F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    got = bias_act_ref(F.linear(x, weight), bias, "gelu_tanh")
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 
 @given(data=st.data())
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@common.examples(max_examples=25)
 def test_any_shape(data, device):
     kind = data.draw(st.sampled_from(list(ACTIVATIONS)))
     N = data.draw(st.integers(1, 300)) * (2 if kind == "swiglu" else 1)
-    rows = tuple(data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3)))
-    problem = {"M": rows, "N": N, "kind": kind, "bias": data.draw(st.booleans())}
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    conformance.parity(BIAS_ACT, problem, device, dtype)
+    problem = {"M": data.draw(common.sizes(0, 3, 9)), "N": N, "kind": kind}
+    problem["bias"] = data.draw(st.booleans())
+    conformance.parity(BIAS_ACT, problem, device, data.draw(common.DTYPES))
 
 
 MIXED = {
@@ -81,22 +66,11 @@ MIXED = {
 }
 
 
-@two_kinds
+@pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_dtypes_may_differ(dtypes, kind, device):
-    def cast(f):
-        def call(x, bias):
-            if x.dtype != torch.float64:  # the truth
-                x, bias = x.to(dtypes[0]), bias.to(dtypes[1])
-            return f(x, bias, kind)
-
-        return call
-
-    # of the narrower dtype, so that only what comes out is rounded
-    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-    inputs = make(kind, 16, 120, dtype=narrow, device=device)
-    assert cast(bias_act)(*inputs.values()).dtype == dtypes[0]
-    assert_kernel_parity(cast(bias_act), cast(bias_act_ref), inputs, kernels=(FWD, BWD, SUM))
+    problem = {"M": 16, "N": 240 if kind == "swiglu" else 120, "kind": kind}
+    common.assert_dtypes_may_differ(BIAS_ACT, problem, device, dtypes, [dtypes[0]])
 
 
 def test_gelu_by_erf_keeps_its_tail(device):

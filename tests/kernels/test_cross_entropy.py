@@ -1,24 +1,20 @@
 """What is special about the losses, of logits and of a head; the rest is in `test_conformance`."""
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
 from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref, tokens_at_a_time
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
-from tests.kernels import conformance
+from tests.kernels import common, conformance
 from tests.parity import (
     LAYOUTS,
     assert_kernel_parity,
@@ -28,6 +24,7 @@ from tests.parity import (
     launches,
     printed_by,
 )
+from tests.trainer.runs import finish, torchrun
 
 SCALE = "_cross_entropy_scale_kernel"
 SPECS = {spec.name: conformance.careful(spec) for spec in (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)}
@@ -44,11 +41,17 @@ every_problem = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """No kernel runs on a CPU."""
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+
+
 @pytest.fixture(params=["kernels"] if torch.cuda.is_available() else ["kernels", "plain"])
-def kernels(request, monkeypatch):
+def kernels(request):
     """The kernels that run: none where the interpreter is turned off, which a CPU alone can."""
     if request.param == "plain":
-        monkeypatch.setattr(runtime, "INTERPRETING", False)
+        request.getfixturevalue("plain")
         return ()
     return (FWD,)
 
@@ -83,36 +86,28 @@ def test_reference_is_pytorchs_own(name, label):
 
 @every_problem
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parity_where_no_kernel_runs(name, label, dtype, monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETING", False)
+def test_parity_where_no_kernel_runs(name, label, dtype, plain):
     spec = replace(SPECS[name], launches=lambda problem: ())
     conformance.parity(spec, spec.problems[label], "cpu", dtype)
 
 
 @pytest.mark.parametrize("check", conformance.checks(LINEAR_CROSS_ENTROPY))
 @pytest.mark.parametrize("label", LINEAR_CROSS_ENTROPY.structural)
-def test_the_head_conforms_where_no_kernel_runs(label, check, monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETING", False)
+def test_the_head_conforms_where_no_kernel_runs(label, check, plain):
     spec = replace(LINEAR_CROSS_ENTROPY, launches=lambda problem: ())
     check(spec, spec.problems[label], "cpu")
 
 
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data())
-@settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@common.examples(max_examples=20)
 def test_any_shape(name, data, device):
     def one_of(*values):
         return data.draw(st.sampled_from(values))
 
-    M = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
-    V, sizes = data.draw(st.integers(2, 600)), st.integers(1, 40)
+    V, number = data.draw(st.integers(2, 600)), st.integers(1, 40)
     problem = {
-        "M": M,
+        "M": data.draw(common.sizes(1, 2, 5)),
         "V": V,
         "ignored": True,
         "valid_vocab": data.draw(st.integers(2, V)),
@@ -125,10 +120,9 @@ def test_any_shape(name, data, device):
     if name == "cross_entropy":
         problem["inplace_grad"] = one_of(False, True)
     else:
-        problem |= {"C": data.draw(sizes), "chunk_tokens": data.draw(st.none() | sizes)}
+        problem |= {"C": data.draw(number), "chunk_tokens": data.draw(st.none() | number)}
         problem["bias"] = one_of(False, True)
-    dtype = one_of(torch.float32, torch.float16)
-    conformance.parity(SPECS[name], problem, device, dtype)
+    conformance.parity(SPECS[name], problem, device, data.draw(common.DTYPES))
 
 
 @in_place
@@ -249,14 +243,13 @@ def test_gradient_takes_the_place_of_the_logits(reduction, dtype, kernels, devic
 def test_rows_in_place_may_be_far_apart(device):
     """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
     logits, targets = make("cross_entropy", device, torch.bfloat16, M=3).values()
-    want = step("cross_entropy", [logits, targets])
-    far = conformance.far_apart(logits).requires_grad_()
+    upstream = [torch.ones((), device=device)]
+    want = forward_backward(cross_entropy, [logits, targets], upstream)
+    far = [conformance.far_apart(logits), targets]
     with launches(FWD, SCALE):
-        loss = cross_entropy(far, targets, inplace_grad=True)
-        (gradient,) = torch.autograd.grad(loss, far, loss.new_ones(()))
-    torch.testing.assert_close(loss, want[0])
-    once = forward_backward(cross_entropy, [logits, targets], [loss.new_ones(())])[1]
-    torch.testing.assert_close(gradient, once, rtol=0.01, atol=0)
+        got = forward_backward(partial(cross_entropy, inplace_grad=True), far, upstream)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -339,9 +332,11 @@ def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
     torch.testing.assert_close(dweight, want, rtol=1e-6, atol=0)
 
 
-def test_fp16_gradients_of_many_tokens_do_not_vanish(device, monkeypatch):
-    """1 / 16384 of a probability of 1 / 1000 is the least fp16 has; the mean's factor waits."""
-    monkeypatch.setattr(runtime, "INTERPRETING", False)  # for so many rows it is too slow
+def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
+    """1 / 16384 of a probability of 1 / 1000 is the least fp16 has; the mean's factor waits.
+
+    For so many rows the interpreter is too slow.
+    """
     M, V = 16_384, 1000
     x = torch.full((M, 1), 0.01, dtype=torch.float16, device=device)
     weight = torch.zeros(V, 1, device=device)
@@ -421,34 +416,21 @@ def test_a_second_backward_is_the_same(reduction, kernels, device):
         torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
 
 
-def test_tied_weights_add_up(kernels, device):
-    _, weight, targets, _ = head(device)
-    tokens = torch.randint(70, (3, 4), device=device)
+def test_gradients_of_tied_weights_add_up_over_micro_steps(kernels, device):
+    """Each of the four has a quarter of the loss, with a GradScaler's factor on top."""
+    _, weight, targets, _ = head(device, M=(8, 3))
+    tokens = torch.randint(70, (8, 3), device=device)
 
     def gradient(op):
         table = weight.clone().requires_grad_()
-        op(torch.tanh(F.embedding(tokens, table)), table, targets, chunk_tokens=5).backward()
+        for part in map(slice, range(0, 8, 2), range(2, 10, 2)):
+            x = F.embedding(tokens[part], table).tanh()
+            (op(x, table, targets[part], chunk_tokens=4) / 4 * 1024).backward()
         return table.grad
 
     with launches(*kernels):
         got = gradient(linear_cross_entropy)
-    torch.testing.assert_close(got, gradient(linear_cross_entropy_ref), rtol=1e-5, atol=1e-7)
-
-
-def test_gradients_accumulate(kernels, device):
-    """Four micro-steps of a quarter of the loss each, with a GradScaler's factor on top."""
-    x, weight, targets, _ = head(device, M=(3, 8))
-
-    def gradient(op):
-        leaf = weight.clone().requires_grad_()
-        for part in range(0, 8, 2):
-            tokens = slice(part, part + 2)
-            loss = op(x[:, tokens], leaf, targets[:, tokens], chunk_tokens=4) / 4
-            (loss * 1024).backward()
-        return leaf.grad
-
-    want = gradient(linear_cross_entropy_ref)
-    torch.testing.assert_close(gradient(linear_cross_entropy), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, gradient(linear_cross_entropy_ref), rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels, device):
@@ -465,15 +447,13 @@ def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels
 
 
 RANK = """
-import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy, linear_cross_entropy_ref
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 
 
 class Head(torch.nn.Module):
@@ -501,28 +481,19 @@ seen = [torch.empty_like(gradients[0]) for _ in range(2)]
 dist.all_gather(seen, gradients[0])
 assert torch.equal(*seen), "ranks differ"
 assert gradients[0].abs().sum() > 0
+dist.barrier()  # gloo aborts a rank that leaves while another still reads
 dist.destroy_process_group()
 """
 
 
 def test_under_ddp_with_accumulation_ranks_agree(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "".join(errors)
+    (tmp_path / "rank.py").write_text(RANK)
+    finish(torchrun(2, str(tmp_path / "rank.py"), TRITON_INTERPRET="0"))
 
 
 # --- bad arguments --------------------------------------------------------------------------------
 
-BAD = {
+BAD_OPTIONS = {
     "valid_vocab: expected 1 to 40 columns, got 41": {"valid_vocab": 41},
     "valid_vocab: expected 1 to 40 columns, got 0": {"valid_vocab": 0},
     "label_smoothing: expected 0 to 1, got 1.5": {"label_smoothing": 1.5},
@@ -533,32 +504,29 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize(("message", "options"), BAD.items(), ids=lambda x: str(x)[:12])
-def test_bad_options_are_named(name, message, options, device):
+@pytest.mark.parametrize("message", BAD_OPTIONS)
+def test_bad_options_are_named(name, message, device):
     with launches(), pytest.raises(ValueError, match=message):
-        SPECS[name].op(*make(name, device).values(), **options)
+        SPECS[name].op(*make(name, device).values(), **BAD_OPTIONS[message])
 
 
 X, T = torch.ones(2, 8), torch.zeros(2, dtype=torch.int64)
+no_tokens = partial(linear_cross_entropy, chunk_tokens=0)
+BAD = {
+    r"logits: expected .* V >= 1, got \(2, 0\)": (cross_entropy, X[:, :0], T),
+    r"x: .* C >= 1, got \(2, 0\)": (linear_cross_entropy, X[:, :0], X[:, :0], T),
+    r"weight: expected \(V, 8\), got \(2, 4\)": (linear_cross_entropy, X, X[:, :4], T),
+    r"bias: .* got torch.int64": (linear_cross_entropy, X, X, T, T),
+    r"targets: expected \(2,\), got \(1,\)": (linear_cross_entropy, X, X, T[:1]),
+    "chunk_tokens: expected 1 or more, or None, got 0": (no_tokens, X, X, T),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cross_entropy(X[:, :0], T), r"logits: expected .* V >= 1, got \(2, 0\)"),
-        (lambda: linear_cross_entropy(X[:, :0], X[:, :0], T), r"x: .* C >= 1, got \(2, 0\)"),
-        (lambda: linear_cross_entropy(X, X[:, :4], T), r"weight: expected \(V, 8\), got \(2, 4\)"),
-        (lambda: linear_cross_entropy(X, X, T, T), r"bias: .* got torch.int64"),
-        (lambda: linear_cross_entropy(X, X, T[:1]), r"targets: expected \(2,\), got \(1,\)"),
-        (
-            lambda: linear_cross_entropy(X, X, T, chunk_tokens=0),
-            "chunk_tokens: expected 1 or more, or None, got 0",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message):
+    op, *tensors = BAD[message]
     with launches(), pytest.raises(ValueError, match=message):
-        call()
+        op(*tensors)
 
 
 # --- ahead of time --------------------------------------------------------------------------------

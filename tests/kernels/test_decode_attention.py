@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import decode_attention
@@ -17,11 +17,10 @@ from fastgpt.kernels.decode_attention.spec import (
     problem,
     unused_places,
 )
-from tests.kernels import conformance
+from tests.kernels import common, conformance
 from tests.parity import guarded, launches
 
 PROBLEMS = DECODE_ATTENTION.problems
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
 def make(s, device="cpu", dtype=torch.float32):
@@ -58,22 +57,18 @@ def test_reference_is_pytorchs_attention_of_each_sequence(label):
 # --- what is given --------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=15, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
 @given(data=st.data())
+@common.examples(max_examples=15)
 def test_any_shape(data, device):
     draw = data.draw
     T, K = draw(st.integers(1, 150)), draw(st.integers(1, 2))
-    lengths = draw(st.lists(st.integers(0, T), min_size=1, max_size=3))
     s = problem(
-        T, K * draw(st.integers(1, 9)), draw(st.integers(1, 40)), tuple(lengths), K=K,
+        T, K * draw(st.integers(1, 9)), draw(st.integers(1, 40)),
+        draw(st.lists(st.integers(0, T), min_size=1, max_size=3).map(tuple)), K=K,
         Tq=draw(st.integers(1, 6)), page=draw(st.sampled_from([0, 1, 16, 33])),
         starts=draw(st.booleans()),
     )  # fmt: skip
-    dtype = draw(st.sampled_from([torch.float32, torch.float16]))
-    conformance.parity(DECODE_ATTENTION, s, device, dtype)
+    conformance.parity(DECODE_ATTENTION, s, device, draw(common.DTYPES))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_empty_splits_are_written_and_read_by_nobody(device, monkeypatch):
     assert parts[~empty].isfinite().all()
 
 
-@both_dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 33])
 def test_any_number_of_splits_gives_the_same(count, dtype, device, monkeypatch):
     monkeypatch.setattr(launcher, "splits", lambda *_: count)
@@ -160,24 +155,24 @@ def test_a_gradient_is_refused_before_anything_runs(device):
 
 
 q0, c0, n0 = torch.zeros(2, 1, 4, 8), torch.zeros(2, 6, 2, 8), torch.ones(2, dtype=torch.int64)
+c3, wide = torch.zeros(2, 6, 3, 8), torch.zeros(2, 1, 1, 257)
 t0 = torch.zeros(2, 3, dtype=torch.int32)
+OPTIONS = {
+    "starts: expected (2, 1), got (2,)": {"starts": n0},
+    "block_table: expected (2, max_pages), got (2,)": {"block_table": n0.int()},
+    "block_table: expected (2, 3), got (3, 3)": {"block_table": t0.new_zeros(3, 3)},
+    "block_table: expected torch.int32, got torch.int64": {"block_table": t0.long()},
+    "scale: expected a finite number, got inf": {"scale": float("inf")},
+}
 REFUSED = {
-    "q: expected a head dimension from 1 to 256, got 257": (
-        *[torch.zeros(1, 1, 1, 257)] * 3, n0[:1], {}),
+    **{message: (q0, c0, c0, n0, options) for message, options in OPTIONS.items()},
+    "q: expected a head dimension from 1 to 256, got 257": (wide, wide, wide, n0, {}),
     "k_cache: expected (2, Tk, K, 8) for q (2, 1, 4, 8), the same in k_cache and v_cache, got "
     "(1, 6, 2, 8)": (q0, c0[:1], c0, n0, {}),
     "v_cache: expected (2, Tk, K, 8)": (q0, c0, c0[:, :5], n0, {}),
     "k_cache: expected (pages, page, K, 8)": (q0, c0[0], c0, n0, {"block_table": t0}),
-    "q: expected a number of heads that 3 divides, got 4": (
-        q0, *[torch.zeros(2, 6, 3, 8)] * 2, n0, {}),
-    "starts: expected (2, 1), got (2,)": (q0, c0, c0, n0, {"starts": n0}),
-    "block_table: expected (2, max_pages), got (2,)": (q0, c0, c0, n0, {"block_table": n0.int()}),
-    "block_table: expected (2, 3), got (3, 3)": (
-        q0, c0, c0, n0, {"block_table": torch.zeros(3, 3).int()}),
-    "block_table: expected torch.int32, got torch.int64": (
-        q0, c0, c0, n0, {"block_table": t0.long()}),
-    "scale: expected a finite number, got inf": (q0, c0, c0, n0, {"scale": float("inf")}),
-}  # fmt: skip
+    "q: expected a number of heads that 3 divides, got 4": (q0, c3, c3, n0, {}),
+}
 
 
 @pytest.mark.parametrize("message", REFUSED)

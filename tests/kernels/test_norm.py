@@ -4,18 +4,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fastgpt.kernels.norm.op import layer_norm_ref
 from fastgpt.kernels.norm.spec import BWD, FWD, SPECS, SUM
-from tests.kernels import conformance
+from tests.kernels import common, conformance
 from tests.parity import assert_kernel_parity, awkward, forward_backward, launches
 
 SPEC = {spec.name: spec for spec in SPECS}
-SUMMED = [SPEC["add_layer_norm"], SPEC["add_rms_norm"]]
-by_name = {"argvalues": SUMMED, "ids": [spec.name for spec in SUMMED]}
+summed = pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 
 
 def make(name, M, N, dtype=torch.float32, device="cpu"):
@@ -26,21 +25,16 @@ def make(name, M, N, dtype=torch.float32, device="cpu"):
 
 
 @given(data=st.data())
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@common.examples(max_examples=25)
 def test_any_shape(data, device):
+    spec, dtype = data.draw(st.sampled_from(SPECS)), data.draw(common.DTYPES)
     problem = {
-        "M": tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))),
+        "M": data.draw(common.sizes(1, 3, 9)),
         "N": data.draw(st.integers(2, 300)),
         "eps": data.draw(st.floats(1e-3, 1)),
         "without": data.draw(st.sampled_from([(), ("bias",), ("weight", "bias")])),
     }
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    conformance.parity(data.draw(st.sampled_from(SPECS)), problem, device, dtype)
+    conformance.parity(spec, problem, device, dtype)
 
 
 def test_more_programs_than_a_block_of_the_final_sum(device, monkeypatch):
@@ -72,24 +66,11 @@ MIXED = {
 
 
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
-@pytest.mark.parametrize("spec", **by_name)
-def test_dtypes_may_differ(spec, dtypes, device):
+@summed
+def test_dtypes_may_differ(name, dtypes, device):
     *of_inputs, of_y, of_sum = (getattr(torch, dtype) for dtype in dtypes.split())
-
-    def cast(f):
-        def call(*tensors):
-            if tensors[0].dtype != torch.float64:  # the truth
-                tensors = (t.to(d) for t, d in zip(tensors, of_inputs))
-            return f(*tensors)
-
-        return call
-
-    M, N = (16, 120) if device == "cpu" else (16_384, 1600)
-    # of the narrowest dtype, so that only what comes out is rounded
-    inputs = make(spec.name, M, N, min(of_inputs, key=lambda d: d.itemsize), device)
-    y, total = cast(spec.op)(*inputs.values())
-    assert (y.dtype, total.dtype) == (of_y, of_sum)
-    assert_kernel_parity(cast(spec.op), cast(spec.ref), inputs, kernels=(FWD, BWD, SUM))
+    problem = {"M": 16, "N": 120} if device == "cpu" else {"M": 16_384, "N": 1600}
+    common.assert_dtypes_may_differ(SPEC[name], problem, device, of_inputs, [of_y, of_sum])
 
 
 def test_opcheck_where_dtypes_differ(device):
@@ -109,12 +90,12 @@ def test_variance_takes_two_passes(device):
                          kernels=(FWD, BWD))  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", **by_name)
-def test_statistics_are_those_of_the_rounded_sum(spec, device):
+@summed
+def test_statistics_are_those_of_the_rounded_sum(name, device):
     """The backward sees no other; near 1000 an fp16 sum is off by up to a quarter."""
-    x, *others = make(spec.name, 5, 40, torch.float16, device).values()
-    y, total = spec.op(1000 + x, *others)
-    assert torch.equal(y, SPEC[spec.name.removeprefix("add_")].op(total, *others[1:]))
+    x, *others = make(name, 5, 40, torch.float16, device).values()
+    y, total = SPEC[name].op(1000 + x, *others)
+    assert torch.equal(y, SPEC[name.removeprefix("add_")].op(total, *others[1:]))
 
 
 def test_constant_rows_give_the_bias(device):

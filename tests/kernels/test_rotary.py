@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgpt.kernels import rotary, rotary_ref, runtime
+from fastgpt.kernels import rotary, runtime
 from fastgpt.kernels.rotary.spec import KERNEL, ROTARY, shape
-from tests.kernels import conformance
+from tests.kernels import common, conformance
 from tests.parity import awkward, forward_backward, launches
 
 TYPICAL = ROTARY.problems["grouped"]
@@ -19,26 +19,11 @@ def projection(device):
     return awkward(B, T, H + 2 * K, D, device=device).contiguous(), (H, K, K)
 
 
-def test_reference_is_a_complex_product():
-    q, k = conformance.make_inputs(ROTARY, TYPICAL, "cpu", torch.float64).values()
-    cos, sin = ROTARY.options(TYPICAL, "cpu").values()
-    turn = torch.complex(cos, sin).to(torch.complex128)[:, None]
-    for got, x in zip(rotary_ref(q, k, cos, sin), (q, k), strict=True):
-        want = torch.complex(*x.chunk(2, dim=-1)) * turn
-        torch.testing.assert_close(got, torch.cat((want.real, want.imag), -1), rtol=0, atol=1e-12)
-
-
 @given(data=st.data())
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@common.examples(max_examples=25)
 def test_any_shape(data, device):
     B, T, H, K, pairs = (data.draw(st.integers(1, most)) for most in (3, 24, 6, 6, 40))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    conformance.parity(ROTARY, shape(B, T, H, K, 2 * pairs), device, dtype)
+    conformance.parity(ROTARY, shape(B, T, H, K, 2 * pairs), device, data.draw(common.DTYPES))
 
 
 def test_one_launch_forward_and_one_backward(device):

@@ -23,16 +23,13 @@ def make(*sizes, below=0):
 
 
 def step(spec, problem):
-    leaves = spec.inputs(problem, make)
-    wanted = [x for x in leaves.values() if x.is_floating_point() and spec.differentiable]
-    for x in wanted:
-        x.requires_grad_()
-    leaves = {k: x * 1 if spec.overwritten == k else x for k, x in leaves.items()}
-    with torch.set_grad_enabled(spec.differentiable):
-        outputs = spec.call(spec.op, problem, "meta")(*leaves.values())
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    if wanted:
-        torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
+    leaves = spec.inputs(problem, make).values()
+    for x in leaves:
+        x.requires_grad_(spec.differentiable and x.is_floating_point())
+    ys = spec.call(spec.op, problem, "meta")(*leaves)
+    if spec.differentiable:
+        ys = [ys] if isinstance(ys, torch.Tensor) else ys
+        torch.autograd.backward(ys, [torch.empty_like(y) for y in ys])
 
 
 counts = {}

@@ -55,10 +55,8 @@ def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> 
     model = initial(chosen=chosen or on_cpu(attention=attention), **options)
     with torch.no_grad():
         for weight in model.parameters():
-            matrix = weight.dim() == 2
-            weight.copy_(
-                0.4 * torch.randn_like(weight) if matrix else torch.randn_like(weight) / 5 + 0.9
-            )
+            noise = torch.randn_like(weight)
+            weight.copy_(0.4 * noise if weight.dim() == 2 else noise / 5 + 0.9)
     model.load_state_dict(model.state_dict())  # what was drawn above is no padding: that is 0
     return model
 
@@ -163,9 +161,8 @@ def plain_position(config, w, T):
         return w["wpe.weight"][:T]
     if config.position != "sinusoidal":
         return 0
-    half = config.dim // 2
-    angles = [[t / 10_000 ** (2 * i / config.dim) for i in range(half)] for t in range(T)]
-    angles = torch.tensor(angles, dtype=torch.float64)
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim
+    angles = torch.arange(T)[:, None] / 10_000**exponents
     return torch.cat((angles.sin(), angles.cos()), -1)
 
 

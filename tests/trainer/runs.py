@@ -3,11 +3,12 @@
 import hashlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sysconfig
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from safetensors.torch import load_file
 from fastgpt import checkpoint
 from fastgpt.display import Display
 from fastgpt.metrics import read_records
-
-ROOT = Path(__file__).parents[2]
-
+from tests.data.sets import ROOT
 
 # --- cut short ------------------------------------------------------------------------------------
 
@@ -46,6 +45,38 @@ def at_step(monkeypatch, step, action):
             action()
 
     monkeypatch.setattr(Display, "step", shown)
+
+
+def before_each(monkeypatch, owner, name, action):
+    """Has each call of a function begin with `action`, which is given the same arguments."""
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        action(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As a full disk does, this refuses whatever passes so many bytes in a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def one_line_error(capfd, command, *args):
+    """The one line on stderr with which a command must fail."""
+    with pytest.raises(SystemExit) as stopped:
+        command(*args)
+    error = capfd.readouterr().err
+    assert stopped.value.code == 1
+    assert re.fullmatch(r"error: .*\n", error), error
+    return error
 
 
 # --- compared -------------------------------------------------------------------------------------

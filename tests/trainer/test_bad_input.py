@@ -1,11 +1,10 @@
 """Whatever a person gets wrong is answered in one line that says what was given and expected."""
 
-import errno
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ import torch
 import train
 from fastgpt import checkpoint
 from fastgpt.cli import parse
+from fastgpt.optim import Optimizers
 from fastgpt.trainer import Trainer
-from tests.data.sets import write_shard
-
-ROOT = Path(__file__).parents[2]
+from tests.data.sets import python, write_shard
+from tests.trainer.runs import before_each, one_line_error
 
 
 @pytest.fixture
@@ -26,24 +25,14 @@ def error(monkeypatch, capfd):
 
     def run(argv):
         monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-        with pytest.raises(SystemExit) as stopped:
-            train.main()
-        err = capfd.readouterr().err
-        assert stopped.value.code not in (0, None)
-        assert err.startswith("error: "), err
-        assert err.endswith("\n"), err
-        assert err.count("\n") == 1, err
-        return err
+        return one_line_error(capfd, train.main)
 
     return run
 
 
 def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
     missing = tmp_path / "nowhere.txt"
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *tiny(f"--data.source {missing}")],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python("train.py", *tiny(f"--data.source {missing}"))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -53,11 +42,7 @@ def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        pytest.param("", "empty", id="empty"),
-        pytest.param("0123456789abcde", "one window", id="shorter-than-a-window"),
-        pytest.param("x", "val_fraction", id="nothing-to-hold-out"),
-    ],
+    [("", "empty"), ("0123456789abcde", "one window"), ("x", "val_fraction")],
 )
 def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
     text.write_text(content)
@@ -227,18 +212,15 @@ def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
     error, tiny, tmp_path, monkeypatch
 ):
     """One gradient turns NaN in step 6, after the checkpoint of step 4."""
-    from fastgpt.optim import Optimizers
+    ratios = []
 
-    step, calls = Optimizers.step, []
+    def spoil(optimizers, ratio):
+        ratios.append(ratio)
+        if len(ratios) == 6:
+            [matrix] = [p for p in optimizers.parameters if p.shape == (128, 32)]
+            matrix.grad[5, 7] = float("nan")
 
-    def spoilt(self, ratio):
-        calls.append(ratio)
-        if len(calls) == 6:
-            [spoilt_one] = [p for p in self.parameters if p.shape == (128, 32)]
-            spoilt_one.grad[5, 7] = float("nan")
-        return step(self, ratio)
-
-    monkeypatch.setattr(Optimizers, "step", spoilt)
+    before_each(monkeypatch, Optimizers, "step", spoil)
     line = error(tiny("--log-every 4"))
     # found at the log of step 8, when all gradients and weights are NaN: where it began is said
     assert line.startswith("error: step 6: not finite; at step 8 the training loss is nan")
@@ -261,10 +243,8 @@ def test_full_disk_while_writing_a_sample(error, tiny, tmp_path):
 
 
 def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("fastgpt.trainer.write_atomically", fail)
+    no_space = OSError(28, "No space left on device")
+    monkeypatch.setattr("fastgpt.trainer.write_atomically", mock.Mock(side_effect=no_space))
     assert "manifest.json: No space left" in error(tiny())
 
 
@@ -280,14 +260,10 @@ def test_full_disk_while_drawing_the_curves_ends_no_run(tiny, tmp_path, capsys):
 # --- resuming, damaged or confused ----------------------------------------------------------------
 
 
-def test_resume_auto_after_a_failure_before_the_first_checkpoint(fit, tiny, tmp_path, monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("fastgpt.engine.Engine.train_step", fail)
-        with pytest.raises(KeyboardInterrupt):
-            Trainer(parse(tiny())).fit()
+def test_resume_auto_after_a_failure_before_the_first_checkpoint(fit, tmp_path):
+    interrupted = mock.patch("fastgpt.engine.Engine.train_step", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        fit()
     assert (tmp_path / "run" / "config.json").exists()
     assert checkpoint.steps_on_disk(fit("--resume auto") / "checkpoints")
 
@@ -342,9 +318,6 @@ def test_one_held_out_token_is_too_few_and_nothing_is_left_behind(error, tiny, t
 
 
 def test_a_sample_that_the_terminal_cannot_show_ends_no_run(tiny):
-    out = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *tiny("--train.sample-prompt", "\u00e9")],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True,
-    )  # fmt: skip
+    out = python("train.py", *tiny("--train.sample-prompt \u00e9"), PYTHONIOENCODING="ascii")
     assert out.returncode == 0, out.stderr
     assert "?" in out.stdout

@@ -5,11 +5,11 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,22 +21,16 @@ from fastgpt.checkpoint import FILES, FORMAT_VERSION
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
-from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
+from tests.trainer.runs import files_of_at_most, series
 
 
 def save(folder, step, *, keep=3, numbers=8):
     weights = {"wte.weight": torch.full((numbers,), float(step)), "a.bias": torch.ones(2)}
     state = {"optimizers": {"exp_avg": torch.randn(numbers)}, "loader": {"epoch": 0, "index": step}}
-    return checkpoint.save(
-        folder,
-        step,
-        weights=weights,
-        state=state,
-        config_json="{}",
-        save_tokenizer=ByteTokenizer().save,
-        keep=keep,
-    )
+    written = {"weights": weights, "state": state, "config_json": "{}"}
+    tokenizer = ByteTokenizer()
+    return checkpoint.save(folder, step, **written, save_tokenizer=tokenizer.save, keep=keep)
 
 
 def content(folder):
@@ -177,32 +171,18 @@ def test_full_disk_is_an_error_that_names_the_last_good_checkpoint(
     assert checkpoint.load(good).step == 1
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [pytest.param(20_000, id="weights"), pytest.param(14_800, id="state")],
-)
+@pytest.mark.parametrize("numbers", [20_000, 14_800], ids=["weights", "state"])
 def test_real_failed_writes_are_reported(folder, numbers):
     """A limit of 60 kB on files is a full disk that needs no disk: state.pt is longer by 1 kB."""
     good = save(folder, 1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"of step 2 in .*: .*File too large.*step_00000001$"):
-            save(folder, 2, numbers=numbers)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    complaint = r"of step 2 in .*: .*File too large.*step_00000001$"
+    with files_of_at_most(60_000), pytest.raises(UserError, match=complaint):
+        save(folder, 2, numbers=numbers)
     assert content(folder) == [good.name]
 
 
 def test_training_stops_on_a_full_disk_with_what_it_had(tiny, tmp_path, monkeypatch):
-    real, calls = torch.save, []
-
-    def full_the_second_time(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            raise NO_SPACE
-        return real(*args, **kwargs)
-
+    full_the_second_time = mock.Mock(wraps=torch.save, side_effect=[mock.DEFAULT, NO_SPACE])
     monkeypatch.setattr(torch, "save", full_the_second_time)
     with pytest.raises(UserError, match=r"step 8 .*No space left.*step_00000004$"):
         Trainer(parse(tiny())).fit()
@@ -304,9 +284,7 @@ def test_best_follows_the_held_out_loss(fit):
     """A learning rate that ruins the model: the best checkpoint is not the last one."""
     flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
     run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
-    losses = {
-        r["step"]: r["val_loss"] for r in read_records(run / "metrics.jsonl") if "val_loss" in r
-    }
+    losses = series(run, "val_loss")
     best = min((step for step in losses if step), key=losses.__getitem__)
     assert best < 11, "choose flags with which the last steps are not the best"
     folder = run / "checkpoints"

@@ -98,9 +98,8 @@ def test_headline_command(tmp_path):
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 2, 2]
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
-    assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
-        "step_00000002"
-    ]
+    [saved] = checkpoint.steps_on_disk(run / "checkpoints")
+    assert saved.name == "step_00000002"
     assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
 
 

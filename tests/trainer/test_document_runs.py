@@ -25,16 +25,12 @@ PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """100 documents of 3 to 63 tokens: most are cut or filled up at a context of 32."""
-    place = tmp_path_factory.mktemp("documents")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTGPT_CACHE", str(place / "cache"))
-        return prepared(place / "short", texts(100, longest=16))
+    return prepared(tmp_path_factory.mktemp("documents") / "short", texts(100, longest=16))
 
 
 @pytest.fixture
-def documents(folder, tmp_path, monkeypatch):
+def documents(folder):
     """Flags of a run over them, of which 4 are a step."""
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path / "cache"))
     return f"--data.source {folder} --model.context 32 --data.align document"
 
 

@@ -34,8 +34,7 @@ def to_our_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
 @each_attention
 def test_gpt2_matches_transformers(attention):
     hf = theirs()
-    chosen = on_cpu(attention=attention)
-    model = initial(chosen=chosen, dim=64, context=80, vocab_size=50_257)
+    model = initial(chosen=on_cpu(attention=attention), dim=64, context=80, vocab_size=50_257)
     model.load_state_dict(to_our_names(hf.state_dict()))
     tokens = torch.randint(50_257, (2, 75))
 

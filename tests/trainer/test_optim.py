@@ -89,16 +89,13 @@ def test_muon_equals_its_equations():
 
 @pytest.mark.parametrize("grad_clip", [1.0, 0.0, 1e9])
 def test_adamw_equals_pytorchs_own_loop(grad_clip):
-    ours, twin = tiny_model(), tiny_model()
-    twin.load_state_dict(ours.state_dict())
+    twin = copy.deepcopy(ours := tiny_model())
     settings = {"lr": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
     optimizer = optimizers(ours, grad_clip=grad_clip, **settings)
     matrices = [p for p in twin.parameters() if p.dim() >= 2]
     vectors = [p for p in twin.parameters() if p.dim() < 2]
-    plain = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=False,
-    )  # fmt: skip
+    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.9), eps=1e-6, foreach=False)
     for step in range(4):
         set_gradients(ours, step, scale=step + 1.0)
         set_gradients(twin, step, scale=step + 1.0)
@@ -131,8 +128,7 @@ def test_state_restores_to_the_same_steps(kind, fp16):
 
     advance(model, optimizer, range(3))
     state = copy.deepcopy(optimizer.state_dict())
-    other = tiny_model()
-    other.load_state_dict(model.state_dict())
+    other = copy.deepcopy(model)
     resumed = optimizers(other, **options)
     resumed.load_state_dict(state)
     before = weights(model)
@@ -153,8 +149,7 @@ def test_zero_grad_frees_the_gradients():
 
 
 def test_fp16_gradients_are_unscaled_before_clipping():
-    model, twin = tiny_model(), tiny_model()
-    twin.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model := tiny_model())
     scaled, plain = optimizers(model, fp16=True, kind="muon"), optimizers(twin, kind="muon")
     scaled.scaler.scale(torch.zeros(()))
     set_gradients(model, scale=4.0)

@@ -54,19 +54,6 @@ def test_each_step_is_what_the_notes_say(name, attention):
     torch.testing.assert_close(model(tokens, targets).double(), loss, rtol=1e-5, atol=1e-5)
 
 
-def test_steps_differ_in_what_the_notes_add():
-    parts = {
-        name: {key.split(".", 2)[-1] for key in build(recipe(name)).state_dict() if key[0] == "h"}
-        for name in FIVE_STEPS
-    }
-    assert parts["lecture-bigram"] == set()
-    assert parts["lecture-head"] == parts["lecture-multihead"] == {"attn.c_attn.weight"}
-    assert parts["lecture-feedforward"] == {"attn.c_attn.weight", "mlp.0.weight", "mlp.0.bias"}
-    assert "attn.c_proj.bias" in parts["lecture-residual"]
-    added = parts["lecture-layernorm"] - parts["lecture-residual"]
-    assert added == {"ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"}
-
-
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
@@ -104,11 +91,9 @@ def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
     """Over every so many-th window of the text."""
     T = model.config.context
     count = (len(ids) - 1) // T
-    windows, targets = ids[: count * T].view(-1, T)[::every], ids[1 : count * T + 1].view(-1, T)
-    pairs = list(zip(windows.split(256), targets[::every].split(256)))
-    losses = torch.stack([model(x, y) for x, y in pairs])
-    sizes = torch.tensor([len(x) for x, _ in pairs])
-    return float((losses * sizes).sum() / sizes.sum())
+    windows, targets = (ids[i : i + count * T].view(-1, T)[::every] for i in (0, 1))
+    pairs = zip(windows.split(256), targets.split(256))
+    return sum(model(x, y).item() * len(x) for x, y in pairs) / len(windows)
 
 
 def test_bigram_starts_at_the_published_loss(corpus):
@@ -138,12 +123,8 @@ def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
     for row, wanted in zip(tokens.tolist(), targets.tolist()):
         for t, token in enumerate(wanted):
             seen[tuple(row[max(0, t + 1 - reach) : t + 1])][token] += 1
-    total = -sum(
-        count * math.log(count / counts.total())
-        for counts in seen.values()
-        for count in counts.values()
-    )
-    return total / targets.numel()
+    pairs = [(count, counts.total()) for counts in seen.values() for count in counts.values()]
+    return sum(count * math.log(total / count) for count, total in pairs) / targets.numel()
 
 
 def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
@@ -220,9 +201,7 @@ def abstracts(tmp_path_factory) -> Path:
     """A folder for FASTGPT_DATA with paragraphs of Python's manual as `pubmed`."""
     place = tmp_path_factory.mktemp("abstracts")
     paragraphs = sorted(set("\n\n".join(topics.values()).split("\n\n")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTGPT_CACHE", str(place / "cache"))
-        prepared(place / "pubmed", paragraphs[::10], tokenizer="wordpiece", vocab_size=800)
+    prepared(place / "pubmed", paragraphs[::10], tokenizer="wordpiece", vocab_size=800)
     return place
 
 
@@ -272,12 +251,9 @@ def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
 )
 def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
-    with pytest.raises(UserError) as error:
+    command = f"python -m fastgpt.prepare {named} --tokenizer .*--out {tmp_path / recipe}"
+    with pytest.raises(UserError, match=rf"^[^\n]*{command}[^\n]*$"):
         Engine(parse([recipe, "--train.device", "cpu"]))
-    said = str(error.value)
-    assert f"python -m fastgpt.prepare {named} --tokenizer" in said
-    assert f"--out {tmp_path / recipe}" in said
-    assert "\n" not in said
 
 
 # --- any checkpoint, one command ------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import main
 from tests.trainer.models import greedy, sharp
+from tests.trainer.runs import one_line_error
 
 FLAGS = ("--device", "cpu", "--tokens", "9")
 
@@ -53,11 +54,7 @@ def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
     if message is None:
         monkeypatch.setattr("fastgpt.kernels.runtime.INTERPRETING", False)
         message = "ops.decode is triton: it runs on CUDA, not on cpu"
-    with pytest.raises(SystemExit), shown_in_one_line():
-        sample(*flags)
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in one_line_error(capsys, shown_in_one_line()(sample), *flags)
 
 
 class WithEnd(ByteTokenizer):

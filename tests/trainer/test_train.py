@@ -30,7 +30,7 @@ from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
-from tests.trainer.runs import ROOT, series
+from tests.trainer.runs import ROOT, before_each, series
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -81,20 +81,11 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if "_local_scalar_dense" in str(func) or "nonzero" in str(func):
-                reads.append(str(func))
+                reads.append(func)
             return func(*args, **(kwargs or {}))
 
-    def counted(name):
-        real = getattr(torch.Tensor, name)
-
-        def call(*args, **kwargs):
-            reads.append(name)
-            return real(*args, **kwargs)
-
-        return call
-
     for name in ("tolist", "cpu"):
-        monkeypatch.setattr(torch.Tensor, name, counted(name))
+        before_each(monkeypatch, torch.Tensor, name, lambda x, *_, **__: reads.append(x))
     # ranks agree on stopping through a tensor that never leaves the host
     monkeypatch.setattr(distributed.StopSignal, "agreed", lambda *_: False)
     monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
@@ -132,18 +123,9 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
 
 def test_metrics_have_the_promised_keys(fit):
     records = read_records(fit("--log-every 2") / "metrics.jsonl")
-    train = {
-        "step",
-        "train_loss",
-        "tokens",
-        "tok_per_s",
-        "epoch",
-        "data_wait",
-        "mfu",
-        "lr",
-        "grad_norm",
-    }
-    val = {"step", "val_loss", "val_bits_per_byte", "val_tokens", "tokens"}
+    keys = "train_loss tok_per_s epoch data_wait mfu lr grad_norm"
+    train = {"step", "tokens", *keys.split()}
+    val = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_tokens"}
     kinds = [(0, val), (2, train), (4, train), (4, val), (6, train), (8, train), (8, val)]
     assert [(r["step"], set(r)) for r in records] == kinds
     assert all(r["tokens"] == 128 * r["step"] for r in records)
@@ -152,10 +134,9 @@ def test_metrics_have_the_promised_keys(fit):
 def test_first_val_loss_is_of_the_untrained_model_over_every_held_out_token(tiny):
     trainer = Trainer(parse(tiny("--data.eval-tokens 0")))
     val = trainer.engine.data.corpora[0].val
-    trainer.engine.model.requires_grad_(False)
     batches = eval_batches(val, context=16, micro_batch=1, rank=0, world_size=1, max_tokens=0)
-    total = sum(float(trainer.engine.model(x, y)) * int((y != IGNORED).sum()) for x, y in batches)
-    trainer.engine.model.requires_grad_(True)
+    model = trainer.engine.model
+    total = sum(model(x, y).item() * int((y != IGNORED).sum()) for x, y in batches)
     trainer.fit()
     first = read_records(trainer.run_dir / "metrics.jsonl")[0]
     assert first["val_tokens"] == len(val) - 1
@@ -179,25 +160,17 @@ def test_schedule_and_clipping_reach_the_metrics(fit):
     assert all(norm > 1 for norm in series(run, "grad_norm").values())  # before clipping to 1
 
 
-def test_throughput_is_of_training_alone(tiny, monkeypatch):
+def test_throughput_is_of_training_alone(fit, monkeypatch):
     """A step is made to last 0.1 s, and a save 0.5 s that must not count."""
-    forward, save = GPT.forward, checkpoint.save
 
-    def slow_step(self, *args, **options):
-        time.sleep(0.1 if self.training else 0.3)
-        return forward(self, *args, **options)
+    def wait(model, *_, **__):
+        time.sleep(0.1 if model.training else 0.3)
 
-    def slow_save(*args, **kwargs):
-        time.sleep(0.5)
-        return save(*args, **kwargs)
-
-    monkeypatch.setattr(GPT, "forward", slow_step)
-    monkeypatch.setattr(checkpoint, "save", slow_save)
+    before_each(monkeypatch, GPT, "forward", wait)
+    before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
     monkeypatch.setattr(device, "peak_flops", lambda *_, **__: 1e9)
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
-    Trainer(parse(argv := tiny(flags))).fit()
-    run = Path(argv[argv.index("--run-dir") + 1])
-    for r in read_records(run / "metrics.jsonl"):
+    for r in read_records(fit(flags) / "metrics.jsonl"):
         if "tok_per_s" in r:
             assert 0.6 * 1280 < r["tok_per_s"] <= 1280
             # 1 block: 12 C^2 weights; head: C x 300; attention: 12 H D (T + 1) / 2
@@ -264,24 +237,11 @@ def test_config_is_kept_as_it_was_used(tiny):
     trainer.fit()
     kept = from_json((trainer.run_dir / "config.json").read_text())
     assert (kept.seed, kept.optim.lr, kept.model.vocab_size) == (7, 0.25, 256)
-    assert (kept.model, kept.optim, kept.train) == (
-        trainer.config.model,
-        trainer.config.optim,
-        trainer.config.train,
-    )
+    for section in ("model", "optim", "train"):
+        assert getattr(kept, section) == getattr(trainer.config, section)
 
 
 # --- the run directory ----------------------------------------------------------------------------
-
-
-EXPECTED = {
-    "config.json",
-    "manifest.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "samples.txt",
-    "loss.png",
-}
 
 
 def test_everything_is_there_and_nothing_else(fit):
@@ -289,7 +249,8 @@ def test_everything_is_there_and_nothing_else(fit):
     names = {path.name for path in run.iterdir()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
-    assert names - events == EXPECTED
+    expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png"
+    assert names - events == set(expected.split())
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000004", "step_00000008", "best"}
 
@@ -297,7 +258,6 @@ def test_everything_is_there_and_nothing_else(fit):
 @pytest.mark.parametrize(
     ("flags", "saved"),
     [
-        ("", [4, 8]),
         ("--save-every 3", [4, 6, 8]),
         ("--eval-every 0", [8]),
         ("--save-every 1 --train.keep-checkpoints 2", [7, 8]),
@@ -310,15 +270,14 @@ def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
 
 def test_saved_before_it_is_evaluated(fit, monkeypatch):
     """A crash in an evaluation must not cost the steps before it."""
-    write, saved = MetricsLog.write, []
+    saved = []
 
-    def look(self, record):
+    def look(log, record):
         if "val_loss" in record and record["step"]:
             name = f"step_{record['step']:08d}"
-            saved.append((self.path.parent / "checkpoints" / name / "checkpoint.json").exists())
-        write(self, record)
+            saved.append((log.path.parent / "checkpoints" / name / "checkpoint.json").exists())
 
-    monkeypatch.setattr(MetricsLog, "write", look)
+    before_each(monkeypatch, MetricsLog, "write", look)
     fit()
     assert saved == [True, True]
 
@@ -331,10 +290,9 @@ def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatc
         write(self, content[:10], *args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
-    with suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", cut_short)
         fit("--resume auto")
-    monkeypatch.setattr(Path, "write_text", write)
     assert read_records(fit("--resume auto") / "metrics.jsonl")[-1]["step"] == 8
 
 
@@ -342,11 +300,8 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
     """Two runs of one second do not meet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20240102-030405")
-    argv = tiny("--steps 1")
-    at = argv.index("--run-dir")
-    del argv[at : at + 2]
     for _ in range(2):
-        Trainer(parse(argv)).fit()
+        Trainer(parse(tiny("--steps 1 --run-dir None"))).fit()
     names = sorted(path.name for path in Path("runs").iterdir())
     assert names == ["baby-20240102-030405", "baby-20240102-030405-2"]
 
@@ -356,10 +311,8 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    heads = [line.split("  ")[0] for line in lines[:10]]
-    assert heads == [
-        "recipe", "device", "model", "data", "training", "epochs", "estimate", "ops", "MFU", "run",
-    ]  # fmt: skip
+    heads = "recipe device model data training epochs estimate ops MFU run"
+    assert [line.split("  ")[0] for line in lines[:10]] == heads.split()
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
     assert "655 + 73" in lines[3]

@@ -1,0 +1,45 @@
+"""What tests of single ops share: problems drawn at random, and tensors whose dtypes differ."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels import conformance
+
+examples = partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # of the device, which stays
+)
+"""@examples(max_examples=25) of what @given draws: the same problems in every run."""
+DTYPES = st.sampled_from([torch.float32, torch.float16])
+
+
+def sizes(least, most, largest):
+    """`least` to `most` leading sizes of a tensor, each from 1 to `largest`."""
+    return st.lists(st.integers(1, largest), min_size=least, max_size=most).map(tuple)
+
+
+def assert_dtypes_may_differ(spec, problem, device, of_inputs, of_outputs):
+    """The rule of errors holds where each input has a dtype of its own, and so do the outputs."""
+
+    def cast(f):
+        def call(*tensors, **options):
+            if tensors[0].dtype != torch.float64:  # the truth
+                tensors = (x.to(dtype) for x, dtype in zip(tensors, of_inputs))
+            return f(*tensors, **options)
+
+        return call
+
+    mixed = replace(spec, op=cast(spec.op), ref=cast(spec.ref), eager=cast(spec.ref))
+    # drawn in the narrowest, so that only what comes out is rounded
+    narrow = min(of_inputs, key=lambda dtype: dtype.itemsize)
+    inputs = conformance.make_inputs(mixed, problem, device, narrow)
+    ys = mixed.call(mixed.op, problem, device)(*inputs.values())
+    assert [y.dtype for y in ([ys] if isinstance(ys, Tensor) else ys)] == of_outputs
+    conformance.parity(mixed, problem, device, narrow)
