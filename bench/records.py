@@ -130,11 +130,14 @@ def publish() -> list[Path]:
     return published
 
 
-def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+def read(folder: Path | None = None) -> list[dict[str, Any]]:
     """Reads every record in `folder/<device>/`, oldest file first, with the `path` of its file.
+
+    Without a folder these are the committed records.
 
     Lines that were written before lines had a kind take it from the name of their file.
     """
+    folder = folder or RESULTS
     rows = []
     for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl"))):
         for line in path.read_text().splitlines():

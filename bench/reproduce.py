@@ -144,7 +144,7 @@ def settings(config: Config) -> dict[str, Any]:
 def on_record(config: Config, device: str = "") -> dict[str, Any] | None:
     """The newest record, local or committed, of a run with these settings, on a device or any."""
     rows = [*records.read(), *records.read(records.RESULTS / records.LOCAL)]
-    rows = [row for row in rows if row["kind"] == NAME and device in ("", row["device"])]
+    rows = [row for row in rows if row["kind"] == NAME and device in ("", row.get("device"))]
     same = (row for row in rows if _same(row["config"], config))
     return max(same, key=lambda row: row["run"], default=None)  # it begins with the time
 

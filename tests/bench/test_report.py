@@ -7,6 +7,7 @@ import pytest
 from bench import goals, records, report
 from bench.cases import cases
 from bench.goals import Goal, judge, seconds
+from fastgpt.errors import UserError
 
 DEVICE = "NVIDIA H200"
 ROOF = {"matmul": 790e12, "copy": 4.3e12}
@@ -154,6 +155,55 @@ def test_without_records_there_is_nothing_to_say(tmp_path):
 def test_the_records_of_the_repository_are_read(tmp_path):
     text = report.write(records.RESULTS, tmp_path).read_text()
     assert {f"## {row['device']}" for row in records.read()} <= set(text.splitlines())
+
+
+# --- local and published --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Folders of records, one of them committed, and of documents."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "DOCS", tmp_path / "docs")
+    written(tmp_path, op_row("ours", 0.2e-3, run="r0"))
+    return tmp_path
+
+
+def measure(checkout, *rows):
+    local = written(checkout / "local", *rows)
+    return local.rename(checkout / "results" / "local")
+
+
+def test_local_records_have_a_page_of_their_own(checkout, capsys):
+    local = measure(checkout, op_row("ours", 0.1e-3))
+    report.main([])
+    text = (local / "benchmarks.md").read_text()
+    assert "| 0.1 (" in line_of(text, "fwd | ours")
+    assert "(nvidia-h200/2026-01-01-abc.jsonl)" in text
+    assert capsys.readouterr().out == f"{local}/benchmarks.md\n"
+    assert not (checkout / "docs").exists()
+    assert [row["run"] for row in records.read()] == ["r0"]
+
+
+def test_publishing_moves_them_beside_the_committed_ones(checkout):
+    local = measure(checkout, op_row("ours", 0.1e-3))
+    report.main(["--publish"])
+    text = (checkout / "docs" / "benchmarks.md").read_text()
+    assert "| 0.1 (" in line_of(text, "fwd | ours")
+    assert "(../results/nvidia-h200/2026-01-01-abc.jsonl)" in text
+    assert [row["run"] for row in records.read()] == ["r0", "r1"]
+    assert records.read(local) == []
+
+
+def test_what_was_refused_is_not_published(checkout):
+    about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
+    local = measure(
+        checkout, {"kind": "refused", **about, "implementation": "ours", "reason": "wrong"}
+    )
+    with pytest.raises(UserError, match="is not published: attention/gpt2-124m/bf16: wrong"):
+        report.main(["--publish"])
+    assert len(records.read()) == len(records.read(local)) == 1
+    assert not (checkout / "docs").exists()
 
 
 # --- goals ----------------------------------------------------------------------------------------
