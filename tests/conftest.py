@@ -83,6 +83,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def shakespeare() -> Path:
+    """The path of tiny shakespeare; without it the test is skipped."""
+    path = Path(os.environ.get("FASTGPT_DATA", "data"), "tinyshakespeare.txt").absolute()
+    if not path.is_file():
+        pytest.skip(f"FASTGPT_DATA has no {path.name}")
+    return path
+
+
 # --- tiny runs ------------------------------------------------------------------------------------
 
 TINY = (

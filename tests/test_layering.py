@@ -1,12 +1,13 @@
 """Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {train.py, bench} <- tests."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.parity import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,6 +105,4 @@ for module in pkgutil.walk_packages(fastgpt.__path__, "fastgpt."):
         print(module.name)
 assert "triton" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {"fastgpt.errors", "fastgpt.kernels.attention.op"} <= set(done.stdout.split())
+    assert {"fastgpt.errors", "fastgpt.kernels.attention.op"} <= set(printed_by(script).split())

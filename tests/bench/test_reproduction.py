@@ -9,12 +9,10 @@ import pytest
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
-from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
 from fastgpt.display import duration
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.recipes import EXPECTED, RECIPES, expected
-from fastgpt.storage import data_dir
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
 # published so early, are what the runs had that ended where the published ones end.
@@ -27,12 +25,6 @@ EARLY = {
     "lecture-layernorm": (1000, 2.275),
     "lecture-gpt-small": (300, 2.416),
 }
-
-
-@pytest.fixture
-def shakespeare() -> None:
-    if not (data_dir() / SHAKESPEARE_FILE).is_file():
-        pytest.skip(f"FASTGPT_DATA has no {SHAKESPEARE_FILE}")
 
 
 @pytest.mark.parametrize("recipe", EARLY)
@@ -106,7 +98,7 @@ def command(shakespeare, tmp_path, monkeypatch):
     """Runs it on two small systems, the records and the page in `tmp_path`."""
     monkeypatch.setattr(reproduce, "SYSTEMS", (SHORT, LEFT))
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("FASTGPT_DATA", str(data_dir().absolute()))
+    monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
     page = tmp_path / "page.md"
     page.write_text(f"by hand\n{BEGIN}\nold\n{END}\nalso by hand\n")
     monkeypatch.setattr(reproduce, "PAGE", page)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from fastgpt.data import prepare as preparing
-from fastgpt.data.prepare import open_corpus, prepare, sources
+from fastgpt.data.prepare import open_corpus, prepare
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.storage import cache_dir, data_dir
+from fastgpt.storage import cache_dir
 from tests.data.sets import contents, python, read_ids, write_shard
 from tests.trainer.runs import before_each
 
@@ -72,9 +72,7 @@ def test_builtin_is_the_standard_library_without_its_tables():
     assert b"DO NOT EDIT" not in data
 
 
-def test_shakespeare_is_split_as_everyone_splits_it():
-    if not (data_dir() / sources.SHAKESPEARE_FILE).is_file():
-        pytest.skip(f"FASTGPT_DATA has no {sources.SHAKESPEARE_FILE}")
+def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
     corpus = opened("shakespeare")
     assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
     assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("chars", 65)
@@ -82,7 +80,7 @@ def test_shakespeare_is_split_as_everyone_splits_it():
     assert corpus.sha256 == SHAKESPEARE_SHA256
     assert corpus.val_bytes_per_token == 1.0
     assert corpus.python is None
-    text = (data_dir() / sources.SHAKESPEARE_FILE).read_text()
+    text = shakespeare.read_text()
     assert corpus.tokenizer.decode(corpus.val[:]) == text[-111_540:]
     assert text_of(corpus) == text
 

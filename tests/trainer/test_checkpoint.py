@@ -50,6 +50,12 @@ def test_what_is_saved_is_read_back(folder):
     assert content(saved.path) == sorted([*FILES, "checkpoint.json"])
 
 
+def test_the_best_is_a_copy_where_files_cannot_be_linked(folder):
+    with mock.patch.object(os, "link", side_effect=OSError(errno.EPERM, "no links here")):
+        checkpoint.mark_best(save(folder, 5))
+    assert checkpoint.load(folder / "best").step == 5
+
+
 def test_last_ones_stay_and_the_best_one(folder):
     best = save(folder, 1, keep=2)
     checkpoint.mark_best(best)

@@ -15,6 +15,7 @@ from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.metrics import read_records
 from tests.trainer.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
+SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
 # train.py, but each rank says in the end what it was given and how often it synced.
 COUNTED = """
 import json, os
@@ -87,12 +88,13 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 2
 
 
+@pytest.mark.slow
 def test_headline_command(tmp_path):
-    """As the README has it: 8 ranks, the recipe for this machine, built-in corpus, no flag more."""
+    """As the README has it, but for its length: 8 ranks, this machine's recipe and corpus."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 8:
         pytest.skip("8 ranks need 8 GPUs where there is one")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    out = finish(torchrun(8, "train.py", "--steps", "2", cwd=tmp_path))
+    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
     [run] = (tmp_path / "runs").iterdir()
     assert out.splitlines()[-1] == f"done: runs/{run.name}"
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 2, 2]

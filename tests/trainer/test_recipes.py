@@ -16,13 +16,11 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from fastgpt import sample
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig
-from fastgpt.data.prepare.sources import SHAKESPEARE_FILE
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
-from fastgpt.storage import data_dir
 from fastgpt.trainer import Trainer
 from tests.data.sets import prepared
 from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
@@ -77,12 +75,9 @@ def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Tensor:
-    """Tiny shakespeare as ids (N,); without it the test is skipped."""
-    path = data_dir() / SHAKESPEARE_FILE
-    if not path.is_file():
-        pytest.skip(f"FASTGPT_DATA has no {SHAKESPEARE_FILE}")
-    text = path.read_text(encoding="utf-8")
+def corpus(shakespeare) -> Tensor:
+    """Tiny shakespeare as ids (N,)."""
+    text = shakespeare.read_text(encoding="utf-8")
     return torch.from_numpy(CharTokenizer(text).encode(text).astype("int64"))
 
 

@@ -64,6 +64,15 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
         assert series(split, key) == pytest.approx(series(whole, key), rel=tolerance)
 
 
+@pytest.mark.parametrize(("asked", "warned"), [(3, False), (4, True), (7, False)])
+def test_a_batch_that_leaves_half_of_a_micro_batch_unused_is_worth_a_warning(
+    fit, capfd, asked, warned
+):
+    """14 sequences: micro-batches of 3 or 4 become ones of 2, those of 7 stay."""
+    fit(f"--steps 1 --train.batch-tokens {14 * 16} --train.micro-batch {asked}")
+    assert ("divide into micro-batches of 2 at most" in capfd.readouterr().out) == warned
+
+
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
     """Nor do saves: with dropout, a random number drawn or a mode left behind would show."""
     runs = [
