@@ -67,7 +67,7 @@ def test_rows_have_ratios_goals_and_a_link_to_their_record(tmp_path):
     assert ">= 1.15 x sdpa-flash: +9%" in ours
     assert ">= 0.95 x sdpa-cudnn: -5%" in ours
     assert ">= 1.1 x flex: flex could not be run" in ours
-    assert "[record](../bench/results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
+    assert "[record](../results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
     assert "| **sdpa-cudnn** |" in line_of(text, "fwd | **sdpa-cudnn**")
 
 
