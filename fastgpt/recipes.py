@@ -208,8 +208,8 @@ RECIPES: dict[str, tuple[str, Config]] = {
 """Name: (what it is, the settings)."""
 
 EXPECTED = {
-    "shakespeare-cpu": "val loss 1.82 to 1.85 (README)",
-    "shakespeare-cpu-adamw": "val loss 1.90 (README)",
+    "shakespeare-cpu": "val loss 1.82 to 1.85 (docs/recipes.md)",
+    "shakespeare-cpu-adamw": "val loss 1.90 (docs/recipes.md)",
     "lecture-bigram": "val loss 2.49 (others' runs of these settings; docs/reproduction.md)",
     "lecture-head": "val loss 2.41 at step 4500 (published)",
     "lecture-multihead": "val loss 2.29 at step 4500 (published)",
