@@ -317,5 +317,5 @@ def _say_nothing(_: str) -> None:
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Of one step's random numbers: a resumed run draws what an unbroken one does, stateless."""
+    """The seed of a step's dropout: it has no state, so that a resumed run draws the same."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

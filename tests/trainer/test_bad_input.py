@@ -184,7 +184,7 @@ def test_what_a_resume_cannot_change(error, fit, flags, said):
 
 
 def test_other_characters_under_the_same_number(error, fit, tiny, text):
-    """As many characters, so every shape fits: only the vocabulary itself tells them apart."""
+    """The number of characters is the same, so every shape fits: only the vocabulary differs."""
     flags = "--data.tokenizer chars --train.sample-prompt t --steps 1"
     fit(flags)
     text.write_text(text.read_text().replace("m", "x"))

@@ -90,7 +90,7 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_headline_command(tmp_path):
-    """As the README has it, but for its length: 8 ranks, this machine's recipe and corpus."""
+    """The README's command trains with 8 ranks, this machine's recipe and the built-in corpus."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 8:
         pytest.skip("8 ranks need 8 GPUs where there is one")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")

@@ -141,7 +141,7 @@ def test_damaged_memory_is_measured_again(tmp_path, damage):
 
 
 def test_memory_that_cannot_be_written_is_done_without(tmp_path):
-    """And one measurement does, though libraries are loaded in the first, for a second on a GPU."""
+    """One measurement is enough: libraries are loaded before it, which takes a second on a GPU."""
     (tmp_path / "file").touch()
     assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0)[0] > 1e8
 

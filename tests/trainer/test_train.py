@@ -74,7 +74,7 @@ def test_a_batch_that_leaves_half_of_a_micro_batch_unused_is_worth_a_warning(
 
 
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
-    """Nor do saves: with dropout, a random number drawn or a mode left behind would show."""
+    """With dropout, a random number drawn or a mode left behind by a save would show, too."""
     runs = [
         fit(f"--model.dropout 0.2 --eval-every {every} --run-dir {tmp_path / every}")
         for every in ("2", "0")
