@@ -4,7 +4,6 @@ Writes a record into `bench/results/<device>/` and from all records `docs/benchm
 steps are `bench.step`'s, which has more to choose from. Exits 1 where one of ours was refused.
 """
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -19,7 +18,7 @@ from bench import goals, measure, peers, records, report, step
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import device
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Seconds for each pass of a case, all implementations together."""
@@ -176,5 +175,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -4,7 +4,6 @@ Nothing there is typed by hand. Of each case the newest run of a device is shown
 that one run, and each links the file it is from.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import tyro
 from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
-from fastgpt.errors import shown_in_one_line
+from fastgpt.errors import run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
 Row = dict[str, Any]
@@ -296,5 +295,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)
