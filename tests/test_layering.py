@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import printed_by
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
 
