@@ -5,7 +5,6 @@ Training steps are `bench.step`'s, which has more to choose from. Exits 1 where 
 refused a time because its results were wrong.
 """
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -20,7 +19,7 @@ from bench import goals, measure, peers, records, report, step
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import device
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Seconds for each pass of a case, all implementations together."""
@@ -180,5 +179,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        sys.exit(main(sys.argv[1:]))
+    run_command(main)

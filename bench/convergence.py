@@ -4,7 +4,6 @@ Both start from the same weights and take the same batches, one step each in tur
 is right their losses stay together; the record has both curves.
 """
 
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
 from fastgpt import device
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
 
 LAST = 20
@@ -132,5 +131,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        sys.exit(main(sys.argv[1:]))
+    run_command(main)

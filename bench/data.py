@@ -8,7 +8,6 @@ timed; `fastgpt.prepare` is timed as a whole process: start, reading, tokens, sh
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.prepare import open_corpus
 from fastgpt.data.prepare.documents import read_pieces
 from fastgpt.data.prepare.sources import find_source
-from fastgpt.errors import shown_in_one_line
+from fastgpt.errors import run_command
 from fastgpt.storage import data_dir
 
 DOCUMENT = 4000
@@ -136,5 +135,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -6,7 +6,6 @@ calls an op in eager mode, and through torch's dispatcher, as it would without t
 op, which does compute, stands beside it. Triton's own launch is not in it.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 from fastgpt.kernels import attention, layer_norm
 from fastgpt.kernels.runtime import recording
 
@@ -98,5 +97,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -8,7 +8,6 @@ copies of the logits away.
 """
 
 import gc
-import sys
 import weakref
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from bench import records
 from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.errors import UserError, shown_in_one_line, unknown_name
+from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import linear
 from fastgpt.kernels.runtime import Launch, recording
 from fastgpt.model import GPT
@@ -123,5 +122,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -8,7 +8,6 @@ recipe runs as `python train.py`. Both losses are then over all windows of the h
 import os
 import pickle
 import shutil
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +24,7 @@ from bench.trainers import nanogpt_module
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.data.prepare import open_corpus
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 from fastgpt.metrics import read_records
 from fastgpt.storage import data_dir
 
@@ -134,5 +133,4 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -20,7 +20,7 @@ from bench.cases import Case, cases
 from bench.measure import timed_pass
 from bench.peers import MissingError
 from fastgpt import device
-from fastgpt.errors import shown_in_one_line
+from fastgpt.errors import run_command
 from fastgpt.storage import cache_dir
 
 SLOWER = "min:10%"
@@ -95,5 +95,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        sys.exit(main(sys.argv[1:]))
+    run_command(main)

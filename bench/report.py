@@ -7,7 +7,6 @@ file it is from.
 """
 
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import tyro
 from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = ("ours", "all")
@@ -321,5 +320,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

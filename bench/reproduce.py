@@ -23,7 +23,7 @@ from rich.console import Console
 from bench import records
 from fastgpt import cli, device
 from fastgpt.config import Config, from_json, to_json
-from fastgpt.errors import UserError, shown_in_one_line, unknown_name, writing
+from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.metrics import read_records
 from fastgpt.storage import write_atomically
 
@@ -315,5 +315,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -6,7 +6,6 @@ its default). Each runs in a process of its own. They take turns in an order tha
 for the largest batch that fits on a GPU, where one at a time has the memory.
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from bench.trainers import nanogpt_module, run_llmc
 from fastgpt import device
 from fastgpt.config import Config, DataConfig
 from fastgpt.data.prepare import open_corpus
-from fastgpt.errors import UserError, shown_in_one_line, unknown_name
+from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES
 
@@ -290,5 +289,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

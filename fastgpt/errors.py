@@ -3,9 +3,10 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -53,3 +54,9 @@ def shown_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Runs a command with the process's arguments; what it returns is the exit status."""
+    with shown_in_one_line():
+        sys.exit(main(sys.argv[1:]))

@@ -83,7 +83,7 @@ class Spec:
     the first dimension of size 3 that is not the last."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
-    """What the model runs on a CPU in place of `ref`, if another form is faster there."""
+    """What the model runs on a CPU in place of `op`, if another form is faster there."""
     overwritten: str = ""
     """The input whose memory `op` takes for its gradient, if its option `inplace_grad` is set."""
     probe: Callable[[str, Tensor], Tensor] = whole

@@ -216,7 +216,10 @@ class Copy:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what tests left
             log.seek(0)
-            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.M)
+            printed = log.read()
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.M)
+        if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+            sys.exit(f"pytest {' '.join(args)} cannot run: {printed}")
         if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return None
         return failed[1] if failed else f"pytest's status {status}"
@@ -237,7 +240,10 @@ def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
     """The verdict on a mutant: the tests of its module run first, then the whole suite."""
     by, start = None, time.monotonic()
     if at:
-        by = copy.caught_by(at, own_tests(at.path)) or copy.caught_by(at, ["-n", "2"])
+        own = own_tests(at.path)
+        if (copy.root / own[0]).exists():  # not in a tree that lays its tests out in another way
+            by = copy.caught_by(at, own)
+        by = by or copy.caught_by(at, ["-n", "2"])
     verdict = "caught" if by else "survived" if at else "gone"
     place = at and f"{at.path}:{at.row + 1}"
     facts = {"verdict": verdict, "by": by, "place": place}

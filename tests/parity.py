@@ -1,13 +1,9 @@
 """Helpers of the kernels' tests: the one tolerance rule, awkward inputs, guarded buffers."""
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -161,19 +157,3 @@ def forward_backward(
 def backward_only(x: Tensor, factor: float) -> Tensor:
     """`x`, whose gradient alone is multiplied by `factor`."""
     return x + (factor - 1) * (x - x.detach())
-
-
-# --- without the interpreter ----------------------------------------------------------------------
-
-
-def printed_by(script: str, **environment: str) -> str:
-    """What `script` prints in a process of its own, where Triton compiles, not interprets."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1],
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import printed_by
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,7 +100,7 @@ sys.meta_path.insert(0, NoTriton())
 import fastgpt
 for module in pkgutil.walk_packages(fastgpt.__path__, "fastgpt."):
     last = module.name.rpartition(".")[2]
-    if last not in ("__main__", "rows", "launch", "forward", "backward", "device"):
+    if last not in ("__main__", "rows", "forward", "backward", "device"):
         importlib.import_module(module.name)
         print(module.name)
 assert "triton" not in sys.modules

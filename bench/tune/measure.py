@@ -19,8 +19,9 @@ from bench import records
 from bench.timing import Timed, Timer, quantiles
 from bench.tune.search import Candidate, Settings, Slot
 from fastgpt.kernels import parity
+from fastgpt.kernels.attention.backward import attention_bwd
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.launch import Options, attention_bwd, attention_fwd
+from fastgpt.kernels.attention.forward import Options, attention_fwd
 from fastgpt.kernels.attention.op import attention, document_spans
 from fastgpt.kernels.attention.spec import ATTENTION, DROPOUT, GROUP, SHAPES, STEPS, WINDOW
 from fastgpt.kernels.checks import padded

@@ -98,12 +98,12 @@ def sha256_of(path: Path) -> str:
 
 
 def _download(url: str) -> bytes:
+    retries = RETRY
     with requests.Session() as session:
         session.headers["Accept-Encoding"] = "identity"
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(max_retries=RETRY))
-        retries = RETRY
         while True:
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, HTTPAdapter(max_retries=retries))
             with session.get(url, stream=True, timeout=TIMEOUTS_S) as response:
                 if not response.ok:
                     raise requests.HTTPError(f"HTTP {response.status_code} {response.reason}")

@@ -1,4 +1,4 @@
-"""Attention's backward on the device: the weights are computed again from the row statistics.
+"""Attention's backward, which computes the weights again from the row statistics.
 
 With P the weights, dP = dO V^T and delta = rowsum(dO * O):
 
@@ -19,19 +19,27 @@ Source
 # pyright: reportGeneralTypeIssues=false
 # (it takes what a @triton.jit function returns to another for NoReturn)
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..runtime import INTERPRETING, arch, launch
+from .config import config
 from .forward import (
+    Options,
+    constexprs,
     document,
     dropout_keep_tile,
     key_parts,
     load_rows,
     masked_start,
     query_tile,
+    readable,
     schedule,
     store_rows,
     tile_parts,
+    together_in_cache,
     visible,
 )
 
@@ -198,3 +206,48 @@ def _attention_bwd_dkv_kernel(
     offset = batch * stride_dkb + hk * D
     store_rows(dk_ptr + offset, stride_dkt, start_n, Tk, dk * scale, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr + offset, stride_dkt, start_n, Tk, dv, BLOCK_N, D, BLOCK_D)
+
+
+# --- launch ---------------------------------------------------------------------------------------
+
+
+def attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+    grads: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart."""
+    (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
+    if B * Tq * Tk * H * D == 0:
+        for x in grads:
+            x.zero_()
+        return
+    if INTERPRETING and q.dtype is torch.bfloat16:
+        wide = tuple(x.float().contiguous() for x in grads)
+        attention_bwd(
+            dout.float(), q.float(), k.float(), v.float(), out.float(), lse, options, wide
+        )
+        for x, y in zip(grads, wide, strict=True):
+            x.copy_(y)
+        return
+    dq, dk, dv = grads
+    assert dk.stride() == dv.stride()
+    assert dq.stride(2) == dk.stride(2) == D
+    q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
+    delta = torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
+    common = constexprs(q, k, options)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    scalars = (options.window or 0, *options.scales(q), *options.dropout())
+    meta = common | config("dq", q, common, arch(q.device))
+    launch(
+        _attention_bwd_dq_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
+        q, k, v, out, dout, dq, lse, delta, *options[:3],
+        *strides, *dq.stride()[:2],
+        Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), *scalars, **meta,
+    )  # fmt: skip
+    meta = common | config("dkv", q, common, arch(q.device))
+    launch(
+        _attention_bwd_dkv_kernel, (-(-Tk // meta["BLOCK_N"]) * B * K,),
+        q, k, v, dout, dk, dv, lse, delta, *options[:3],
+        *strides, *dk.stride()[:2],
+        Tq, Tk, B * K, together_in_cache(q, meta["GROUP"], B * K), *scalars, **meta,
+    )  # fmt: skip

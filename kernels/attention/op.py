@@ -166,7 +166,7 @@ def _define(
     given = ", ".join(schema.split(", ")[:tensors])
 
     def fwd(*args: Any) -> tuple[Tensor, Tensor]:
-        from .launch import Options, attention_fwd
+        from .forward import Options, attention_fwd
 
         return attention_fwd(*split(*args[:count]), Options(*args[count:]))
 
@@ -176,7 +176,8 @@ def _define(
         return q.new_empty((B, Tq, H, D)), q.new_empty((B, H, Tq), dtype=torch.float32)
 
     def bwd(dout: Tensor, *args: Any) -> Any:
-        from .launch import Options, attention_bwd
+        from .backward import attention_bwd
+        from .forward import Options
 
         out, lse, *options = args[tensors:]
         heads = [out.shape[2]] * (count - tensors)

@@ -205,7 +205,6 @@ CROSS_ENTROPY = Spec(
     growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}, *OTHER_ROWS),
     empty=({"M": 0}, {"M": (3, 0)}),
     far=({"M": 3},),
-    cpu=cross_entropy,
     overwritten="logits",
 )  # fmt: skip
 CHUNKED: Problem = {"M": (3, 4), "C": 24, "V": 70, "ignored": True, "bias": True, "chunk_tokens": 5}
@@ -249,7 +248,6 @@ LINEAR_CROSS_ENTROPY = Spec(
     growing=({"M": (3, 4)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}, *OTHER_ROWS),
     empty=({"M": 0}, {"M": (3, 0)}),
     far=({"M": 3, "V": 3, "valid_vocab": 3},),
-    cpu=linear_cross_entropy,
     exempt={"strides_do_not_matter": "a BLAS adds up in another order where rows are unaligned"},
 )  # fmt: skip
 SPECS = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

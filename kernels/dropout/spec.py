@@ -1,5 +1,6 @@
 """What `dropout` is proved and measured by: it is random, and has no kernel."""
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
     """x -> y; backward: dy -> dx."""
-    n = s["M"] * s["N"] * itemsize
+    n = math.prod(rows(s)) * s["N"] * itemsize
     return work((0, 2 * n), (0, 2 * n))
 
 

@@ -14,8 +14,7 @@ import pytest
 from bench import convergence, gpu, records
 from bench.gpu import STAGES, Context, Stage
 from fastgpt.kernels import aot
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
 
 
 def fake(name: str, code: str, budget: int = 20) -> Stage:
@@ -38,8 +37,7 @@ def rehearse(monkeypatch, tmp_path):
 
 
 def command(*flags: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "bench.gpu", *flags]
-    return subprocess.run(argv, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    return python("-m", "bench.gpu", *flags, **env)
 
 
 def test_without_cuda_it_refuses_in_one_line(tmp_path):

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import struct
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +17,6 @@ import pytest
 from fastgpt.data.prepare import prepare
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
-ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
 
 
@@ -30,14 +27,6 @@ def gpt2_files() -> Path:
     if missing:
         pytest.skip(f"FASTGPT_DATA has no {' and no '.join(missing)}")
     return folder
-
-
-def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments at the root of the repository."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
 
 
 LEARNT = [

@@ -8,7 +8,8 @@ from matplotlib.image import imread
 
 from fastgpt.data.__main__ import main
 from fastgpt.data.prepare import open_corpus, prepare
-from tests.data.sets import flip, prepared, python, same_times, texts, write_shard
+from tests.data.sets import flip, prepared, same_times, texts, write_shard
+from tests.processes import python
 from tests.trainer.runs import one_line_error
 
 TEXTS = texts(120, longest=30)

@@ -16,7 +16,8 @@ from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir
-from tests.data.sets import contents, python, read_ids, write_shard
+from tests.data.sets import contents, read_ids, write_shard
+from tests.processes import python
 from tests.trainer.runs import before_each
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))

@@ -10,7 +10,8 @@ import requests
 
 from fastgpt import prepare
 from fastgpt.data.prepare import batches, open_corpus
-from tests.data.sets import ROOT, contents, python, split_ids, write_documents
+from tests.data.sets import contents, split_ids, write_documents
+from tests.processes import ROOT, python
 from tests.trainer.runs import one_line_error
 
 TEXT = "One two three, four five six.\n" * 20

@@ -11,7 +11,8 @@ import pytest
 from fastgpt.data.prepare import batches, documents, prepare, request, write
 from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
-from tests.data.sets import contents, python, write_documents
+from tests.data.sets import contents, write_documents
+from tests.processes import python
 from tests.trainer.runs import before_each, files_of_at_most
 
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]

@@ -10,7 +10,8 @@ from tokenizers import models, pre_tokenizers, processors
 from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
 from fastgpt.data.tokenizers.huggingface import EOT_TOKENS, JsonTokenizer
 from fastgpt.errors import UserError
-from tests.data.sets import python, tokenizer_of
+from tests.data.sets import tokenizer_of
+from tests.processes import python
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import attention, attention_blocked, attention_dropout_mask, attention_packed
-from fastgpt.kernels.attention import launch
+from fastgpt.kernels.attention import forward
 from fastgpt.kernels.attention.config import rows, shipped
 from fastgpt.kernels.attention.dropout import philox
 from fastgpt.kernels.attention.op import attention_mask, attention_ref
@@ -271,8 +271,8 @@ def test_packed_gives_the_bits_of_its_slices(K, options, device):
 def test_heads_that_do_not_fit_the_cache_take_turns_in_groups(heads, device, monkeypatch):
     inputs = list(make(1, 70, 5, 16, device=device).values())
     expected = forward_backward(attention, inputs)
-    monkeypatch.setattr(launch, "L2_BYTES", heads * 2 * 70 * 16 * 4)
-    assert launch._together(inputs[1], 1, 5) == heads
+    monkeypatch.setattr(forward, "L2_BYTES", heads * 2 * 70 * 16 * 4)
+    assert forward.together_in_cache(inputs[1], 1, 5) == heads
     assert all(map(torch.equal, forward_backward(attention, inputs), expected))
 
 

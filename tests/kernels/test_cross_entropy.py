@@ -15,15 +15,8 @@ from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref, token
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
 from tests.kernels import common, conformance
-from tests.parity import (
-    LAYOUTS,
-    assert_kernel_parity,
-    awkward,
-    forward_backward,
-    guarded,
-    launches,
-    printed_by,
-)
+from tests.parity import LAYOUTS, assert_kernel_parity, awkward, forward_backward, guarded, launches
+from tests.processes import printed_by
 from tests.trainer.runs import finish, torchrun
 
 SCALE = "_cross_entropy_scale_kernel"

@@ -1,4 +1,4 @@
-"""Kernels with one fault each, and one without, for tests/test_aot.py."""
+"""Kernels with one fault each, and one without, for test_aot.py."""
 
 from collections.abc import Iterator
 

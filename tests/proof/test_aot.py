@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,21 @@ from fastgpt.kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, trit
 from fastgpt.kernels.attention.config import TUNING
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import Loop, ceiling
+from tests.processes import python
 
-ROOT = Path(__file__).parents[2]
 FAULTS = ("--modules", "tests.proof.aot_faults")
-ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 
-def python(*args: str) -> subprocess.CompletedProcess[str]:
+def compiling(*args: str) -> subprocess.CompletedProcess[str]:
     # what is compiled is kept with the rest of what the tests keep: not in the user's cache
-    env = {**ENV, "TRITON_CACHE_DIR": os.path.join(os.environ["FASTGPT_CACHE"], "triton")}
-    return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    cache = os.path.join(os.environ["FASTGPT_CACHE"], "triton")
+    return python(*args, TRITON_INTERPRET=None, TRITON_CACHE_DIR=cache)
 
 
 def aot(tmp_path: Path, *args: str, stderr: str = "^$") -> tuple[int, str, list[dict]]:
     """(exit code, what was printed, rows)."""
     out = tmp_path / "rows.json"
-    done = python("-m", "kernels.aot", "--json", str(out), *args)
+    done = compiling("-m", "kernels.aot", "--json", str(out), *args)
     assert re.search(stderr, done.stderr), done.stderr
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     return done.returncode, done.stdout, rows
@@ -67,7 +63,7 @@ def test_the_safe_default_is_safe_where_there_is_no_table(tmp_path):
 
 def test_at_most_about_two_hundred_configurations_are_shipped():
     """Each table row of each arch, and each set of sizes that a rule gives where forms need it."""
-    done = python("-c", COUNT)
+    done = compiling("-c", COUNT)
     configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
     assert configurations <= 225
@@ -176,6 +172,6 @@ def test_recording_keeps_the_other_rows(tmp_path):
 
 
 def test_nothing_selected_is_an_error():
-    done = python("-m", "kernels.aot", "--only", "no such kernel")
+    done = compiling("-m", "kernels.aot", "--only", "no such kernel")
     said = "kernels.aot: no configuration matches --only no such kernel\n"
     assert (done.returncode, done.stdout) == (2, said), done.stderr

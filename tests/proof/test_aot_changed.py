@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.proof.test_aot import python
+from tests.proof.test_aot import compiling
 
 SOURCE = '''
 import torch, triton
@@ -71,7 +71,7 @@ def chosen(tmp_path_factory):
     for change, source in CHANGES.items():
         assert (source == SOURCE) == (change == "nothing")
         (folder / f"{change}.py").write_text(source)
-    done = python("-c", SELECT, str(folder), *CHANGES)
+    done = compiling("-c", SELECT, str(folder), *CHANGES)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -6,7 +6,7 @@ import pytest
 
 from fastgpt.kernels.specs import SPECS
 from tests.kernels.conformance import structural
-from tests.parity import printed_by
+from tests.processes import printed_by
 
 COUNT = """
 import json
