@@ -1,13 +1,18 @@
 """The command line: a recipe, then a flag for every field."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from fastgpt import interpreter
 from fastgpt.cli import parse
 from fastgpt.config import from_json, to_json
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
+from tests.data.sets import ROOT
 
 TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
 
@@ -62,3 +67,25 @@ def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkey
     assert "built-in corpus as bytes" in warning
     weights = load_file(tmp_path / "run/checkpoints/step_00000001/model.safetensors")
     assert weights["wte.weight"].shape == (50_257, 8)
+
+
+@pytest.mark.parametrize("command", ["train.py baby", "-m fastgpt.sample RUN", "-m bench --quick"])
+def test_a_python_without_torch_is_named_with_what_to_run(command):
+    argv = [sys.executable, "-ES", *command.split()]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    start = f"error: {sys.executable} (Python {sys.version.split()[0]}) has no torch; run "
+    assert done.stderr.startswith(start)
+    assert done.stderr.endswith(f".venv/bin/python -ES {command}\n")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(("there", "first"), [(True, "run venv/"), (False, "run `make setup`")])
+def test_an_environment_that_is_missing_is_to_be_made_first(there, first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
+    monkeypatch.setattr(interpreter, "VENV_PYTHON", tmp_path / "venv" / "python")
+    if there:
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / "python").touch()
+    with pytest.raises(SystemExit, match=first):
+        interpreter.require_torch()
