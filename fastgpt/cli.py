@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from fastgpt import distributed, flags
+from fastgpt import device, distributed, flags
 from fastgpt.config import Config
-from fastgpt.display import command
+from fastgpt.display import command, duration
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.metrics import flops_per_token
 from fastgpt.recipes import RECIPES
 from fastgpt.run import find_run, saved_config
+from fastgpt.storage import cache_dir
 
 FIRST = (
     "data.source", "steps", "model.num_layers", "model.dim", "model.context",
@@ -22,6 +25,9 @@ FIRST = (
     "resume",
 )  # fmt: skip
 """Flags of the short help."""
+DAY_S = 86_400
+SLOWEST = 1e10
+"""FLOP/s that any CPU reaches: what takes less than a day at this rate needs no measurement."""
 
 
 def main() -> None:
@@ -29,6 +35,7 @@ def main() -> None:
     try:
         with shown_in_one_line():
             config = parse(sys.argv[1:])
+            check_duration(config)
             from fastgpt.trainer import Trainer  # after --help and wrong flags had their answer
 
             Trainer(config).fit()
@@ -64,6 +71,37 @@ def parse(argv: Sequence[str]) -> Config:
         raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, got {recipe!r}")
     config = _flags(saved, [*asked, *given], f"the run {run}")
     return replace(config, run_dir=config.run_dir or run, resume=str(source))
+
+
+def check_duration(config: Config) -> None:
+    """Refuses to start a run that takes more than a day on a CPU, even at the measured peak.
+
+    It lets runs with --force pass, resumed ones, and those whose length is given in epochs, because
+    the data is not open yet.
+
+    Raises:
+        UserError: the run takes too long; the message has the estimate and what to pass.
+    """
+    on = device.pick_device(config.train.device)
+    resumed, main_rank = config.resume not in (None, "auto"), os.environ.get("RANK", "0") == "0"
+    if on != "cpu" or config.force or resumed or config.epochs is not None or not main_rank:
+        return
+    model = replace(config.model, vocab_size=config.model.vocab_size or 1)  # a lower bound
+    tokens = config.steps * config.train.batch_tokens
+    flops = tokens * flops_per_token(model)
+    if flops < DAY_S * SLOWEST:
+        return
+    precision = device.pick_precision(config.train.precision, on)
+    peak, _ = device.peak_flops(on, precision, cache_dir())
+    peak *= device.shares(on, int(os.environ.get("WORLD_SIZE", "1")))
+    seconds = flops / peak
+    if seconds > DAY_S:
+        most = max(1, int(config.steps * DAY_S / seconds))
+        raise UserError(
+            f"{config.recipe} would take at least {duration(seconds)} on this CPU"
+            f" ({flops:.2g} FLOPs at {peak / 1e12:.2f} TFLOP/s): use a GPU, a smaller"
+            f" recipe such as baby, --steps {most} or fewer, or --force to train nevertheless"
+        )
 
 
 def _unknown_recipe(given: str) -> UserError:

@@ -352,6 +352,8 @@ class Config:
     resume: str | None = None
     """Run to resume: its folder, a checkpoint, or auto. `auto` takes --run-dir or the newest run of
     the recipe, and starts a new one where there is none."""
+    force: bool = False
+    """Train even where it is estimated to take more than a day on a CPU."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -381,14 +383,14 @@ class Config:
 
 
 def to_json(config: Config) -> str:
-    """The settings as JSON; `resume` and `run_dir` belong to a call, not to a run: left out."""
+    """Settings as JSON, without `resume`, `run_dir` and `force`, which belong to one command."""
     values = dataclasses.asdict(config)
-    del values["resume"], values["run_dir"]
+    del values["resume"], values["run_dir"], values["force"]
     return json.dumps(values, indent=1)
 
 
 def from_json(text: str) -> Config:
-    """The settings back from `to_json`.
+    """Reads settings that `to_json` wrote.
 
     Raises:
         TypeError: a field is unknown to this version.

@@ -1,4 +1,4 @@
-"""The named runs: `python train.py NAME`."""
+"""Recipes, which are named settings of a run: `python train.py NAME`."""
 
 from dataclasses import replace
 
@@ -211,7 +211,7 @@ _RECIPES = {
 RECIPES: dict[str, tuple[str, Config]] = {
     name: (about, replace(config, recipe=name)) for name, (about, config) in _RECIPES.items()
 }
-"""Name: (what it is, the settings)."""
+"""Recipes: a line of description and the settings, by name."""
 
 EXPECTED = {
     "shakespeare-cpu": "val loss 1.82 to 1.85 (README)",
@@ -227,14 +227,18 @@ EXPECTED = {
     "lecture-gpt-small": "val loss about 1.82 (the lecture's own run)",
     "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
 }
-"""Where a recipe ends, and who says so; nothing stands here without a source."""
+"""Final loss of a recipe, and who reported it; each has a source."""
+CORPORA = {"prepared": "fineweb"}
+"""Name of the data that an expected loss is of, where it is not the recipe's own `data.source`."""
 
 
-def expected(config: Config) -> str:
-    """Where a run of these settings ends; they must be a recipe's own."""
+def expected(config: Config, corpus: str) -> str:
+    """Loss to expect from a run with these settings on the data of this name, where it is known."""
     own = RECIPES[config.recipe][1] if config.recipe in EXPECTED else None
     if own is None:
         return "where this recipe ends is not known yet"
+    if corpus != CORPORA.get(own.data.source, own.data.source):
+        return f"where it ends on {corpus} is not known"
     model = replace(config.model, vocab_size=own.model.vocab_size)
     train = replace(
         own.train,
