@@ -1,4 +1,4 @@
-"""The command line: `python train.py [recipe] [--section.field value ...]`, or `fastgpt-train`."""
+"""Command line of training: `python train.py [RECIPE] [--FLAG VALUE ...]`, or `fastgpt-train`."""
 
 import argparse
 import difflib
@@ -27,7 +27,7 @@ FIRST = (
 """Flags of the short help."""
 DAY_S = 86_400
 SLOWEST = 1e10
-"""FLOP/s that any CPU reaches: what takes less than a day at this rate needs no measurement."""
+"""FLOP/s that any CPU reaches: a run of less than a day at this rate needs no measurement."""
 
 
 def main() -> None:
