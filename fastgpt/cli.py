@@ -134,8 +134,8 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         first=FIRST,
         usage="[RECIPE] [--FLAG VALUE ...]",
         default=default,
-        about="Trains a GPT. Without a recipe it is gpt2-124m where torch sees CUDA, else baby. "
-        f"[In brackets]: the values of {of}.",
+        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby. "
+        f"Values [in brackets] are those of {of}.",
         more=f"Recipes: {', '.join(RECIPES)}. --list-recipes tells what each is. {flags.MORE}",
     )
     return _one_length(config, given)
