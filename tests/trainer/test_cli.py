@@ -13,7 +13,7 @@ from fastgpt.config import from_json, to_json
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
-from tests.data.sets import ROOT
+from tests.processes import ROOT
 
 TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
 
