@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fastgpt import checkpoint
 from fastgpt.display import Display
 from fastgpt.metrics import read_records
-from tests.data.sets import ROOT
+from tests.processes import ROOT
 
 # --- cut short ------------------------------------------------------------------------------------
 

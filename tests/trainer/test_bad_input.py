@@ -15,7 +15,8 @@ from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.optim import Optimizers
 from fastgpt.trainer import Trainer
-from tests.data.sets import python, write_shard
+from tests.data.sets import write_shard
+from tests.processes import python
 from tests.trainer.runs import before_each, one_line_error
 
 

@@ -19,7 +19,7 @@ from fastgpt.cli import parse
 from fastgpt.display import Display
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.trainer import Trainer
-from tests.data.sets import ROOT, python
+from tests.processes import ROOT, python
 from tests.trainer.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
 
 STEPS = "--steps 12 --model.dropout 0.2"
