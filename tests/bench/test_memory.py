@@ -6,7 +6,7 @@ import torch
 
 from bench.memory import LiveBytes, account
 from fastgpt.config import ModelConfig
-from fastgpt.kernels.attention import forward
+from fastgpt.kernels.attention import backward, forward
 from fastgpt.recipes import RECIPES
 
 
@@ -33,7 +33,8 @@ def test_whole_logits_are_kept_and_chunked_ones_are_not():
 
 
 def test_documented_peaks_of_gpt2_124m(monkeypatch):
-    monkeypatch.setattr(forward, "INTERPRETING", False)  # it makes bf16 fp32
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "INTERPRETING", False)  # it makes bf16 fp32
     text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     for loss in ("torch", "chunked"):
         found = account(RECIPES["gpt2-124m"][1].model, 64, loss)
