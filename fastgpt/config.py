@@ -179,6 +179,8 @@ class DataConfig:
     $FASTGPT_DATA/NAME, `prepared` is $FASTGPT_DATA/gpt2, else `builtin`."""
     tokenizer: str = "auto"
     """`bytes`, `chars`, `gpt2`, or the path of a tokenizer.json; `auto`: what suits the source."""
+    encoding: str = "utf-8"
+    """Encoding of text files, as Python names it: utf-8, utf-16, cp1252, ..."""
     val_fraction: float = 0.1
     """Held out: the end of a text, or so many of a set's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"

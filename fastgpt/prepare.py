@@ -42,6 +42,8 @@ class Arguments:
     Without it a text is one document."""
     field: str = "text"
     """The field or column that holds the text: JSON lines, Parquet, the hub."""
+    encoding: str = "utf-8"
+    """Encoding of text files, as Python names it: utf-8, utf-16, cp1252, ..."""
     shard_tokens: int = SHARD_TOKENS
     """Tokens in each shard but the last."""
     workers: int | None = None

@@ -100,7 +100,11 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
     parts = _parts(source)
     corpora = [
         open_corpus(
-            name, tokenizer=config.tokenizer, val_fraction=config.val_fraction, report=report
+            name,
+            tokenizer=config.tokenizer,
+            val_fraction=config.val_fraction,
+            encoding=config.encoding,
+            report=report,
         )
         for name, _ in parts
     ]

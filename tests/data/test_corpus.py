@@ -29,8 +29,8 @@ def text_file(tmp_path):
     return path
 
 
-def opened(source, tokenizer="auto", val_fraction=0.1):
-    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction)
+def opened(source, tokenizer="auto", val_fraction=0.1, **options):
+    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction, **options)
 
 
 def entries():
@@ -87,22 +87,46 @@ def test_shakespeare_is_split_as_everyone_splits_it():
     assert text_of(corpus) == text
 
 
-def test_any_single_file_can_be_learnt_as_bytes(tmp_path):
-    path = tmp_path / "x.bin"
-    path.write_bytes(bytes(range(256)))
-    corpus = opened(path, val_fraction=0.5)
-    assert corpus.train[:].tolist() + corpus.val[:].tolist() == list(range(256))
-    with pytest.raises(UserError, match=r"x\.bin is not UTF-8 \(byte 0x80 at offset 128\)"):
-        opened(path, tokenizer="chars")
-
-
-def test_skipped_files_are_told(tmp_path, caplog):
+def test_skipped_files_and_tables_are_told_once(tmp_path, caplog):
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text(TEXT)
-    (tmp_path / "notes" / "b.bin").write_bytes(b"\0")
-    source = opened(tmp_path / "notes").manifest["source"]
+    (tmp_path / "notes" / "a.csv").write_text(TEXT)
+    (tmp_path / "notes" / "b.txt").write_bytes(b"\0" * 99)
+    for _ in range(2):
+        source = opened(tmp_path / "notes").manifest["source"]
     assert (source["files"], source["skipped_files"]) == (1, 1)
-    assert "notes: 1 files read, 1 skipped" in caplog.text
+    skipped, table = caplog.messages
+    complaint = f"{tmp_path}/notes/b.txt is not text (100% control characters from offset 0 on)"
+    assert f"notes: 1 file read, 1 skipped, the first because {complaint}" in skipped
+    assert f"{tmp_path}/notes/a.csv is read as plain text, with its commas" in table
+
+
+def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
+    expected = opened(text_file)
+    text_file.write_text(TEXT, encoding="utf-16")
+    with pytest.raises(UserError, match=r"it seems to be UTF-16, pass --encoding utf-16 "):
+        opened(text_file)
+    assert opened(text_file, encoding="UTF16").identity == expected.identity
+    text_file.write_text(TEXT, encoding="latin-1")
+    for name in ("cp1252", "iso-8859-7"):
+        found = opened(text_file, "chars", encoding=name)
+        assert text_of(found) == TEXT.encode("latin-1").decode(name)
+    assert len(entries()) == 4
+
+
+@pytest.mark.parametrize("name", ["utf-9", "rot13", "undefined", "\0", ""])
+def test_unknown_encoding_is_named_before_anything_is_read(name):
+    with pytest.raises(
+        UserError, match=r"^encoding .* is unknown: expected one of Python's text en"
+    ):
+        opened("missing", encoding=name)
+
+
+@pytest.mark.parametrize("source", ["builtin", "x.jsonl", "prepared"])
+def test_encoding_of_what_is_no_text_file_is_refused(text_file, tmp_path, source):
+    (tmp_path / "x.jsonl").write_text("{}")
+    prepare(str(text_file), tmp_path / "prepared")
+    with pytest.raises(UserError, match=r"^encoding cp1252: .* expected text files"):
+        opened(source if source == "builtin" else tmp_path / source, encoding="cp1252")
 
 
 def test_split_counts_characters_and_bytes_are_known(text_file):

@@ -6,7 +6,6 @@ the parts the tokens of the whole, and so do the patterns of later GPTs at the f
 a tokenizer that puts a mark before each text it is given (Metaspace) has one more in each part.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import BinaryIO
 from fastgpt.data.prepare.files import CHUNK_BYTES, File, opened, pyarrow
 from fastgpt.data.prepare.hub import open_split
 from fastgpt.data.prepare.sources import Source
+from fastgpt.data.prepare.text import UTF_8, TextDecoder
 from fastgpt.errors import UserError
 
 MAX_PIECE = 2**24
@@ -33,7 +33,7 @@ class Piece:
     """A part of a source."""
 
     text: str | bytes
-    """Bytes where the source is read raw."""
+    """Bytes of UTF-8 where the source is read raw."""
     begins: bool
     """A document begins here."""
     file: int
@@ -49,7 +49,7 @@ def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> It
 
     Args:
         source: from `find_source`.
-        raw: texts without a separator come as bytes, whatever they hold.
+        raw: texts without a separator come as bytes of UTF-8.
         file: index into `source.files`.
         row: from an earlier `Piece`.
     Raises:
@@ -73,7 +73,7 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
     Returns:
         Its length, in bytes if it is read raw, else in characters; and the sha256 of its bytes.
     Raises:
-        UserError: a file cannot be read, or is not UTF-8 and not read raw.
+        UserError: a file cannot be read, or is not text in the source's encoding.
     """
     length, digest = 0, hashlib.sha256()
     for piece in read_pieces(source, raw=raw):
@@ -95,8 +95,8 @@ def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
     if file.format == "jsonl":
         return _json_lines(file, source.field, row)
     if source.separator is not None:
-        return _separated(file, source.separator)
-    return _text(file, raw, source.ends_lines)
+        return _separated(file, source.encoding, source.separator)
+    return _text(file, source.encoding, raw, source.ends_lines)
 
 
 def _size(file: File) -> int:
@@ -106,11 +106,12 @@ def _size(file: File) -> int:
 # --- texts ----------------------------------------------------------------------------------------
 
 
-def _text(file: File, raw: bool, ends_lines: bool) -> Iterator[_Row]:
+def _text(file: File, encoding: str, raw: bool, ends_lines: bool) -> Iterator[_Row]:
     with opened(file.path) as (stream, on_disk):
         last: str | bytes = ""
         number = 0
-        parts = _blocks(stream) if raw else _cut(_decoded(stream, file.path))
+        blocks = _decoded(stream, file.path, encoding)
+        parts = _utf_8(blocks, encoding) if raw else _cut(text for _, text in blocks)
         for number, part in enumerate(parts, start=1):
             last = part
             yield part, number == 1, number, on_disk.tell()
@@ -119,10 +120,11 @@ def _text(file: File, raw: bool, ends_lines: bool) -> Iterator[_Row]:
             yield newline, False, number + 1, on_disk.tell()
 
 
-def _separated(file: File, separator: str) -> Iterator[_Row]:
+def _separated(file: File, encoding: str, separator: str) -> Iterator[_Row]:
     """Documents between separators, without the newlines around them."""
     with opened(file.path) as (stream, on_disk):
-        parts = _between(_decoded(stream, file.path), separator, file.path)
+        blocks = (text for _, text in _decoded(stream, file.path, encoding))
+        parts = _between(blocks, separator, file.path)
         for number, document in enumerate(parts, start=1):
             yield document.strip("\r\n"), True, number, on_disk.tell()
 
@@ -148,29 +150,18 @@ def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
     yield "".join((*parts, carry))
 
 
-def _blocks(stream: BinaryIO) -> Iterator[bytes]:
-    while block := stream.read(CHUNK_BYTES):
-        yield block
-
-
-def _decoded(stream: BinaryIO, path: str) -> Iterator[str]:
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
+def _decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes, str]]:
+    """Blocks of a file, each with the characters that it completes."""
+    decoder, block = TextDecoder(path, encoding), b" "
+    while block:
         block = stream.read(CHUNK_BYTES)
-        waiting = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            place = offset - waiting + error.start
-            raise UserError(
-                f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset"
-                f" {place:,}); the bytes tokenizer reads texts as they are"
-            ) from error
-        offset += len(block)
-        if text:
-            yield text
-        if not block:
-            return
+        yield block, decoder.decode(block, final=not block)
+
+
+def _utf_8(blocks: Iterator[tuple[bytes, str]], encoding: str) -> Iterator[bytes]:
+    for block, text in blocks:
+        if data := block if encoding == UTF_8 else text.encode(errors="replace"):
+            yield data
 
 
 def _cut(texts: Iterator[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
 from fastgpt.data.prepare.batches import Encoded, Place
 from fastgpt.data.prepare.sources import Source
+from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.shards import MAX_TOKENS
 from fastgpt.data.tokenizers import KINDS, SIZED
 from fastgpt.data.tokenizers.base import tokenizer_file
@@ -50,6 +51,9 @@ class Request:
         """All that decides the outcome, as JSON holds it: files by path, size and time."""
         values = asdict(self)
         files = values["source"].pop("files")
+        values["source"]["skipped"] = len(self.source.skipped)
+        if self.source.encoding == UTF_8:  # what was prepared before there was a choice stays valid
+            del values["source"]["encoding"]
         values["files"] = [
             [*file.values(), *([] if file["format"] == "hub" else file_stamp(file["path"]))]
             for file in files

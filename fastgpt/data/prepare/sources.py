@@ -17,7 +17,8 @@ from typing import Literal
 from fastgpt.data.download import published_file
 from fastgpt.data.prepare.files import File, folder_files, named_files
 from fastgpt.data.prepare.hub import hub_files
-from fastgpt.errors import UserError, unknown_name
+from fastgpt.data.prepare.text import UTF_8, text_encoding
+from fastgpt.errors import UserError, counted, unknown_name
 from fastgpt.storage import data_dir
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -69,8 +70,10 @@ class Source:
     """The field or column that holds the text (JSON lines, Parquet, the hub)."""
     ends_lines: bool = False
     """A newline is added to files that lack it: a folder's next file must not continue a line."""
-    skipped: int = 0
-    """Files of a folder that were left out: hidden, binary, not UTF-8, or of another kind."""
+    encoding: str = UTF_8
+    """The encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
+    skipped: tuple[str, ...] = ()
+    """Why files of a folder or a pattern were skipped, a message for each."""
     python: str | None = None
     """The Python version whose library this is; None for every other source."""
     revision: str | None = None
@@ -89,7 +92,9 @@ class Source:
         return self.separator is None and all(file.format == "text" for file in self.files)
 
 
-def find_source(source: str, *, separator: str | None = None, field: str = "text") -> Source:
+def find_source(
+    source: str, *, separator: str | None = None, field: str = "text", encoding: str = UTF_8
+) -> Source:
     """The files behind a name or a path.
 
     Args:
@@ -97,9 +102,18 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
             pattern with `*`, `?` or `**`.
         separator: what stands between the documents of a text.
         field: the field or column that holds the text.
+        encoding: of text files, as Python names it.
     Raises:
-        UserError: nothing of that name, nothing in it, or a download that failed.
+        UserError: nothing of that name, no text in it, or a download that failed.
     """
+    encoding = text_encoding(encoding)
+    found = _find(source, separator, field, encoding)
+    if encoding != UTF_8 and (source in NAMES or any(f.format != "text" for f in found.files)):
+        raise UserError(f"encoding {encoding}: {source} is always UTF-8, expected text files")
+    return found
+
+
+def _find(source: str, separator: str | None, field: str, encoding: str) -> Source:
     if not source:
         raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
     if separator == "":
@@ -118,7 +132,7 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
         return _named_set(source, separator, field)
     if source.startswith(HUB_PREFIX):
         return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]), field)
-    found = _local(source)
+    found = _local(source, encoding)
     return replace(found, separator=separator, field=field)
 
 
@@ -163,7 +177,7 @@ def _named_set(name: str, separator: str | None, field: str) -> Source:
     folder = data_dir() / name
     if folder.is_dir():
         return replace(
-            _local(str(folder)), separator=separator or SEPARATORS.get(name), field=field
+            _local(str(folder), UTF_8), separator=separator or SEPARATORS.get(name), field=field
         )
     return _hub(HUB[name], name, field)
 
@@ -173,7 +187,7 @@ def _hub(source: str, name: str, field: str) -> Source:
     return Source(name=name, given=source, files=files, field=field, revision=revision)
 
 
-def _local(source: str) -> Source:
+def _local(source: str, encoding: str) -> Source:
     path = Path(source).expanduser()
     if path.is_dir():
         if any(path.glob("*train*.bin")):
@@ -181,26 +195,25 @@ def _local(source: str) -> Source:
                 f"{path} has token shards already: give it as it is to --data.source;"
                 " only text is prepared"
             )
-        files, skipped = folder_files(path)
+        files, skipped = folder_files(path, encoding)
         name, ends_lines = path.resolve().name, True
     else:
-        files, skipped = named_files(source)
+        files, skipped = named_files(source, encoding)
         name, ends_lines = path.name, len(files) > 1
-        if skipped and not files:
-            raise UserError(f"corpus {source!r}: none of the {skipped} files is text")
-        if not files and (len(path.parts) > 1 or path.suffix):
+        if not files and not skipped and (len(path.parts) > 1 or path.suffix):
             raise UserError(f"corpus {source!r}: no such file or folder")
-        if not files:
+        if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        hint = f" ({skipped} hidden, binary or non-UTF-8 skipped)" if skipped else ""
-        raise UserError(f"corpus {source!r} is empty: no text in it{hint}")
+        hint = f"; {counted(len(skipped), 'file')} skipped: {skipped[0]}" if skipped else ""
+        raise UserError(f"corpus {source!r}: no text in it{hint}")
     return Source(
         name=_file_name(name),
         given=source,
         files=tuple(files),
         ends_lines=ends_lines,
-        skipped=skipped,
+        encoding=encoding,
+        skipped=tuple(skipped),
     )
 
 

@@ -223,7 +223,8 @@ class _Directory:
             "source": {
                 "given": source.given,
                 "files": len(source.files),
-                "skipped_files": source.skipped,
+                "skipped_files": len(source.skipped),
+                "encoding": source.encoding,
                 "revision": source.revision,
                 "held_out": source.split,
             },
