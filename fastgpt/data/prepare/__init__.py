@@ -19,12 +19,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
-from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request
+from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request, check_settings
 from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
 from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.prepare.write import Report, write_directory
@@ -114,6 +115,8 @@ def prepare(
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
     """
     out = Path(out).expanduser().resolve()
+    fraction = DOCUMENT_FRACTION if val_fraction is None else val_fraction
+    check_settings(fraction, shard_tokens, options.get("workers"))
     if tokenizer != "auto":
         check_kind(tokenizer, vocab_size)
     renamed = (out / PROGRESS).is_file()  # killed with one last step to go
@@ -123,6 +126,9 @@ def prepare(
         raise UserError(f"{out} is where a file system is mounted; give a folder inside it")
     if (Path(source).expanduser() / MANIFEST).is_file():
         raise UserError(f"{source} is a prepared directory already: it has a {MANIFEST}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out.parent).close()
     if tokenizer == "gpt2" or (
         tokenizer == "auto" and (source in HUB or source.startswith(HUB_PREFIX))
     ):

@@ -109,7 +109,7 @@ def encode(
         text = part.text
         data = text if isinstance(text, bytes) else text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
-        split = part.split or ("val" if _draw(data) < val_fraction else "train")
+        split = part.split or SPLITS[held_out(data, val_fraction)]
         ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
         if isinstance(text, str) and not ends:
             text, data = text + "\n", data + b"\n"
@@ -132,6 +132,7 @@ def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype, copy=False)
 
 
-def _draw(data: bytes) -> float:
-    """A number in [0, 1) that only the document decides: copies of it fall on the same side."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
+def held_out(document: bytes, fraction: float) -> bool:
+    """Whether a document is among those to validate on: its hash says, alike for all copies."""
+    draw = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
+    return draw < fraction

@@ -209,14 +209,33 @@ def _field_of(line: bytes, field: str, place: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error})") from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if text is None and isinstance(record, dict) and field in record:
+        if line.lstrip().startswith(b"["):
+            record = []  # an array over several lines
+        else:
+            raise UserError(
+                f"{place} is not JSON, expected one object per line ({error})"
+            ) from error
+    if not isinstance(record, dict):
+        what = "a JSON array" if isinstance(record, list) else _kind_of(record)
+        raise UserError(f"{place} is {what}; write one object per line")
+    if field not in record:
+        found = ", ".join(record) or "none"
+        raise UserError(
+            f"{place} has no field {field!r}: pass the one that holds the text with --field"
+            f" (fields: {found})"
+        )
+    text = record[field]
+    if text is None:
         return ""  # as an empty field of Parquet
     if not isinstance(text, str):
-        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{place} has no text in field {field!r}; it has: {found}")
+        raise UserError(f"{place}: field {field!r} is {_kind_of(text)}, expected a string")
     return _without_surrogates(text)
+
+
+def _kind_of(value: object) -> str:
+    """What JSON calls a value."""
+    kinds = {str: "a string", bool: "a boolean", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "null" if value is None else "a number")
 
 
 def _without_surrogates(text: str) -> str:
@@ -254,7 +273,10 @@ def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
 def _check_column(kinds: dict[str, str], field: str, path: str) -> None:
     if kinds.get(field) not in ("string", "large_string", "string_view"):
         found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise UserError(f"{path} has no column {field!r} of text; it has: {found}")
+        raise UserError(
+            f"{path} has no column {field!r} of text: pass the one that holds the text with --field"
+            f" (columns: {found})"
+        )
 
 
 def _hub(file: File, field: str, row: int) -> Iterator[_Row]:

@@ -15,7 +15,7 @@ from fastgpt.data.shards import MAX_TOKENS
 from fastgpt.data.tokenizers import KINDS, SIZED
 from fastgpt.data.tokenizers.base import tokenizer_file
 from fastgpt.data.verify import file_stamp
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 100_000_000
@@ -24,6 +24,11 @@ SHARD_TOKENS = 100_000_000
 
 LEARNT = ("chars", *SIZED)
 """Tokenizers for which the source is read before its tokens are made."""
+
+OPTIONS = (
+    "tokenizer", "vocab_size", "val_fraction", "separator", "field", "encoding", "shard_tokens",
+)  # fmt: skip
+"""Settings that are given by a flag of that name."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +47,7 @@ class Request:
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"val_fraction must lie between 0 and 1, not {self.val_fraction}")
-        if not 1 <= self.shard_tokens <= MAX_TOKENS:
-            raise UserError(f"shard_tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+        check_settings(self.val_fraction, self.shard_tokens)
 
     def facts(self) -> dict[str, Any]:
         """All that decides the outcome, as JSON holds it: files by path, size and time."""
@@ -62,6 +64,16 @@ class Request:
             path = tokenizer_file(Path(self.tokenizer).expanduser())
             values["tokenizer"] = [self.tokenizer, *file_stamp(path)]
         return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
+
+
+def check_settings(val_fraction: float, shard_tokens: int, workers: int | None = None) -> None:
+    """Raises `UserError` for a value that cannot be, whatever the source is."""
+    if not 0 < val_fraction < 1:
+        raise UserError(f"val_fraction must lie between 0 and 1, not {val_fraction}")
+    if not 1 <= shard_tokens <= MAX_TOKENS:
+        raise UserError(f"shard_tokens is {shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}: expected 1 or more")
 
 
 def _no_tokens() -> dict[str, int]:
@@ -92,7 +104,7 @@ class Progress:
 
 
 def load_progress(out: Path, request: Request) -> Progress | None:
-    """What an earlier call left; None where it left nothing.
+    """What an earlier call left; None where it left nothing worth keeping.
 
     Raises:
         UserError: it was another request's.
@@ -104,27 +116,38 @@ def load_progress(out: Path, request: Request) -> Progress | None:
     progress = saved["progress"]
     found = Progress(**{**progress, "place": Place(**progress["place"])})
     facts, before = request.facts(), saved["request"]
-    changed = [
-        f"{name} was {_short(before.get(name))}"
-        for name in facts
-        if name != "files" and facts[name] != before.get(name)
-    ]
+    old, new = before.get("files", []), facts["files"]
+    changed = _changed(before, facts)
+    if [f[:3] for f in old] != [f[:3] for f in new]:
+        changed.append(f"it was of {counted(len(old), 'file')}, now other ones")
     # documents that are yet to be read may be mended without losing what is done, unless the whole
     # source is read before any token is made
     reads_once = request.source.split != "tail" and request.tokenizer not in LEARNT
-    behind = found.place.file if reads_once else len(facts["files"])
-    old, new = before.get("files", []), facts["files"]
-    if [f[:3] for f in old] != [f[:3] for f in new]:
-        changed.append(f"it was of {len(old)} files, now other ones")
+    behind = found.place.file if reads_once else len(new)
     changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
+    if changed and found.place == Place():
+        return None
     if changed:
         raise UserError(
-            f"{out} holds another preparation ({', '.join(changed)}): ask for the same to go on"
-            " with it, or remove it"
+            f"{out} holds another preparation ({', '.join(changed)}): pass what it had to resume"
+            " it, or remove it to begin anew"
         )
     if old[behind : behind + 1] != new[behind : behind + 1] and found.place.row:
         logger.warning("%s was changed: it is read on from row %d", old[behind][0], found.place.row)
     return found
+
+
+def _changed(before: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """The settings that differ, as they are given on the command line."""
+    old, new = (
+        {"encoding": UTF_8, **values, **values.get("source", {})} for values in (before, facts)
+    )
+    names = {"given": "source"} | {name: f"--{name}".replace("_", "-") for name in OPTIONS}
+    return [
+        f"{names.get(name, name)} was {_short(old.get(name))}, now {_short(new[name])}"
+        for name in new
+        if name not in ("source", "name", "files") and old.get(name) != new[name]
+    ]
 
 
 def _short(value: object) -> str:
