@@ -146,7 +146,8 @@ class Trainer:
         fastest = flops / self.peak
         return (
             f"{tokens:,} tokens, {flops:.2g} FLOPs, at least {duration(fastest)} "
-            f"({duration(2 * fastest)} at an MFU of 50%); {expected(self.config)}"
+            f"({duration(2 * fastest)} at an MFU of 50%); "
+            f"{expected(self.config, self.engine.data.name)}"
         )
 
     def fit(self) -> None:

@@ -63,13 +63,21 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
 
 def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
     own = parse(["lecture-head"])
-    assert expected(replace(own, model=replace(own.model, vocab_size=65))) == (
+    assert expected(replace(own, model=replace(own.model, vocab_size=65)), "shakespeare") == (
         "val loss 2.41 at step 4500 (published)"
     )
-    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.source x.txt"):
-        said = expected(parse(["lecture-head", *flags.split()]))
+    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
+        said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
         assert said.startswith("where the recipe ends with its own settings: val loss 2.41")
-    assert expected(parse(["gpt2-124m-modern"])) == "where this recipe ends is not known yet"
+    modern = parse(["gpt2-124m-modern"])
+    assert expected(modern, "fineweb") == "where this recipe ends is not known yet"
+
+
+def test_no_loss_is_promised_on_other_data():
+    assert expected(parse(["gpt2-124m"]), "fineweb").startswith("val loss 3.27 on FineWeb")
+    assert expected(parse(["gpt2-124m"]), "builtin") == "where it ends on builtin is not known"
+    book = parse(["lecture-head", "--data.source", "book.txt"])
+    assert expected(book, "book.txt") == "where it ends on book.txt is not known"
 
 
 @pytest.mark.parametrize(

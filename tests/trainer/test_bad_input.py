@@ -53,8 +53,8 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
     ("argv", "said"),
     [
         ("babby", ("'babby'", "'baby'")),
-        ("gpt2", ("'gpt2'", "gpt2-124m")),
-        ("qqqq", ("'qqqq'", "baby", "shakespeare-cpu", "gpt2-1558m")),
+        ("gpt2", ("did you mean 'gpt2-124m' or 'gpt2-124m-modern' or 'gpt2-355m' or",)),
+        ("qqqq", ("'qqqq'", "--list-recipes")),
         ("baby --model.num-layer 4", ("'--model.num-layer'", "'--model.num-layers'")),
         ("baby --model.num_layrs=4", ("'--model.num_layrs'", "'--model.num-layers'")),
         ("baby --stepz 4", ("'--stepz'", "'--steps'")),
