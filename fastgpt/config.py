@@ -290,8 +290,9 @@ class TrainConfig:
     """Number of last checkpoints that stay on disk; the best one stays, too."""
     sample_tokens: int = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
-    sample_prompt: str = "\n"
-    """Text that the samples continue."""
+    sample_prompt: str | None = None
+    """Text that the samples continue. By default it is the recipe's own on the recipe's data (of
+    baby `def `, else a line feed), and on other data the first words held out."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")

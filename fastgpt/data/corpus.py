@@ -7,6 +7,7 @@ A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., 
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fastgpt.data.tokenizers import (
     make_tokenizer,
     same_tokenizer,
 )
+from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError
 
@@ -71,9 +73,17 @@ class Corpus:
         if self.tokenizer.eot_id is None:
             raise UserError(
                 f"{self.name}: the {self.tokenizer.kind} tokenizer has no end-of-text token to tell"
-                " documents apart: prepare it with another, gpt2 say"
+                " documents apart: use another tokenizer, for example gpt2"
             )
         return document_starts(getattr(self, split), self.tokenizer.eot_id)
+
+    def first_words(self) -> str:
+        """Three whole words from the beginning of the held-out text, or a line feed without any."""
+        ids = np.array([i for i in self.val[:64].tolist() if i != self.tokenizer.eot_id])
+        text = self.tokenizer.decode(ids).replace(REPLACEMENT, "")
+        # the held-out text may begin within a word
+        words = re.search(r"\s(\S+(?:\s+\S+){0,2})\s", text)
+        return words[1] if words else text.strip()[:16] or "\n"
 
     def shards(self) -> list[Shard]:
         """Every shard, with the checksums that were written down for it."""

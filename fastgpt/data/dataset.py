@@ -129,7 +129,8 @@ def _parts(source: str) -> list[tuple[str, float]]:
         value = _number(weight) or 0.0
         if not name or not 0 < value < math.inf:
             raise UserError(
-                f"data.source {source!r}: {part!r} is no SOURCE=WEIGHT with a weight above 0"
+                f"data.source {source!r}: every source in a mixture needs =WEIGHT, a number above"
+                f" 0; got {part!r}"
             )
         parts.append((name, value))
     return parts

@@ -3,6 +3,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -10,11 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from fastgpt.config import DataConfig, TrainConfig
 from fastgpt.data import prepare as preparing
 from fastgpt.data.prepare import open_corpus, prepare, sources
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
+from fastgpt.recipes import RECIPES, sample_prompt
 from fastgpt.storage import cache_dir, data_dir
 from tests.data.sets import contents, python, read_ids, write_shard
 from tests.trainer.runs import before_each
@@ -127,6 +130,50 @@ def test_encoding_of_what_is_no_text_file_is_refused(text_file, tmp_path, source
     prepare(str(text_file), tmp_path / "prepared")
     with pytest.raises(UserError, match=r"^encoding cp1252: .* expected text files"):
         opened(source if source == "builtin" else tmp_path / source, encoding="cp1252")
+
+
+def test_shakespeare_is_not_downloaded_while_its_tokens_are_cached(tmp_path, monkeypatch):
+    text = tmp_path / "mine" / sources.SHAKESPEARE_FILE
+    text.parent.mkdir()
+    text.write_text(TEXT, encoding="utf-8")
+    for module in (sources, preparing):
+        monkeypatch.setattr(module, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
+    monkeypatch.setenv("FASTGPT_DATA", str(text.parent))
+    expected = opened("shakespeare")
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sources, "published_file", mock.Mock(side_effect=UserError("no network")))
+    assert opened("shakespeare").path == expected.path
+    for other in ({"tokenizer": "bytes"}, {"val_fraction": 0.2}):
+        with pytest.raises(UserError, match="no network"):
+            opened("shakespeare", **other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "prompt"),
+    [
+        ("baby", {}, "def "),
+        ("shakespeare-cpu", {}, "\n"),
+        ("baby", {"data": DataConfig(source="x.txt")}, "words of a"),
+        ("shakespeare-cpu", {"data": DataConfig(source="x.txt")}, "words of a"),
+        ("baby", {"train": TrainConfig(sample_prompt="To")}, "To"),
+        ("baby", {"data": DataConfig(source="x.txt"), "train": TrainConfig(sample_prompt="")}, ""),
+    ],
+)
+def test_samples_continue_words_of_the_corpus_on_other_data(tmp_path, recipe, changes, prompt):
+    (tmp_path / "x.txt").write_text("é" * 11 + " words of a book, and more", encoding="utf-8")
+    config = replace(RECIPES[recipe][1], **changes)
+    assert sample_prompt(config, opened(tmp_path / "x.txt", val_fraction=0.76)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "length"),
+    [("天地玄黃" * 99, 1, 16), ("one\n\ntwo\nsix\n" * 99, 3, 11), ("\n" * 99, 0, 1)],
+)
+def test_first_words_are_whole_and_of_the_text(tmp_path, text, words, length):
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    found = opened(tmp_path / "x.txt", "chars", val_fraction=0.5).first_words()
+    assert found in text
+    assert (len(found.split()), len(found)) == (words, pytest.approx(length, abs=1))
 
 
 def test_split_counts_characters_and_bytes_are_known(text_file):

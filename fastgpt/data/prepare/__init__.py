@@ -26,13 +26,20 @@ from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
 from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request, check_settings
-from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
+from fastgpt.data.prepare.sources import (
+    HUB,
+    HUB_PREFIX,
+    SHAKESPEARE_FILE,
+    SHAKESPEARE_SHA256,
+    Source,
+    find_source,
+)
 from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.prepare.write import Report, write_directory
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
 from fastgpt.errors import UserError, counted, writing
-from fastgpt.storage import cache_dir, sync_directory
+from fastgpt.storage import cache_dir, data_dir, sync_directory
 
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
 """Held out by default: of a text, of a set of documents."""
@@ -73,6 +80,8 @@ def open_corpus(
         if encoding != UTF_8:
             raise UserError(f"encoding {encoding}: {path} holds tokens, expected text files")
         return open_shards(path, tokenizer=tokenizer)
+    if source == "shakespeare" and (cached := _shakespeare_tokens(tokenizer, val_fraction)):
+        return cached
     found = find_source(source, encoding=encoding)
     request = _request(found, tokenizer=tokenizer, val_fraction=val_fraction)
     key = hashlib.sha256(json.dumps(request.facts()).encode()).hexdigest()[:16]
@@ -204,6 +213,20 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _shakespeare_tokens(tokenizer: str, val_fraction: float) -> Corpus | None:
+    """Its tokens in the cache, if its text is not at hand and would be downloaded again."""
+    if any((folder / SHAKESPEARE_FILE).is_file() for folder in (data_dir(), cache_dir())):
+        return None
+    kind = "chars" if tokenizer == "auto" else tokenizer
+    for manifest in (cache_dir() / "corpora").glob(f"shakespeare-*/{MANIFEST}"):
+        corpus = _read_if_whole(manifest.parent)
+        if corpus is not None and (SHAKESPEARE_SHA256, kind, val_fraction) == (
+            corpus.sha256, corpus.tokenizer.kind, corpus.manifest["val_fraction"]
+        ):  # fmt: skip
+            return corpus
+    return None
 
 
 def _read_if_whole(path: Path) -> Corpus | None:
