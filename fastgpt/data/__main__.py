@@ -5,7 +5,7 @@ DIR is a prepared directory, or a folder of token shards that another program wr
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             Arguments,
             sys.argv[1:] if argv is None else argv,
             prog="python -m fastgpt.data",
-            first=Arguments.__slots__,
+            first=[field.name for field in fields(Arguments)],
         )
         corpus = open_shards(arguments.path.expanduser(), tokenizer=arguments.tokenizer)
         console = Console(highlight=False, soft_wrap=True, emoji=False)

@@ -25,15 +25,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
+from fastgpt.data.prepare import sources
 from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request, check_settings
-from fastgpt.data.prepare.sources import (
-    HUB,
-    HUB_PREFIX,
-    SHAKESPEARE_FILE,
-    SHAKESPEARE_SHA256,
-    Source,
-    find_source,
-)
+from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
 from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.prepare.write import Report, write_directory
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
@@ -42,9 +36,9 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.storage import cache_dir, data_dir, sync_directory
 
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
-"""Held out by default: of a text, of a set of documents."""
+"""Fractions held out by default: of a text, and of a set of documents."""
 PATIENCE_S = 2
-"""Before it is said that another process is waited for."""
+"""Seconds before it is said that another process is waited for."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +101,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     **options: Any,
 ) -> Path:
-    """Writes a prepared directory to `out`, going on with what an earlier call left; returns it.
+    """Writes a prepared directory to `out`, resuming what an earlier call left; returns its path.
 
     Args:
         source: as for `open_corpus`, except what is tokens already.
@@ -168,7 +162,7 @@ def _request(
 
 
 def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
-    """Writes beside `out`, where what was broken off goes on, and renames."""
+    """Writes a directory beside `out`, resuming what an earlier call left, and renames it."""
     unfinished = _unfinished(out)
     _warn_of_files(request.source)
     write_directory(request, unfinished, **options)
@@ -193,13 +187,13 @@ def _warn_of_files(source: Source) -> None:
 
 
 def _unfinished(out: Path) -> Path:
-    """Where what will be `out` is written."""
+    """Path where `out` is written before it is complete."""
     return out.with_name(f"{out.name}.incomplete")
 
 
 @contextmanager
 def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Held by whoever writes `path`; the system lets go of it when a process ends."""
+    """Holds the lock of `path`, which the system releases when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
@@ -216,16 +210,15 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def _shakespeare_tokens(tokenizer: str, val_fraction: float) -> Corpus | None:
-    """Its tokens in the cache, if its text is not at hand and would be downloaded again."""
-    if any((folder / SHAKESPEARE_FILE).is_file() for folder in (data_dir(), cache_dir())):
+    """Finds cached tokens of tiny shakespeare, if its text would have to be downloaded again."""
+    if any((folder / sources.SHAKESPEARE_FILE).is_file() for folder in (data_dir(), cache_dir())):
         return None
     kind = "chars" if tokenizer == "auto" else tokenizer
+    asked = (sources.SHAKESPEARE_SHA256, kind, val_fraction)
     for manifest in (cache_dir() / "corpora").glob(f"shakespeare-*/{MANIFEST}"):
-        corpus = _read_if_whole(manifest.parent)
-        if corpus is not None and (SHAKESPEARE_SHA256, kind, val_fraction) == (
-            corpus.sha256, corpus.tokenizer.kind, corpus.manifest["val_fraction"]
-        ):  # fmt: skip
-            return corpus
+        found = _read_if_whole(manifest.parent)
+        if found and (found.sha256, found.tokenizer.kind, found.manifest["val_fraction"]) == asked:
+            return found
     return None
 
 

@@ -1,4 +1,4 @@
-"""A source's texts, piece by piece: in order, in bounded memory, and from any place on.
+"""Reads a source's texts piece by piece: in order, in bounded memory, and from any place on.
 
 A piece is a document, or a part of a long one. Long texts are cut before a space between two
 letters, or where there is none before white space that follows something else. GPT-2's BPE gives
@@ -33,19 +33,19 @@ class Piece:
     """A part of a source."""
 
     text: str | bytes
-    """Bytes of UTF-8 where the source is read raw."""
+    """Content: text, or bytes of UTF-8 where the source is read raw."""
     begins: bool
-    """A document begins here."""
+    """Whether a document begins here."""
     file: int
-    """Which of the source's files it is of."""
+    """Index of its file in the source."""
     row: int
-    """Where that file goes on after this piece: what `read_pieces` takes as `row`."""
+    """Row of the file after this piece, for `read_pieces`."""
     done: int
     """How much of that file is behind it, in the units of `source_size`."""
 
 
 def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> Iterator[Piece]:
-    """The pieces of a source from (file, row) on.
+    """Reads the pieces of a source from (file, row) on.
 
     Args:
         source: from `find_source`.
@@ -87,7 +87,7 @@ _Row = tuple[str | bytes, bool, int, int]
 
 
 def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
-    """What follows after `row`, or more than that where it costs nothing to read it again."""
+    """Reads what follows after `row`, or more where it costs nothing to read it again."""
     if file.format == "parquet":
         return _parquet(file, source.field, row)
     if file.format == "hub":
@@ -130,7 +130,7 @@ def _separated(file: File, encoding: str, separator: str) -> Iterator[_Row]:
 
 
 def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
-    """What lies between separators. Each block is looked through once, with the few characters
+    """Splits a text at separators. Each block is looked through once, with the few characters
     before it that may begin a separator."""
     overlap = len(separator) - 1
     parts, carry, size, number = [], "", 0, 0
@@ -165,7 +165,7 @@ def _utf_8(blocks: Iterator[tuple[bytes, str]], encoding: str) -> Iterator[bytes
 
 
 def _cut(texts: Iterator[str]) -> Iterator[str]:
-    """The same text in parts that end where a word does."""
+    """Cuts a text into parts that end where a word does."""
     rest = ""
     for text in texts:
         rest += text
@@ -180,7 +180,7 @@ def _cut(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """The last place in `text` to cut before; 0 if there is none."""
+    """Finds the last place in `text` to cut before; 0 if there is none."""
     place = len(text)
     while (place := text.rfind(" ", 1, place)) > 0:
         if text[place - 1].isalpha() and text[place + 1 : place + 2].isalpha():
@@ -233,7 +233,7 @@ def _field_of(line: bytes, field: str, place: str) -> str:
 
 
 def _kind_of(value: object) -> str:
-    """What JSON calls a value."""
+    """Names the type of a JSON value, with its article."""
     kinds = {str: "a string", bool: "a boolean", list: "an array", dict: "an object"}
     return kinds.get(type(value), "null" if value is None else "a number")
 

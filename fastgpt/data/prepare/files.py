@@ -1,4 +1,4 @@
-"""Files of text on disk: which ones a path means, what is in them, and how they are opened."""
+"""Finds and opens files of text on disk, and tells what is in them."""
 
 import glob
 import gzip
@@ -28,9 +28,9 @@ COMPRESSED = (".gz", ".zst")
 SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 OTHER_ARCHIVES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".npy", ".npz", ".pt")
 CHUNK_BYTES = 2**18
-"""What is read of a file at a time."""
+"""Bytes that are read of a file at a time."""
 SNIFFED_BYTES = 2**20
-"""How much of a file tells whether it is text."""
+"""Bytes at the beginning of a file that tell whether it is text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class File:
     """A path; for the hub `hf:owner/name...`."""
     format: Literal["text", "jsonl", "parquet", "hub"]
     split: Literal["train", "val"] | None = None
-    """Where it belongs, if its name says so."""
+    """Split that it belongs to, if its name says so."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def pyarrow():
-    """The package, which only Parquet and Zstandard need.
+    """Imports the package, which only Parquet and Zstandard need.
 
     Raises:
         UserError: it is not installed.
@@ -88,7 +88,7 @@ def pyarrow():
 
 
 def named_files(name: str, encoding: str = UTF_8) -> tuple[list[File], list[str]]:
-    """The file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
+    """Finds the file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
 
     Returns:
         The files (none is an empty list), and why others that match the pattern were skipped.
@@ -117,7 +117,7 @@ def named_files(name: str, encoding: str = UTF_8) -> tuple[list[File], list[str]
 
 
 def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[str]]:
-    """The files of documents (JSON lines, Parquet) below a folder if it has any, else its texts.
+    """Finds the documents (JSON lines, Parquet) below a folder if it has any, else its texts.
 
     Returns:
         Those that are not empty, sorted by POSIX path, and why others were skipped: hidden, not
@@ -156,7 +156,7 @@ def _refuse(path: str) -> None:
 
 
 def _is_json_lines(path: str) -> bool:
-    """Whether a file is named .json and begins with an object in one line."""
+    """Tells whether a file is named .json and begins with an object in one line."""
     if _kind(path) != ".json":
         return False
     try:
@@ -188,8 +188,8 @@ def _format(path: str) -> Format:
 
 
 def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
-    """`files` with the splits that their paths say, if train and validation are both among them;
-    and why others were left out: they are for testing."""
+    """Adds the splits that the paths say to `files`, if train and validation are both among them;
+    returns them, and why others were left out: they are for testing."""
     folder = os.path.commonpath([os.path.dirname(file.path) for file in files]) if files else ""
     splits = [_split_of(os.path.relpath(file.path, folder or ".").lower()) for file in files]
     if not {"train", "val"} <= set(splits):
@@ -207,7 +207,7 @@ def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
 
 
 def _split_of(path: str) -> str | None:
-    """What the name says, or else the nearest folder."""
+    """Returns the split that the file's name says, or else the nearest folder's."""
     for part in reversed(path.split(os.sep)):
         words = {SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part) if word in SPLIT_NAMES}
         if words:
@@ -216,12 +216,12 @@ def _split_of(path: str) -> str | None:
 
 
 def _not_texts(paths: Iterable[str], encoding: str) -> dict[str, str]:
-    """Those that are not text, and why."""
+    """Returns the files that are not text, and why."""
     return {path: reason for path in paths if (reason := _not_text(path, encoding))}
 
 
 def _not_text(path: str, encoding: str) -> str | None:
-    """Why a file, unpacked, does not begin as text does; None if it does."""
+    """Says why a file, unpacked, does not begin as text does; None if it does."""
     try:
         with opened(path) as (stream, _):
             head = stream.read(SNIFFED_BYTES)

@@ -1,4 +1,4 @@
-"""What somebody asks to have prepared, and how far that is."""
+"""Requests for a preparation, and the progress of one."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from fastgpt.errors import UserError, counted
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 100_000_000
-"""As llm.c's and modded-nanogpt's."""
+"""Number of tokens in a shard, as in llm.c's and modded-nanogpt's."""
 
 
 LEARNT = ("chars", *SIZED)
@@ -41,16 +41,16 @@ class Request:
     tokenizer: str
     """A kind, or the path of a `tokenizer.json`."""
     vocab_size: int | None = None
-    """Of a tokenizer that is trained; None: its default."""
+    """Vocabulary size of a tokenizer that is trained; None: its default."""
     val_fraction: float
-    """What is held out: of the text, or of the documents; files named so have their own split."""
+    """Fraction held out of the text or documents; files named train and val keep their split."""
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
         check_settings(self.val_fraction, self.shard_tokens)
 
     def facts(self) -> dict[str, Any]:
-        """All that decides the outcome, as JSON holds it: files by path, size and time."""
+        """Returns all that decides the outcome, as JSON holds it: files by path, size and time."""
         values = asdict(self)
         files = values["source"].pop("files")
         values["source"]["skipped"] = len(self.source.skipped)
@@ -82,7 +82,7 @@ def _no_tokens() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a request is: all that is kept of it but the tokens themselves."""
+    """Progress of a request: all that is kept of it but the tokens themselves."""
 
     place: Place = field(default_factory=Place)
     digest: str = ""
@@ -93,7 +93,7 @@ class Progress:
     documents: dict[str, int] = field(default_factory=_no_tokens)
 
     def after(self, result: Encoded, place: Place) -> "Progress":
-        """With one more batch. A new object: an interrupt must not leave half of the counts."""
+        """Adds a batch. The object is new, since an interrupt must not leave half of the counts."""
         return Progress(
             place=place,
             digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
@@ -104,7 +104,7 @@ class Progress:
 
 
 def load_progress(out: Path, request: Request) -> Progress | None:
-    """What an earlier call left; None where it left nothing worth keeping.
+    """Reads the progress of an earlier call; None where it left nothing worth keeping.
 
     Raises:
         UserError: it was another request's.
@@ -138,7 +138,7 @@ def load_progress(out: Path, request: Request) -> Progress | None:
 
 
 def _changed(before: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    """The settings that differ, as they are given on the command line."""
+    """Lists the settings that differ, as they are given on the command line."""
     old, new = (
         {"encoding": UTF_8, **values, **values.get("source", {})} for values in (before, facts)
     )

@@ -1,4 +1,4 @@
-"""Where text comes from, by name or by path, as a list of files; and where files are kept.
+"""Finds the files of a source by its name or path.
 
 Two kinds of corpora. A *text* is files read one after the other (the built-in corpus, shakespeare,
 a text file, a folder of them); its end is held out. A set of *documents* (JSON lines, Parquet,
@@ -36,7 +36,7 @@ HUB = {
 }
 """Named sets of documents: hf:owner/name[/configuration][@revision]."""
 SEPARATORS = {"tinystories": "<|endoftext|>"}
-"""What stands between documents where a named set is on disk as text."""
+"""Separators of the documents of a named set that is on disk as text."""
 NAMES = ("builtin", "shakespeare", *HUB)
 
 # Tests and what pip puts there are not the library; encodings and pydoc_data are nearly all
@@ -56,24 +56,24 @@ STDLIB_MIN_BYTES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a corpus is made from."""
+    """Files of text, and how to read them."""
 
     name: str
     """Short and fit for a file name."""
     given: str
     """The name or path by which it was asked for."""
     files: tuple[File, ...]
-    """In the order in which they are read."""
+    """Files in the order in which they are read."""
     separator: str | None = None
-    """What stands between the documents of a text; None: a file is one document."""
+    """Text between the documents of a file; None: a file is one document."""
     field: str = "text"
     """The field or column that holds the text (JSON lines, Parquet, the hub)."""
     ends_lines: bool = False
     """A newline is added to files that lack it: a folder's next file must not continue a line."""
     encoding: str = UTF_8
-    """The encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
+    """Encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
     skipped: tuple[str, ...] = ()
-    """Why files of a folder or a pattern were skipped, a message for each."""
+    """Reasons why files of a folder or a pattern were skipped, a message for each."""
     python: str | None = None
     """The Python version whose library this is; None for every other source."""
     revision: str | None = None
@@ -81,26 +81,26 @@ class Source:
 
     @property
     def split(self) -> Literal["named", "tail", "hash"]:
-        """What is held out: files named so, the end of the text, or documents by hash."""
+        """Way of holding out text: files named so, the end of the text, or documents by hash."""
         if self.files[0].split is not None:
             return "named"
         return "tail" if self.plain else "hash"
 
     @property
     def plain(self) -> bool:
-        """Texts as they are, not sets of documents."""
+        """Whether these are texts as they are, not sets of documents."""
         return self.separator is None and all(file.format == "text" for file in self.files)
 
 
 def find_source(
     source: str, *, separator: str | None = None, field: str = "text", encoding: str = UTF_8
 ) -> Source:
-    """The files behind a name or a path.
+    """Finds the files of a name or a path.
 
     Args:
         source: one of `NAMES`, `hf:owner/name[/configuration][@revision]`, a file, a folder, or a
             pattern with `*`, `?` or `**`.
-        separator: what stands between the documents of a text.
+        separator: text between the documents of a file.
         field: the field or column that holds the text.
         encoding: of text files, as Python names it.
     Raises:
@@ -173,7 +173,7 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 
 def _named_set(name: str, separator: str | None, field: str) -> Source:
-    """The files that someone has put into the data folder, else the hub's data set."""
+    """Finds the files that someone has put into the data folder, else the hub's data set."""
     folder = data_dir() / name
     if folder.is_dir():
         return replace(

@@ -25,7 +25,7 @@ SIGNATURES = {
     b"\x93NUMPY": "a NumPy array",
     **{bytes([0x80, protocol]): "a Python pickle" for protocol in range(2, 6)},
 }
-"""What a file is by its first bytes, and what to do with it."""
+"""File formats by their first bytes, each with what to do about it."""
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",  # begins as UTF-16's does
     codecs.BOM_UTF32_BE: "utf-32",
@@ -39,7 +39,7 @@ MOST_CONTROLS = 0.01
 
 
 def text_encoding(name: str) -> str:
-    """The usual name of an encoding, such as `utf-8` for `UTF8`.
+    """Returns the usual name of an encoding, such as `utf-8` for `UTF8`.
 
     Raises:
         UserError: Python has no text encoding of that name.
@@ -88,7 +88,7 @@ class TextDecoder:
         self.controls = self.length = 0
 
     def decode(self, block: bytes, *, final: bool = False) -> str:
-        """The characters that `block` completes.
+        """Returns the characters that `block` completes.
 
         Raises:
             UserError: bytes that the encoding does not have, or too many control characters; names
@@ -108,7 +108,7 @@ class TextDecoder:
         return text
 
     def _count_controls(self, block: bytes, text: str) -> None:
-        """Refuses too many, over this block and the one before: the last one may be short."""
+        """Refuses too many in this block and the one before, since the last one may be short."""
         data = block if self.encoding == UTF_8 else text.encode(errors="replace")
         controls, length = _controls(data), len(data)
         if controls and controls + self.controls > MOST_CONTROLS * (length + self.length):
@@ -126,7 +126,7 @@ def _controls(data: bytes) -> int:
 
 
 def _what_else(data: bytes) -> str:
-    """What bytes seem to be that are not text in the encoding given, and what to do."""
+    """Guesses what bytes are that are not text in the encoding given, and says what to do."""
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "")
     even, odd = data[::2].count(0), data[1::2].count(0)
     # in UTF-16, one of the two bytes of a space, a line feed or a letter of English is zero

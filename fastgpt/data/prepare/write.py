@@ -47,7 +47,7 @@ from fastgpt.storage import cores, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8
-"""Of the beginning of a source, which is all that bpe and wordpiece learn from: their memory grows
+"""Characters at the beginning of a source that bpe and wordpiece learn from: their memory grows
 with the distinct words."""
 
 MOST_BYTES_PER_TOKEN = 8
@@ -62,7 +62,7 @@ def write_directory(
     report: Report | None = None,
     save_every_s: float = 5.0,
 ) -> None:
-    """Writes what is requested to `out`, going on with what an earlier call left there.
+    """Writes what is requested to `out`, resuming what an earlier call left there.
 
     Args:
         request: what to prepare.
@@ -101,7 +101,7 @@ def check_space(request: Request, out: Path) -> None:
 
 
 class _Directory:
-    """The work of `write_directory`, and how far it is."""
+    """Work of `write_directory`, and its progress."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Directory:
         self.saved = time.monotonic()
 
     def _tokenizer(self, *, fresh: bool) -> Tokenizer:
-        """The one of the earlier call, else a new one, trained where it has to be."""
+        """Loads the tokenizer of the earlier call, else makes one, trained where it has to be."""
         if not fresh:
             return load_tokenizer(self.out / TOKENIZER_FILE)
         tokenizer = make_tokenizer(
@@ -147,7 +147,7 @@ class _Directory:
         return tokenizer
 
     def _first_documents(self) -> tuple[int, int]:
-        """Reads documents until each split has one; how many each has got."""
+        """Reads documents until each split has one; returns how many each has got."""
         counts = [0, 0]
         for piece in read_pieces(self.source, raw=False):
             assert isinstance(piece.text, str)
@@ -237,7 +237,7 @@ class _Directory:
         write_atomically(self.out / MANIFEST, content.encode())
 
     def _complete(self, split: str) -> dict[str, Any]:
-        """Completes a split's shards; what the manifest says of them."""
+        """Completes a split's shards, and returns what the manifest says of them."""
         paths = self.writers[split].finish()
         with ThreadPoolExecutor(self.workers) as pool:
             sums = pool.map(checksums, paths)
@@ -303,7 +303,7 @@ class ShardWriter:
         return self.out / f"{self.split}_{number:06d}.bin"
 
     def _cut_back(self, tokens: int) -> None:
-        """To the first `tokens` tokens, whatever was written after them."""
+        """Cuts the shards back to the first `tokens` tokens, whatever was written after them."""
         full, rest = divmod(tokens, self.shard_tokens)
         for path in self.out.glob(f"{self.split}_*.bin"):
             if path.name > self._path(full).name or (path == self._path(full) and not rest):
@@ -352,12 +352,12 @@ class ShardWriter:
             sync(self.file)
 
     def counts(self) -> list[int]:
-        """Tokens in each shard."""
+        """Returns the number of tokens in each shard."""
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def finish(self) -> list[Path]:
-        """Completes the last shard; all of them, in order."""
+        """Completes the last shard, and returns the paths of all, in order."""
         if self.file is not None:
             self._close(self.tokens % self.shard_tokens)
         return [self._path(number) for number in range(len(self.counts()))]
