@@ -209,12 +209,10 @@ def _field_of(line: bytes, field: str, place: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        if line.lstrip().startswith(b"["):
-            record = []  # an array over several lines
-        else:
-            raise UserError(
-                f"{place} is not JSON, expected one object per line ({error})"
-            ) from error
+        if not line.lstrip().startswith(b"["):
+            reason = f"is not JSON, expected one object per line ({error})"
+            raise UserError(f"{place} {reason}") from error
+        record = []  # it goes on in other lines
     if not isinstance(record, dict):
         what = "a JSON array" if isinstance(record, list) else _kind_of(record)
         raise UserError(f"{place} is {what}; write one object per line")

@@ -139,9 +139,7 @@ def load_progress(out: Path, request: Request) -> Progress | None:
 
 def _changed(before: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     """Lists the settings that differ, as they are given on the command line."""
-    old, new = (
-        {"encoding": UTF_8, **values, **values.get("source", {})} for values in (before, facts)
-    )
+    old, new = ({"encoding": UTF_8} | values | values["source"] for values in (before, facts))
     names = {"given": "source"} | {name: f"--{name}".replace("_", "-") for name in OPTIONS}
     return [
         f"{names.get(name, name)} was {_short(old.get(name))}, now {_short(new[name])}"

@@ -205,8 +205,8 @@ def _local(source: str, encoding: str) -> Source:
         if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        hint = f"; {counted(len(skipped), 'file')} skipped: {skipped[0]}" if skipped else ", it is empty"
-        raise UserError(f"corpus {source!r}: no text in it{hint}")
+        why = f"{counted(len(skipped), 'file')} skipped: {skipped[0]}" if skipped else "it is empty"
+        raise UserError(f"corpus {source!r}: no text in it; {why}")
     return Source(
         name=_file_name(name),
         given=source,
