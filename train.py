@@ -1,4 +1,4 @@
-"""Trains a GPT: `python train.py [recipe] [--section.field value ...]`, alone or under torchrun."""
+"""Trains a GPT: `python train.py [RECIPE] [--FLAG VALUE ...]`, alone or under torchrun."""
 
 from fastgpt.interpreter import require_torch
 

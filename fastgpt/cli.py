@@ -1,4 +1,4 @@
-"""The command line: `python train.py [recipe] [--section.field value ...]`, or `fastgpt-train`."""
+"""Command line of training: `python train.py [RECIPE] [--FLAG VALUE ...]`, or `fastgpt-train`."""
 
 import argparse
 import difflib
@@ -27,7 +27,7 @@ FIRST = (
 """Flags of the short help."""
 DAY_S = 86_400
 SLOWEST = 1e10
-"""FLOP/s that any CPU reaches: what takes less than a day at this rate needs no measurement."""
+"""FLOP/s that any CPU reaches: a run of less than a day at this rate needs no measurement."""
 
 
 def main() -> None:
@@ -134,8 +134,8 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         first=FIRST,
         usage="[RECIPE] [--FLAG VALUE ...]",
         default=default,
-        about="Trains a GPT. Without a recipe it is gpt2-124m where torch sees CUDA, else baby. "
-        f"[In brackets]: the values of {of}.",
+        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby. "
+        f"Values [in brackets] are those of {of}.",
         more=f"Recipes: {', '.join(RECIPES)}. --list-recipes tells what each is. {flags.MORE}",
     )
     return _one_length(config, given)

@@ -1,8 +1,7 @@
-"""What a run is made of: frozen dataclasses, checked when they are built, and the command line that
-fills them.
+"""Settings of a run, as frozen dataclasses that are checked when they are built.
 
-Every field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`; its docstring is its
-help.
+Each field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`. The text below a field
+is the flag's help; its first sentence must stand alone, because the short help shows no more.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ SHARE = ("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: str) -> None:
-    """Raises `UserError` unless each field, `model.dim` or `--top-k`, is None or as expected."""
+    """Raises `UserError` unless each named field, such as `model.dim`, is None or as expected."""
     words, fits = expected
     for name in names:
         value = getattr(config, name.split(".")[-1].removeprefix("--").replace("-", "_"))
@@ -151,7 +150,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor on attention scores."""
+        """Factor that attention scores are multiplied by."""
         return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
 
     @property
@@ -168,12 +167,12 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def bias_at(self, place: str) -> bool:
-        """True if attention's projection at `place`, qkv or projection, has a bias."""
+        """Whether a projection of attention, `qkv` or `projection`, has a bias."""
         own = getattr(self, f"{place}_bias")
         return self.bias if own is None else own
 
     def dropout_at(self, place: str) -> float:
-        """The probability at `place`: embedding, attention, residual or feed_forward."""
+        """Dropout probability at `place`: embedding, attention, residual or feed_forward."""
         own = getattr(self, f"{place}_dropout")
         return self.dropout if own is None else own
 
@@ -381,7 +380,7 @@ class Config:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one optimizer step."""
+        """Number of sequences in one optimizer step."""
         return self.train.batch_tokens // self.model.context
 
 

@@ -1,4 +1,4 @@
-"""Command lines: tyro reads the flags; --help is short, and unknown flags are told their like.
+"""Command lines: tyro parses the flags, behind a short --help and near names for unknown flags.
 
 A command is a dataclass. Its field names are the flags, and the text below a field is its help.
 """
@@ -29,7 +29,7 @@ MORE = "--help-all lists every flag, --version the version."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """A flag of a command, as its dataclass describes it."""
+    """One flag of a command, as its dataclass describes it."""
 
     path: str
     """Name of the field, such as `model.num_layers`."""
@@ -42,7 +42,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """What is typed: `--model.num-layers`, `--model.[no-]tied`, `RUN`."""
+        """Name as the help shows it: `--model.num-layers`, `--model.[no-]tied`, `RUN`."""
         if self.positional:
             return self.path.upper()
         section, dot, last = self.path.replace("_", "-").rpartition(".")
@@ -50,7 +50,7 @@ class Flag:
 
     @property
     def spellings(self) -> list[str]:
-        """Each name that is accepted: both of a switch, none of a positional argument."""
+        """Names that are accepted: two for a switch, none for a positional argument."""
         if self.positional:
             return []
         return list(dict.fromkeys(self.name.replace("[no-]", no) for no in ("", "no-")))
@@ -67,7 +67,9 @@ class Flag:
         return self.text + choices + self._default()
 
     def _default(self) -> str:
-        if self.default in (None, "", (), MISSING):
+        if self.default is MISSING:
+            return "" if self.positional else f"{NO_BREAK}(required)"
+        if self.default in (None, "", ()):
             return ""
         plain = not isinstance(self.default, str) or self.default.isprintable()
         return f"{NO_BREAK}[{self.default if plain else repr(self.default)}]"
@@ -84,7 +86,7 @@ def parse(
     about: str = "",
     more: str = MORE,
 ) -> T:
-    """Reads `argv` into a `kind`; answers --help, --help-all and --version, and exits.
+    """Parses `argv` into a `kind`; --help, --help-all and --version print and exit.
 
     Args:
         kind: the command's dataclass.
@@ -104,16 +106,9 @@ def parse(
         print(f"fastgpt {fastgpt.__version__}")
         sys.exit()
     if "--help-all" in argv or "--help" in argv or "-h" in argv:
-        arguments = " ".join([flag.name for flag in flags if flag.positional])
-        start = f"usage: {prog} {usage or f'{arguments} [--FLAG VALUE ...]'.strip()}"
-        paragraphs = [start, wrapped(about or kind.__doc__ or "")]
-        if "--help-all" in argv:
-            paragraphs += _all(flags)
-        else:
-            by_path = {flag.path: flag for flag in flags}
-            paragraphs += [table([(by_path[p].name, by_path[p].summary) for p in first])]
-            paragraphs += [wrapped(more)]
-        print("\n\n".join(paragraphs))
+        start = [f"usage: {prog} {usage or _usage(flags)}", wrapped(about or kind.__doc__ or "")]
+        rest = _all(flags) if "--help-all" in argv else [_summaries(flags, first), wrapped(more)]
+        print("\n\n".join([*start, *rest]))
         sys.exit()
     options: dict[str, Any] = {} if default is None else {"default": default}
     found, unknown = tyro.cli(kind, prog=prog, args=argv, return_unknown_args=True, **options)
@@ -122,18 +117,18 @@ def parse(
     return found
 
 
-def flags_of(kind: Any, default: Any = None, section: str = "") -> Iterator[Flag]:
-    """The flags of a dataclass, those of the dataclasses in it included."""
+def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]:
+    """Yields the flags of a dataclass and of the dataclasses in it."""
     texts = {p.arg_name: p.description or "" for p in parse_from_object(kind).params}
     hints = get_type_hints(kind, include_extras=True)
     own = [field for field in fields(kind) if not _marked(hints[field.name], tyro.conf.Suppress)]
     for field in own:
         hint, value = hints[field.name], getattr(default, field.name, _default(field))
         if is_dataclass(value):
-            yield from flags_of(type(value), value, f"{section}{field.name}.")
+            yield from flags_of(type(value), value, f"{prefix}{field.name}.")
         else:
             yield Flag(
-                path=section + field.name,
+                path=prefix + field.name,
                 text=" ".join(texts.get(field.name, "").split()),
                 default=value,
                 section=kind.__doc__ or "",
@@ -154,7 +149,7 @@ def _default(field: Field) -> Any:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph of at most 80 columns, fewer on a narrow terminal."""
+    """Wraps a paragraph at 80 columns, or at the width of a narrower terminal."""
     width = min(WIDTH, shutil.get_terminal_size().columns)
     options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
     text = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, **options)
@@ -162,7 +157,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Names, and beside them what is said about each."""
+    """Lays out names with a text beside each."""
     rows = list(rows)
     column = min(max(len(name) for name, _ in rows), 24) + 4
     lines = []
@@ -174,8 +169,19 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def _usage(flags: Sequence[Flag]) -> str:
+    positional = [flag for flag in flags if flag.positional]
+    names = [f.name if f.default is MISSING else f"[{f.name}]" for f in positional]
+    return " ".join([*names, "[--FLAG VALUE ...]"])
+
+
+def _summaries(flags: Sequence[Flag], first: Sequence[str]) -> str:
+    by_path = {flag.path: flag for flag in flags}
+    return table([(by_path[path].name, by_path[path].summary) for path in first])
+
+
 def _all(flags: Sequence[Flag]) -> list[str]:
-    """A paragraph for each section, with the whole help of each flag."""
+    """Paragraphs of --help-all: one for each section, with the whole help of its flags."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for flag in flags:
         sections.setdefault(flag.section, []).append((flag.name, flag.help))
@@ -188,15 +194,18 @@ def _all(flags: Sequence[Flag]) -> list[str]:
 
 
 def unknown_flag(given: str, flags: Iterable[Flag]) -> UserError:
-    """The error for a flag that does not exist: it names those that may have been meant."""
+    """Error for a flag that does not exist; it names those that may have been meant."""
     near = " or ".join(repr(name) for name in near_flags(given, flags))
     hint = f"did you mean {near}?" if near else "--help-all lists every flag"
     return UserError(f"unknown argument {given!r}; {hint}")
 
 
 def near_flags(given: str, flags: Iterable[Flag]) -> list[str]:
-    """Flags with the same last part (--lr: --optim.lr), else of similar spelling, else those whose
-    help has all its words (--learning-rate); of these the two with the least text."""
+    """Finds the flags that may have been meant by one that does not exist.
+
+    They are those with the same last part (--lr: --optim.lr), else of similar spelling, else with
+    all its words in their help (--learning-rate), of which the two shortest are taken.
+    """
     flags = list(flags)
     wanted = given.lstrip("-").replace("_", "-")
     names = {name[2:]: name for flag in flags for name in flag.spellings}

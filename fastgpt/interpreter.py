@@ -6,7 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-VENV_PYTHON = Path(__file__).parents[1] / ".venv" / "bin" / "python"
+ROOT = Path(__file__).parents[1]
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 
 
 def require_torch() -> None:
@@ -14,8 +15,9 @@ def require_torch() -> None:
     if find_spec("torch") is not None:
         return
     arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]
-    command = shlex.join([os.path.relpath(VENV_PYTHON), *arguments])
+    python = min(str(VENV_PYTHON), os.path.relpath(VENV_PYTHON), key=len)
+    command = shlex.join([python, *arguments])
     usable = VENV_PYTHON.exists() and Path(sys.executable) != VENV_PYTHON
-    first = "" if usable else "`make setup`, then "
+    first = "" if usable else f"`make setup` in {ROOT}, then "
     version = ".".join(map(str, sys.version_info[:3]))
     sys.exit(f"error: {sys.executable} (Python {version}) has no torch; run {first}{command}")

@@ -7,7 +7,7 @@ from fastgpt.data.corpus import Corpus
 
 
 def _gpt2(layers: int, heads: int, dim: int) -> Config:
-    """GPT-2 at one of its published sizes (Radford et al. 2019, table 2)."""
+    """Settings of GPT-2 at one of its published sizes (Radford et al. 2019, table 2)."""
     return Config(
         steps=19_073,  # of 2^19 tokens: 10^10 in all
         model=ModelConfig(num_layers=layers, num_heads=heads, dim=dim, vocab_size=50_257),
@@ -18,7 +18,7 @@ def _gpt2(layers: int, heads: int, dim: int) -> Config:
 
 
 def _modern(gpt2: Config) -> Config:
-    """The same size, data and tokens, with what has been changed in GPTs since. Not tuned."""
+    """Settings of GPT-2 with changes that later GPTs have made, for the same data. Not tuned."""
     return replace(
         gpt2,
         model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
@@ -33,11 +33,11 @@ _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
 _PYTORCHS_ADAMW = OptimConfig(
     beta2=0.999, weight_decay=0.01, grad_clip=0.0, schedule="constant"
 )  # fmt: skip
-"""PyTorch's defaults, but that vectors do not decay."""
+"""Optimizer settings that PyTorch has as defaults, except that vectors do not decay."""
 
 
 def _lecture(*, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
-    """A step of the lecture, with its sampling, evaluation and optimizer."""
+    """Settings of a step of the lecture, with its sampling, evaluation and optimizer."""
     small = model.init == "torch"
     return Config(
         steps=steps,
@@ -90,7 +90,7 @@ _MUON = OptimConfig(
     min_lr_ratio=0.0,
     warmup_steps=20,
 )
-"""For runs of a few hundred steps."""
+"""Optimizer settings for runs of a few hundred steps."""
 
 _RECIPES = {
     "baby": (
