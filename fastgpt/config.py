@@ -190,6 +190,8 @@ class DataConfig:
     tokenizer: str = "auto"
     """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` takes what suits
     the source."""
+    encoding: str = "utf-8"
+    """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: float = 0.1
     """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
     share of a data set's documents."""
@@ -287,8 +289,9 @@ class TrainConfig:
     """Number of last checkpoints that stay on disk; the best one stays, too."""
     sample_tokens: int = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
-    sample_prompt: str = "\n"
-    """Text that the samples continue."""
+    sample_prompt: str | None = None
+    """Text that the samples continue. By default it is the recipe's own on the recipe's data (of
+    baby `def `, else a line feed), and on other data the first words held out."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")

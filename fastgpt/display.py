@@ -23,6 +23,8 @@ from rich.text import Text
 
 QUIET_S = 3
 """Text that is prepared in less than this is not worth a word."""
+ENOUGH = 0.001
+"""Share of a text after which the time for the rest is estimated."""
 LINE_S = 10
 """Seconds between two lines of progress where there is no terminal to draw a bar on."""
 BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
@@ -144,7 +146,7 @@ class PrepareProgress:
         self.bar = Progress(*columns, console=self.console)
         self.task = self.bar.add_task("", total=1.0)
         self.began, self.shown = time.monotonic(), 0.0
-        self.first: tuple[float, int] | None = None
+        self.first: tuple[float, int, float] | None = None
 
     def __enter__(self) -> "PrepareProgress":
         return self
@@ -161,16 +163,17 @@ class PrepareProgress:
     def __call__(self, tokens: int, share: float) -> None:
         """Args: tokens so far, and the share of the text that is behind."""
         if self.first is None:
-            self.first = (share, tokens)  # not (0, 0) where a preparation goes on
-        fresh, rate = share - self.first[0], (tokens - self.first[1]) / max(self.seconds, 1e-9)
-        text = f"{tokens:,} tokens, {short(rate)} tokens/s"
+            self.first = (share, tokens, self.seconds)  # a preparation may go on in the middle
+        fresh, seconds = share - self.first[0], max(self.seconds - self.first[2], 1e-9)
+        text = f"{tokens:,} tokens, {short((tokens - self.first[1]) / seconds)} tokens/s"
         if self.live and self.seconds >= QUIET_S:
             self.bar.start()
             self.bar.update(self.task, completed=share, description=text)
         elif self.seconds - self.shown >= LINE_S:
             self.shown = self.seconds
-            left = self.seconds * (1 - share) / max(fresh, 1e-9)
-            self.console.print(f"preparing text: {share:.1%}, {text}, about {left:.0f} s left")
+            if fresh >= ENOUGH and seconds >= QUIET_S:
+                text += f", about {duration(seconds * (1 - share) / fresh)} left"
+            self.console.print(f"preparing text: {share:.1%}, {text}")
 
 
 def printable(text: str) -> str:

@@ -26,6 +26,11 @@ def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") ->
     return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, which gets an s unless there is one: `1 file`, `1,200 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns the system's refusal to write `path` (a full disk, say) into a `UserError`."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from fastgpt.data.corpus import Corpus
 
 
 def _gpt2(layers: int, heads: int, dim: int) -> Config:
@@ -100,7 +101,7 @@ _RECIPES = {
             model=ModelConfig(num_layers=4, num_heads=4, dim=128, context=256),
             data=DataConfig(val_fraction=0.05, eval_tokens=2**16),
             optim=_MUON,
-            train=TrainConfig(batch_tokens=16 * 256, sample_prompt="def "),
+            train=TrainConfig(batch_tokens=16 * 256),
         ),
     ),
     "shakespeare-cpu": (
@@ -250,3 +251,16 @@ def expected(config: Config, corpus: str) -> str:
     if same != (own.model, own.optim, own.data, own.steps, own.train):
         return f"where the recipe ends with its own settings: {EXPECTED[config.recipe]}"
     return EXPECTED[config.recipe]
+
+
+PROMPTS = {"baby": "def "}
+"""Text that samples continue on a recipe's own data, where it is not a line feed."""
+
+
+def sample_prompt(config: Config, corpus: Corpus) -> str:
+    """Text that samples continue: the one asked for, the recipe's own, or the corpus's words."""
+    if config.train.sample_prompt is not None:
+        return config.train.sample_prompt
+    if config.data.source == RECIPES[config.recipe][1].data.source:
+        return PROMPTS.get(config.recipe, "\n")
+    return corpus.first_words()

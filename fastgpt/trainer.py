@@ -16,7 +16,7 @@ from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
-from fastgpt.recipes import expected
+from fastgpt.recipes import expected, sample_prompt
 from fastgpt.storage import cache_dir, write_atomically
 
 
@@ -36,7 +36,7 @@ class Trainer:
         self.config, self.world = self.engine.config, self.engine.world
         if not self.world.is_main:
             self.display.mute()
-        prompt = self.config.train.sample_prompt
+        prompt = sample_prompt(self.config, self.engine.data.corpora[0])
         try:
             self.prompt = encode_prompt(prompt, self.engine.data.tokenizer)
         except UserError as error:

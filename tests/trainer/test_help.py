@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt import cli, explain, flags, sample
+from fastgpt import cli, explain, flags, prepare, sample
 from fastgpt.config import Config
+from fastgpt.data import __main__ as data
 from fastgpt.recipes import RECIPES
 
 SNAPSHOTS = Path(__file__).with_name("help")
@@ -19,6 +20,8 @@ COMMANDS = {
     "train-shakespeare-cpu": lambda: cli.parse(["shakespeare-cpu", "--help"]),
     "recipes": lambda: cli.parse(["--list-recipes"]),
     "sample": lambda: sample.main(["--help"]),
+    "prepare": lambda: prepare.main(["--help"]),
+    "data": lambda: data.main(["--help"]),
     "explain": lambda: explain.main(["-h"]),
 }
 
