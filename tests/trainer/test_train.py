@@ -177,7 +177,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 
     before_each(monkeypatch, GPT, "forward", wait)
     before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
-    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: 1e9)
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
     for r in read_records(fit(flags) / "metrics.jsonl"):
         if "tok_per_s" in r:
