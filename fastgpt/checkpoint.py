@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, is_disk_full, reason, writing
 from fastgpt.storage import sync_directory
 
 FORMAT_VERSION = 2
@@ -54,7 +54,7 @@ def save(
     save_tokenizer: Callable[[Path], None],
     keep: int,
 ) -> Path:
-    """Writes `folder/step_N` and removes all but the last `keep` steps.
+    """Writes the checkpoint `folder/step_N` and removes all but the last `keep`.
 
     Raises:
         UserError: the disk is full or cannot be written; nothing half-written stays.
@@ -72,6 +72,8 @@ def save(
         )
         with (temporary / "state.pt").open("wb") as file:  # by its path, errors lose their reason
             torch.save(state, file)
+        # safetensors' files are for their owner alone, whatever the umask
+        shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
         (temporary / "config.json").write_text(config_json)
         save_tokenizer(temporary / "tokenizer.json")
         record = {
@@ -96,11 +98,9 @@ def save(
 
 
 def _cannot_save(folder: Path, step: int, error: Exception) -> str:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    why = why.split("\n")[0]
-    return (
-        f"cannot save the checkpoint of step {step} in {folder}: {why}; {last_good(folder.parent)}"
-    )
+    if is_disk_full(error):
+        return f"no space left on the disk of {folder}: the checkpoint of step {step} is not saved"
+    return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
 
 
 def _remove(path: Path) -> None:
@@ -118,7 +118,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def last_good(run_dir: Path) -> str:
-    """A clause for error messages: which checkpoint of a run there is to go back to."""
+    """A clause for error messages that names the newest checkpoint of a run."""
     saved = steps_on_disk(run_dir / "checkpoints")
     return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
 
@@ -210,15 +210,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def find(resume: str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to go on from, and what is wrong with the newer ones that had to be passed
-    over.
+    """Loads a checkpoint, and lists what is wrong with newer ones that had to be skipped.
 
     Args:
-        resume: the path of a checkpoint, which must be good, or of a run, whose newest good one is
+        resume: path of a checkpoint, which must be good, or of a run, whose newest good one is
             taken.
 
     Raises:
-        UserError: there is no good one.
+        UserError: there is no good checkpoint.
     """
     path, complaints = Path(resume), []
     if (path / "checkpoint.json").exists():
@@ -228,7 +227,9 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
             return load(candidate), complaints
         except UserError as error:
             complaints.append(str(error))
-    raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+    if complaints:
+        raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+    raise UserError(f"{path} {'has no checkpoint yet' if path.exists() else 'does not exist'}")
 
 
 def set_aside_after(folder: Path, step: int) -> None:

@@ -1,11 +1,15 @@
 """The one kind of error that is shown as a single line instead of a traceback."""
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+NO_SPACE = os.strerror(errno.ENOSPC)
+"""All that safetensors leaves of the system's error is its text."""
 
 
 class UserError(Exception):
@@ -27,11 +31,35 @@ def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") ->
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the system's refusal to write `path` (a full disk, say) into a `UserError`."""
+    """Turns an `OSError` met while writing `path` into a `UserError` that names it."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        full = f"no space left on the disk of {path}"
+        raise UserError(
+            full if is_disk_full(error) else f"cannot write {path}: {reason(error)}"
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if `error`, or one that led to it, says that the disk (or the quota on it) is full."""
+    return any(
+        getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_SPACE in str(e)
+        for e in _chain(error)
+    )
+
+
+def reason(error: BaseException) -> str:
+    """What the operating system said, where `error` came of that; else its own first line."""
+    system = (e.strerror for e in _chain(error) if isinstance(e, OSError) and e.strerror)
+    return next(system, str(error).split("\n")[0])
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it: PyTorch raises a RuntimeError of its own after ours."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -23,11 +23,11 @@ from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
-from fastgpt.display import command
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
+CHECKOUT = Path(__file__).absolute().parents[1]
 PREPARED = {
     "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
     "pubmed": (
@@ -180,14 +180,33 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:
-    """What to type to go on with a run."""
-    script = command("train.py")
+    """The command line that resumes a run, from whatever directory it is typed in."""
+    program = _console_command("fastgpt-train") or [sys.executable, str(CHECKOUT / "train.py")]
     if ranks > 1:
-        no_python = "" if script == "train.py" else "--no-python "
-        start = f"torchrun --nproc_per_node={ranks} {no_python}{script}"
-    else:
-        start = command("python train.py")
-    return f"{start} --resume {shlex.quote(str(run_dir))}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+        installed_command = program[0] != sys.executable
+        program = torchrun + (["--no-python", *program] if installed_command else program[1:])
+    return shlex.join([*program, "--resume", str(run_dir.absolute())])
+
+
+def sample_command(run_dir: Path) -> str:
+    """The command line that samples from a run, from whatever directory it is typed in."""
+    module = [sys.executable, "-m", "fastgpt.sample"]
+    program = _console_command("fastgpt-sample") or module
+    line = shlex.join([*program, str(run_dir.absolute())])
+    # only an installed package is found from everywhere
+    anywhere = program is not module or installed("fastgpt")
+    return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
+
+
+def _console_command(name: str) -> list[str] | None:
+    """The absolute path of a console command, if one was typed or there is no checkout."""
+    typed = Path(sys.argv[0])
+    if typed.name.startswith("fastgpt-"):
+        return [str(typed.absolute().with_name(name))]
+    if not (CHECKOUT / "train.py").exists():
+        return [str(Path(sys.executable).with_name(name))]
+    return None
 
 
 def saved_config(run: Path) -> Config:

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,7 +148,7 @@ class Trainer:
         )
 
     def fit(self) -> None:
-        """Trains to `config.steps`, or to SIGTERM or Ctrl-C; the run directory is complete then.
+        """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.
 
         Raises:
             UserError: the loss or a gradient is not finite, or the disk is full; what was saved
@@ -162,8 +160,11 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {self.engine.step}: no GPU memory left with micro-batches of "
-                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays)"
+                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays); "
+                f"{self._way_back()}"
             ) from error
+        except UserError as error:
+            raise type(error)(f"{error}; {self._way_back()}") from error
         finally:
             self.stop.restore()
             self.display.stop()
@@ -195,7 +196,7 @@ class Trainer:
                 self._log()
             evaluate = last or _due(engine.step, config.eval_every)
             if evaluate or _due(engine.step, config.save_every):
-                self._finite_loss()  # what is still queued belongs to training, not to the pause
+                engine.finite_loss()  # what is still queued belongs to training, not to the pause
                 pause = time.perf_counter()
                 self._save()
                 if evaluate:
@@ -212,20 +213,14 @@ class Trainer:
         seen = any(r["step"] == step and "val_loss" in r for r in records)
         return self.world.from_main(due and not seen)
 
-    @contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            raise UserError(f"{error}; {checkpoint.last_good(self.run_dir)}") from error
-
-    def _finite_loss(self) -> tuple[float, float]:
-        with self._naming_last_checkpoint():
-            return self.engine.finite_loss()
+    def _way_back(self) -> str:
+        """A clause for error messages: what is saved, and the command that resumes from it."""
+        command = run.resume_command(self.run_dir, self.world.size)
+        return f"{checkpoint.last_good(self.run_dir)}; to resume: {command}"
 
     def _log(self) -> None:
         engine = self.engine
-        loss, grad_norm = self._finite_loss()
+        loss, grad_norm = engine.finite_loss()
         now = time.perf_counter()
         tokens = (engine.step - self.logged_step) * self.config.train.batch_tokens
         seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
@@ -254,9 +249,8 @@ class Trainer:
     def _save(self) -> None:
         """Saves on the main rank, unless something is not finite."""
         engine = self.engine
-        self._finite_loss()
-        with self._naming_last_checkpoint():
-            engine.check_weights()
+        engine.finite_loss()
+        engine.check_weights()
         self.world.on_main(
             lambda: checkpoint.save(
                 self.run_dir / "checkpoints",
