@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 import fastgpt
 from fastgpt import checkpoint
@@ -65,27 +67,72 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
     raise UserError(f"--resume {resume}: expected auto, or the path of a run or of a checkpoint")
 
 
-def open_run_dir(config: Config, step: int) -> Path:
-    """Makes the directory of a run that starts, or reopens that of one that goes on from `step`.
+def is_run(path: Path) -> bool:
+    """True if `path` is a run's directory, even of a run without a checkpoint."""
+    return (path / "config.json").exists() and (path / "checkpoints").is_dir()
+
+
+def new_run_dir(recipe: str) -> Path:
+    """A path for a run that was given none; nothing is there yet."""
+    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
+    return next(ROOT / name for name in names if not (ROOT / name).exists())
+
+
+class RunLock:
+    """The right to write into a run's directory, held by one process at a time.
+
+    The operating system's lock ends with its process. Hosts that share a disk may not see each
+    other's, so `.holder` says who has it.
 
     Raises:
-        UserError: it holds a run already and nothing was said of going on with it, or cannot be
-        written.
+        UserError: another process has it, or the directory cannot be written.
     """
-    path = config.run_dir
-    if path is None:
-        stem = f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
-        path = next(ROOT / name for name in names if not (ROOT / name).exists())
-    elif (path / "config.json").exists() and not _goes_on(config.resume, path):
+
+    def __init__(self, path: Path) -> None:
+        self._holder = path / ".holder"
+        self._lock = FileLock(path / ".lock", thread_local=False)
+        host = platform.node()
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            held_by = self._holder.read_text() if self._holder.exists() else "another process"
+            try:
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                raise UserError(
+                    f"{path} is in use by {held_by}, which trains there: wait until that ends, stop"
+                    " it, or pass another --run-dir"
+                ) from None
+            if self._holder.exists() and not held_by.endswith(f" on {host}"):
+                self._lock.release()
+                raise UserError(
+                    f"{path} was last used by {held_by}, and {host} cannot see whether that still"
+                    f" runs: if it has ended, delete {self._holder} and try again"
+                )
+            self._holder.write_text(f"process {os.getpid()} on {host}")
+
+    def release(self) -> None:
+        """Lets other processes train in the directory."""
+        if self._lock.is_locked:
+            with suppress(OSError):
+                self._holder.unlink(missing_ok=True)
+            self._lock.release()
+
+
+def open_run_dir(path: Path, config: Config, step: int) -> None:
+    """Makes the directory of a run that starts, or reopens that of one that resumes at `step`.
+
+    Raises:
+        UserError: it holds another run, or cannot be written.
+    """
+    if (path / "config.json").exists() and not _goes_on(config.resume, path):
         raise UserError(
-            f"{path} holds a run already: expected another --run-dir, or --resume auto to go on"
+            f"{path} holds a run already: expected another --run-dir, or --resume auto to resume it"
         )
     with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoint.set_aside_after(path / "checkpoints", step)
         write_atomically(path / "config.json", to_json(config).encode())
-    return path
 
 
 def _goes_on(resume: str | None, run_dir: Path) -> bool:

@@ -2,11 +2,13 @@
 
 import math
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastgpt import checkpoint, device, run
+from fastgpt import checkpoint, device, distributed, run
 from fastgpt.config import Config, to_json
 from fastgpt.display import Display, duration, short
 from fastgpt.distributed import StopSignal
@@ -30,28 +32,47 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.display = Display()
-        self.engine = Engine(config, self.display.warn)
-        self.config, self.world = self.engine.config, self.engine.world
+        self.world = distributed.start(device.pick_device(config.train.device))
         if not self.world.is_main:
             self.display.mute()
+        self.best, self.log, self.lock = math.inf, None, None
+        with ExitStack() as cleanup:
+            cleanup.callback(self._unlock)
+            # before its checkpoints are read: who has the lock writes and removes them
+            self.world.on_main(lambda: self._lock(config.run_dir))
+            self.engine = Engine(config, self.display.warn)
+            cleanup.callback(self.engine.loader.close)
+            self.config = self.engine.config
+            self.prompt = self._encoded_prompt()
+            self._open_run()
+            cleanup.pop_all()
+
+    def _lock(self, run_dir: Path | None) -> None:
+        """Locks a run that is there already; the directory of a new one is not made yet."""
+        if run_dir is not None and run.is_run(run_dir):
+            self.lock = run.RunLock(run_dir)
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _encoded_prompt(self) -> torch.Tensor:
         prompt = self.config.train.sample_prompt
         try:
-            self.prompt = encode_prompt(prompt, self.engine.data.tokenizer)
+            return encode_prompt(prompt, self.engine.data.tokenizer)
         except UserError as error:
-            self.engine.loader.close()
             raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
-        self.best, self.log = math.inf, None
-        try:
-            self._open_run()
-        except UserError:
-            self.engine.loader.close()
-            raise
+
+    def _open_run_dir(self) -> Path:
+        path = self.config.run_dir or run.new_run_dir(self.config.recipe)
+        self.lock = self.lock or run.RunLock(path)
+        run.open_run_dir(path, self.config, self.engine.step)
+        return path
 
     def _open_run(self) -> None:
         """Makes or reopens the run directory, and says what is about to happen."""
-        engine = self.engine
         self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
-        self.run_dir = self.world.on_main(lambda: run.open_run_dir(self.config, engine.step))
+        self.run_dir = self.world.on_main(self._open_run_dir)
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
         self.display.header(self._header())
@@ -170,6 +191,7 @@ class Trainer:
             self.display.stop()
             self.engine.loader.close()
             self._close_log()
+            self._unlock()
 
     def _close_log(self) -> None:
         """Draws the curves; that this fails must not hide why a run ended."""

@@ -1,6 +1,8 @@
 """A run that was cut short, in whatever way, goes on to the very bits of one that was not."""
 
 import json
+import os
+import platform
 import random
 import re
 import shlex
@@ -17,7 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.display import Display
+from fastgpt.errors import UserError
 from fastgpt.metrics import MetricsLog, read_records
+from fastgpt.run import RunLock
+from fastgpt.sample import load_run
 from fastgpt.trainer import Trainer
 from tests.data.sets import ROOT, python
 from tests.trainer.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
@@ -167,6 +172,36 @@ def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
     assert best > 5, "choose flags with which the best checkpoint comes after the resume"
     for path in (whole, run):
         assert checkpoint.load(path / "checkpoints" / "best").step == best
+
+
+# --- one process at a time ------------------------------------------------------------------------
+
+
+def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit, tiny):
+    run = fit("--steps 4")
+    before = (run / "metrics.jsonl").read_bytes()
+    first = Trainer(parse(tiny("--resume auto --steps 8")))
+    holder = rf"is in use by process {os.getpid()} on {re.escape(platform.node())}, which trains"
+    with pytest.raises(UserError, match=holder):
+        Trainer(parse(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
+    with pytest.raises(UserError, match=holder):  # of a run that has no directory yet, say
+        RunLock(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    load_run(run)
+    first.fit()
+    Trainer(parse(tiny("--resume auto --steps 9"))).fit()
+
+
+def test_dead_holder_of_this_host_is_recognised_and_one_of_another_named(tmp_path):
+    holder = tmp_path / ".holder"
+    holder.write_text(f"process 12 on {platform.node()}")
+    RunLock(tmp_path).release()
+    assert not holder.exists()
+    holder.write_text("process 12 on elsewhere")
+    with pytest.raises(UserError, match=rf"process 12 on elsewhere, .* delete {holder} and"):
+        RunLock(tmp_path)
+    holder.unlink()
+    RunLock(tmp_path).release()
 
 
 # --- real processes -------------------------------------------------------------------------------

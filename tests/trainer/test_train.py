@@ -249,7 +249,7 @@ def test_everything_is_there_and_nothing_else(fit):
     names = {path.name for path in run.iterdir()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
-    expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png"
+    expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png .lock"
     assert names - events == set(expected.split())
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000004", "step_00000008", "best"}
