@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -109,24 +110,53 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+class Stopped(Exception):  # noqa: N818
+    """A signal asked the run to stop: raised by all ranks at the same place."""
+
+
 class StopSignal:
-    """SIGTERM and Ctrl-C as a flag that all ranks see at the same step; a second one kills."""
+    """SIGINT (Ctrl-C) and SIGTERM as a request to stop; the second one ends the process at once.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    Args:
+        say: prints a line.
+    """
 
-    def __init__(self) -> None:
+    # both end the process, though a shell has SIGINT ignored by what its script runs with `&`
+    DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # noqa: RUF012
+
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
-        self._before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
+        self._say = say
+        self._before = {number: signal.signal(number, self._on_signal) for number in self.DEFAULTS}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        self.restore()
+        self._set(self.DEFAULTS)
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
+            self._say(
+                f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
+                " saving; again to stop at once"
+            )
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
-        for number, handler in self._before.items():
+        """Gives the signals back to the handlers that they had before."""
+        self._set(self._before)
+
+    def _set(self, handlers: Mapping[signal.Signals, Any]) -> None:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
+    def check(self, world: World, *, ranks_meet: bool) -> None:
+        """Raises `Stopped` if any rank was asked to stop.
+
+        Args:
+            world: the ranks.
+            ranks_meet: what comes next needs every rank, so all of them must call this before. At
+                other places a rank that was asked to stop goes to the next such meeting at once.
+        """
+        if (ranks_meet or self.received) and self.agreed(world):
+            raise Stopped
+
     def agreed(self, world: World) -> bool:
-        """Whether any rank was told to stop; the hosts ask each other, no device is waited for."""
+        """True if any rank was asked to stop; hosts ask each other, no device is waited for."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))

@@ -18,9 +18,10 @@ from fastgpt import checkpoint, choose, device, distributed, ops, run
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.loader import Loader, eval_batches, random_batches
+from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
+from fastgpt.distributed import StopSignal
 from fastgpt.errors import UserError
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
@@ -28,6 +29,10 @@ from fastgpt.metrics import flops_per_token
 from fastgpt.optim import Optimizers
 from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
+
+
+def _say_nothing(_: str) -> None:
+    """What every rank but the main one tells a person."""
 
 
 class Engine:
@@ -181,8 +186,12 @@ class Engine:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def train_step(self) -> None:
-        """One optimizer step on the next global batch; sets `train_loss`, `grad_norm` and `lr`."""
+    def train_step(self, stop: StopSignal | None = None) -> None:
+        """Takes one optimizer step on the next global batch; sets `train_loss`, `grad_norm`, `lr`.
+
+        Raises:
+            Stopped: `stop` was received between two micro-steps; the step is not taken.
+        """
         seed = _dropout_seed(self.config.seed, self.step, self.world.rank)
         # torch.manual_seed formats a stack trace for each GPU backend that is not there, which is a
         # good part of the smallest steps
@@ -191,10 +200,12 @@ class Engine:
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)
         for micro_step in range(micro_steps):
-            x, y = self.loader.next()
             # Not synced before the last micro-step. DDP decides in its forward, so the forward is
             # inside: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
+            if stop is not None:
+                stop.check(self.world, ranks_meet=last)
+            x, y = self.loader.next()
             quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
             with quiet:
                 with self.autocast():
@@ -218,30 +229,40 @@ class Engine:
         """Around every forward."""
         return device.autocast(self.device, self.precision)
 
-    def evaluate(self, split: str, max_tokens: int = 0) -> list[tuple[float, int]]:
-        """(mean loss in nats, targets scored) on `train` or `val` of each corpus.
+    def evaluate(
+        self,
+        split: str,
+        max_tokens: int = 0,
+        stop: StopSignal | None = None,
+        report: Callable[[str], None] = _say_nothing,
+    ) -> list[tuple[float, int]]:
+        """Mean loss in nats, and the number of targets scored, for each corpus.
 
         Args:
-            split: `train` only with `data.eval_batches`, which also says how much is scored.
+            split: `val`, or with `data.eval_batches`, which then sets how much is scored, `train`.
             max_tokens: about how many targets of fixed windows are scored; 0: all.
+            stop: looked at before each batch.
+            report: is told before each batch how far the evaluation is.
+
+        Raises:
+            Stopped: `stop` was received.
         """
         self.model.eval()
         results = [
             mean_loss(
                 self.loss,
-                self._eval_batches(corpus, split, max_tokens),
+                _reported(self._eval_batches(corpus, split, max_tokens), report),
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
+                stop=stop,
             )
             for corpus in self.data.corpora
         ]
         self.model.train()
         return results
 
-    def _eval_batches(
-        self, corpus: Corpus, split: str, max_tokens: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
         config, tokens = self.config, getattr(corpus, split)
         shared = {
             "context": config.model.context,
@@ -312,8 +333,13 @@ class Engine:
             raise UserError(f"step {self.step}: first tensor that is not finite: {first}")
 
 
-def _say_nothing(_: str) -> None:
-    """What every rank but the main one tells a person."""
+def _reported(
+    batches: EvalBatches, report: Callable[[str], None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; each is reported before it is handed out."""
+    for number, batch in enumerate(batches, start=1):
+        report(f"evaluating {number}/{len(batches)}")
+        yield batch
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.distributed import World
+from fastgpt.distributed import Stopped, StopSignal, World
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
 from fastgpt.model import GPT
@@ -24,8 +24,9 @@ def mean_loss(
     world: World,
     device: str,
     autocast: AbstractContextManager,
+    stop: StopSignal | None = None,
 ) -> tuple[float, int]:
-    """Mean loss in nats over the targets of all ranks' batches, and how many they are.
+    """Mean loss in nats over the targets of all ranks' batches, and the number of targets.
 
     Args:
         model: (tokens, targets) -> mean loss, in evaluation mode.
@@ -33,14 +34,23 @@ def mean_loss(
         world: the ranks.
         device: of the model.
         autocast: entered around each forward.
+        stop: looked at before each batch.
+
+    Raises:
+        Stopped: by all ranks, if one was asked to stop before its batches were through.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for x, y in batches:
+        if stop is not None and stop.received:
+            totals[2] = 1
+            break
         count = int((y != IGNORED).sum())
         with autocast:
             loss = model(x.to(device), y.to(device))
-        totals += torch.stack((loss.double() * count, torch.tensor(count, device=device)))
-    total, count = world.sum(totals).tolist()
+        totals[:2] += torch.stack((loss.double() * count, torch.tensor(count, device=device)))
+    total, count, stopped = world.sum(totals).tolist()
+    if stopped:
+        raise Stopped
     return total / count, int(count)
 
 

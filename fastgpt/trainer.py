@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from fastgpt import checkpoint, device, distributed, run
 from fastgpt.config import Config, to_json
 from fastgpt.display import Display, duration, short
-from fastgpt.distributed import StopSignal
+from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
@@ -175,9 +176,9 @@ class Trainer:
             UserError: the loss or a gradient is not finite, or the disk is full; what was saved
                 before is good.
         """
-        self.stop = StopSignal()
+        self.stop, ending = StopSignal(self.display.line), []
         try:
-            self._fit()
+            ending = self._fit()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {self.engine.step}: no GPU memory left with micro-batches of "
@@ -192,6 +193,8 @@ class Trainer:
             self.engine.loader.close()
             self._close_log()
             self._unlock()
+        for line in ending:
+            self.display.line(line)
 
     def _close_log(self) -> None:
         """Draws the curves; that this fails must not hide why a run ended."""
@@ -201,18 +204,29 @@ class Trainer:
         except UserError as error:
             self.display.warn(str(error))
 
-    def _fit(self) -> None:
+    def _fit(self) -> list[str]:
+        """Trains, and gives the lines that the run ends with."""
+        try:
+            self._train()
+        except Stopped:
+            return self._leave()
+        steps = self.config.steps
+        resume = run.resume_command(self.run_dir, self.world.size)
+        return [
+            f"done after step {steps}: {self.run_dir.absolute()}",
+            f"to sample from it: {run.sample_command(self.run_dir)}",
+            f"to train longer: {resume} --steps {2 * steps}",
+        ]
+
+    def _train(self) -> None:
         engine, config = self.engine, self.config
+        self.display.start(engine.step, config.steps)
         if self._lacks_evaluation():
             self._evaluate()
-        self.display.start(engine.step, config.steps)
         self.clock, self.logged_step = time.perf_counter(), engine.step
         self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
-            if self.stop.agreed(self.world):
-                self._leave()
-                return
-            engine.train_step()
+            engine.train_step(self.stop)
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
@@ -223,9 +237,8 @@ class Trainer:
                 self._save()
                 if evaluate:
                     self._evaluate()
+                self.display.doing("training")
                 self.clock += time.perf_counter() - pause
-        self.display.stop()
-        self.display.line(f"done: {self.run_dir}")
 
     def _lacks_evaluation(self) -> bool:
         """Before the first step, or where a resumed run lost the evaluation of its step."""
@@ -271,6 +284,7 @@ class Trainer:
     def _save(self) -> None:
         """Saves on the main rank, unless something is not finite."""
         engine = self.engine
+        self.display.doing("saving")
         engine.finite_loss()
         engine.check_weights()
         self.world.on_main(
@@ -286,15 +300,16 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        """Validation loss, and a sample; the checkpoint of this step may be the best so far."""
+        """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
         data, step = self.config.data, self.engine.step
+        evaluate = partial(self.engine.evaluate, stop=self.stop, report=self.display.doing)
         last = step >= self.config.steps
-        results = self.engine.evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
+        results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
         loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
         if data.eval_batches:
-            record["eval_train_loss"] = self._weighted(self.engine.evaluate("train"))
+            record["eval_train_loss"] = self._weighted(evaluate("train"))
         if len(results) > 1:
             record["val_losses"] = [loss for loss, _ in results]
         bits = ""
@@ -310,7 +325,8 @@ class Trainer:
         if self.log is None:
             return
         self.log.write(record)
-        if step and self.config.train.sample_tokens:
+        if step and self.config.train.sample_tokens and not self.stop.received:
+            self.display.doing("sampling")
             self._sample()
         saved = checkpoint.step_path(self.run_dir / "checkpoints", step)
         if loss < self.best and saved.exists():
@@ -341,14 +357,15 @@ class Trainer:
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(f"=== step {engine.step} ===\n{text}\n\n")
 
-    def _leave(self) -> None:
-        """Told to stop: saves what is not saved yet, and says how to go on."""
-        saved = checkpoint.step_path(self.run_dir / "checkpoints", self.engine.step)
+    def _leave(self) -> list[str]:
+        """Saves the last whole step, if it is not saved yet, and gives the lines to end with."""
+        step = self.engine.step
+        self.engine.optimizers.zero_grad()
+        saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
         if not self.world.from_main(saved.exists()):
             self._save()
-        self.display.stop()
-        command = run.resume_command(self.run_dir, self.world.size)
-        self.display.line(f"stopped after step {self.engine.step}; to go on: {command}")
+        resume = run.resume_command(self.run_dir, self.world.size)
+        return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 
 
 def _perplexity(loss: float) -> str:

@@ -12,15 +12,17 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt import checkpoint
 from fastgpt.cli import parse
-from fastgpt.display import Display
+from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.errors import UserError
 from fastgpt.metrics import MetricsLog, read_records
+from fastgpt.model import GPT
 from fastgpt.run import RunLock
 from fastgpt.sample import load_run
 from fastgpt.trainer import Trainer
@@ -54,13 +56,70 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
     assert outcome(fit(flags, "--resume auto")) == unbroken(flags)
 
 
-def test_told_to_stop_before_the_first_step(fit, unbroken, monkeypatch):
+@pytest.mark.parametrize(
+    ("forward", "saved"),
+    [(2, 0), (8, 0), (20, 1), (39, 4)],
+    ids=["first-evaluation", "first-step", "second-step", "evaluation"],
+)
+def test_stop_signal_is_answered_before_the_next_forward(
+    fit, unbroken, monkeypatch, capfd, forward, saved
+):
+    """5 forwards are an evaluation here, and 8 a step."""
+    calls = []
+
+    def interrupt(*_, **__):
+        calls.append(1)
+        if len(calls) == forward:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
     with monkeypatch.context() as patch:
-        before_each(patch, Display, "start", lambda *_: terminate())
-        run = fit(STEPS)
-    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0]
+        before_each(patch, GPT, "forward", interrupt)
+        run = fit(f"{STEPS} --train.micro-batch 1")
+    signal.signal(signal.SIGINT, before)
+    assert len(calls) == forward
+    last = checkpoint.steps_on_disk(run / "checkpoints")[-1]
+    assert last == checkpoint.step_path(run / "checkpoints", saved)
+    out = capfd.readouterr().out
+    assert "SIGINT: stopping after this micro-step or evaluation batch, and saving; again" in out
+    assert f"stopped after step {saved}, saved in {last}\nto resume: {sys.executable} /" in out
     Trainer(parse(["--resume", str(run)])).fit()
-    assert outcome(run) == unbroken()
+    assert outcome(run) == unbroken("--train.micro-batch 1")
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, None)]
+)
+def test_second_signal_ends_the_process(number, ends):
+    """SIGTERM by the system, even within an operation of PyTorch's."""
+    stop = StopSignal([].append)
+    try:
+        signal.raise_signal(number)
+        if ends is None:
+            assert signal.getsignal(number) is signal.SIG_DFL
+        else:
+            with pytest.raises(ends):
+                signal.raise_signal(number)
+    finally:
+        stop.restore()
+
+
+def test_ranks_meet_before_one_leaves():
+    """Only where all of them come by: a rank that went on alone would wait for the others."""
+    stop = StopSignal([].append)
+    stop.restore()
+    met = []
+    world = mock.Mock(sum=lambda asked: met.append(int(asked)) or asked + 1)
+    stop.check(world, ranks_meet=False)
+    assert met == []
+    with pytest.raises(Stopped):  # another rank was asked
+        stop.check(world, ranks_meet=True)
+    world.sum = lambda asked: met.append(int(asked)) or asked
+    stop.check(world, ranks_meet=True)
+    stop.received = signal.SIGTERM
+    with pytest.raises(Stopped):
+        stop.check(world, ranks_meet=False)
+    assert met == [0, 0, 1]
 
 
 def test_dropout_is_at_work(fit, unbroken):
@@ -225,15 +284,15 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
-    line = out.splitlines()[-1]
-    match = re.fullmatch(r"stopped after step (\d+); to go on: python (train\.py .*)", line)
-    assert match, line
+    match = re.search(r"\nstopped after step (\d+), saved in .*\nto resume: (.*)\n$", out)
+    assert match, out
     step, command = int(match[1]), shlex.split(match[2])
+    assert command[:2] == [sys.executable, str(ROOT / "train.py")]
     [saved] = checkpoint.steps_on_disk(run / "checkpoints")
     assert (checkpoint.load(saved).step, saved.name) == (step, f"step_{step:08d}")
-    done = python(*command, "--steps", step + 5, "--optim.schedule", "constant")
+    done = python(*command[1:], "--steps", step + 5, "--optim.schedule", "constant")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"done: {run}"
+    assert f"\ndone after step {step + 5}: {run}\n" in done.stdout
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5
 
 

@@ -25,6 +25,7 @@ from fastgpt import checkpoint, device, distributed
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig, from_json
 from fastgpt.data.loader import IGNORED, eval_batches
+from fastgpt.display import Display
 from fastgpt.engine import Engine
 from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
@@ -62,6 +63,14 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
     )
     for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
         assert series(split, key) == pytest.approx(series(whole, key), rel=tolerance)
+
+
+def test_evaluations_and_saves_show_how_far_they_are(fit, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Display, "doing", lambda _, what: shown.append(what))
+    fit("--steps 1 --train.micro-batch 2")
+    evaluation = ["evaluating 1/3", "evaluating 2/3", "evaluating 3/3"]
+    assert shown == [*evaluation, "saving", *evaluation, "sampling", "training"]
 
 
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
@@ -168,7 +177,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 
     before_each(monkeypatch, GPT, "forward", wait)
     before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
-    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: 1e9)
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
     for r in read_records(fit(flags) / "metrics.jsonl"):
         if "tok_per_s" in r:
@@ -308,6 +317,7 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
 
 def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--log-every 2")])
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))  # as on an idle machine
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
@@ -323,7 +333,12 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
         loss = record.get("train_loss", record.get("val_loss"))
         assert f"loss {loss:.4f}" in line
     assert "--- sample ---" in lines
-    assert lines[-1] == f"done: {tmp_path / 'run'}"
+    end = [
+        f"done after step 8: {tmp_path / 'run'}",
+        f"to sample from it: {sys.executable} -m fastgpt.sample {tmp_path / 'run'}",
+        f"to train longer: {sys.executable} {ROOT / 'train.py'} --resume {tmp_path / 'run'}",
+    ]
+    assert [line.split(" --steps")[0] for line in lines[-3:]] == end
     assert err == ""
     assert "\x1b" not in out, "colours and bars are for terminals"
 
