@@ -7,6 +7,7 @@ nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, e
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -69,6 +70,9 @@ class Engine:
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
+        self.resumed_from: Path | None = None
+        self.changes: list[str] = []
+        """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
 
     def _open_data(self, config: Config) -> DataSet:
@@ -117,13 +121,16 @@ class Engine:
             )
 
     def _restore(self) -> dict[str, list[int]] | None:
-        """Loads what `config.resume` names; the loader's state, None where it begins."""
-        if self.config.resume in (None, "auto"):  # `auto` that found nothing to go on from
+        """Loads the checkpoint that `config.resume` names, if any; gives the loader's state."""
+        resume = self.config.resume
+        if resume in (None, "auto") or run.begins_again(Path(resume)):  # `auto` that found no run
             return None
-        found, complaints = checkpoint.find(self.config.resume)
+        found, complaints = checkpoint.find(resume)
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
         run.check_same(found, self.config, self.data.tokenizer)
+        self.resumed_from = found.path
+        self.changes = run.changes(run.saved_config(found.path), self.config)
         self.model.load_state_dict(found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
@@ -136,8 +143,8 @@ class Engine:
             )
         if found.state["corpus"] != self.data.identity:
             self.warn(
-                f"{found.path} was trained on other tokens ({found.state['corpus'][:12]}): "
-                f"these ({self.data.identity[:12]}) are read from their start"
+                f"the data changed since {found.path} ({found.state['corpus'][:12]}, now "
+                f"{self.data.identity[:12]}): reading the new data from its beginning"
             )
             return None
         return found.state["loader"]

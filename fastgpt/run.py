@@ -41,30 +41,35 @@ PREPARED = {
 
 
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
-    """The run to go on with, and where its checkpoint is: that path, or the run (its newest one).
+    """Finds the run to resume, and the path to load it from: a checkpoint's, or the run's.
 
     Args:
         resume: `auto`, or the path of a run or of a checkpoint.
         run_dir: as given on the command line.
-        recipe: `auto` without `run_dir` takes this recipe's newest run that has a checkpoint.
+        recipe: `auto` without `run_dir` takes the newest run of this recipe.
 
     Returns:
-        tuple[Path, Path] | None: None where `auto` finds nothing, which is a fresh start.
+        tuple[Path, Path] | None: None where `auto` finds no run, which is a fresh start.
 
     Raises:
         UserError: the path given is neither a run nor a checkpoint.
     """
     if resume == "auto":
         runs = [run_dir] if run_dir else sorted(ROOT.glob(f"{recipe}-2*"), reverse=True)
-        saved = (path for path in runs if checkpoint.steps_on_disk(path / "checkpoints"))
-        found = next(saved, None)
+        found = next((path for path in runs if is_run(path)), None)
         return None if found is None else (found, found)
     path = Path(resume)
     if (path / "checkpoint.json").exists():
         return path.absolute().parent.parent, path
-    if checkpoint.steps_on_disk(path / "checkpoints"):
+    if is_run(path):
         return path, path
-    raise UserError(f"--resume {resume}: expected auto, or the path of a run or of a checkpoint")
+    what = "is neither" if path.exists() else "does not exist"
+    raise UserError(f"--resume {resume} {what}: expected auto, or the path of a run or checkpoint")
+
+
+def begins_again(path: Path) -> bool:
+    """True if `path` is a run without a checkpoint, which can only start from its first step."""
+    return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
 
 
 def is_run(path: Path) -> bool:
@@ -119,8 +124,11 @@ class RunLock:
             self._lock.release()
 
 
-def open_run_dir(path: Path, config: Config, step: int) -> None:
+def open_run_dir(path: Path, config: Config, step: int) -> str | None:
     """Makes the directory of a run that starts, or reopens that of one that resumes at `step`.
+
+    Returns:
+        str | None: what a person should know of a run that has to start again.
 
     Raises:
         UserError: it holds another run, or cannot be written.
@@ -129,10 +137,27 @@ def open_run_dir(path: Path, config: Config, step: int) -> None:
         raise UserError(
             f"{path} holds a run already: expected another --run-dir, or --resume auto to resume it"
         )
+    again = begins_again(path)
     with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoint.set_aside_after(path / "checkpoints", step)
+        kept = _set_log_aside(path) if again else ""
         write_atomically(path / "config.json", to_json(config).encode())
+    return f"{path} has no checkpoint yet: starting from its first step{kept}" if again else None
+
+
+def _set_log_aside(path: Path) -> str:
+    """Moves what a run has logged to `abandoned_N`, and gives a clause that says so."""
+    logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*")
+    files = [file for pattern in logs for file in path.glob(pattern)]
+    if not files:
+        return ""
+    names = (path / f"abandoned_{i}" for i in itertools.count(1))
+    aside = next(folder for folder in names if not folder.exists())
+    aside.mkdir()
+    for file in files:
+        file.rename(aside / file.name)
+    return f"; what it has logged is kept in {aside}"
 
 
 def _goes_on(resume: str | None, run_dir: Path) -> bool:
@@ -269,9 +294,36 @@ def saved_config(run: Path) -> Config:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def manifest(facts: dict[str, Any]) -> str:
-    """JSON of what a run depends on beyond its config: `provenance`, and the `facts` given."""
-    return json.dumps({"command": sys.argv, **provenance(), **facts}, indent=1)
+def changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ, as `name old -> new`."""
+    old, new = (_flat(json.loads(to_json(config))) for config in (before, after))
+    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    flat = {}
+    for name, value in settings.items():
+        nested = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
+    return flat
+
+
+def manifest(facts: dict[str, Any], path: Path) -> str:
+    """JSON of what a run depends on beyond its config: `provenance`, and the `facts` given.
+
+    Args:
+        facts: of this start of the run.
+        path: the manifest of its first start, if any. Each resume is an entry of its own there,
+            with the command and what differs from the first start.
+    """
+    now = {"command": sys.argv, **provenance(), **facts}
+    try:
+        first = json.loads(path.read_text())
+    except (OSError, ValueError):  # damaged: nothing is left to keep
+        return json.dumps(now, indent=1)
+    resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
+    first["resumes"] = [*first.get("resumes", []), resumed]
+    return json.dumps(first, indent=1)
 
 
 def provenance() -> dict[str, Any]:

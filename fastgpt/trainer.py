@@ -67,7 +67,8 @@ class Trainer:
     def _open_run_dir(self) -> Path:
         path = self.config.run_dir or run.new_run_dir(self.config.recipe)
         self.lock = self.lock or run.RunLock(path)
-        run.open_run_dir(path, self.config, self.engine.step)
+        if note := run.open_run_dir(path, self.config, self.engine.step):
+            self.display.warn(note)
         return path
 
     def _open_run(self) -> None:
@@ -97,9 +98,9 @@ class Trainer:
         kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
         self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
-        with writing(self.run_dir / "manifest.json"):
-            manifest = run.manifest(self._facts()).encode()
-            write_atomically(self.run_dir / "manifest.json", manifest)
+        path = self.run_dir / "manifest.json"
+        with writing(path):
+            write_atomically(path, run.manifest(self._facts(), path).encode())
 
     def _facts(self) -> dict[str, Any]:
         engine = self.engine
@@ -132,8 +133,13 @@ class Trainer:
         data, compiled = facts["data"], "on" if engine.compiled else "off"
         python = f" of Python {data['python']}" if data["python"] else ""
         batch = f"{engine.micro_batch} x {engine.loader.accumulation} x {self.world.size}"
+        resumed = {}
+        if engine.resumed_from is not None:
+            resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
+            resumed["changed"] = ", ".join(engine.changes) or "no setting"
         return {
             "recipe": config.recipe,
+            **resumed,
             "device": f"{facts['device']}, {engine.precision}, compile {compiled}",
             "model": f"{facts['parameters']:,} parameters, context {config.model.context}",
             "data": f"{data['name']}{python}: {data['train_tokens']:,} + {data['val_tokens']:,} "
@@ -220,6 +226,8 @@ class Trainer:
 
     def _train(self) -> None:
         engine, config = self.engine, self.config
+        if engine.step == config.steps:
+            self.display.line(f"this run is finished: it has taken its {config.steps} steps")
         self.display.start(engine.step, config.steps)
         if self._lacks_evaluation():
             self._evaluate()

@@ -255,7 +255,7 @@ def test_full_disk_while_drawing_the_curves_ends_no_run(tiny, tmp_path, capsys):
     full(tmp_path / "run" / "loss.png")
     Trainer(parse(tiny())).fit()
     out = capsys.readouterr().out
-    assert "done: " in out
+    assert "done after step 8: " in out
     assert "warning: no space left on the disk of " in out
 
 
