@@ -118,7 +118,7 @@ class StopSignal:
     """SIGINT (Ctrl-C) and SIGTERM as a request to stop; the second one ends the process at once.
 
     Args:
-        say: prints a line.
+        say: prints a line; may be replaced.
     """
 
     # both end the process, though a shell has SIGINT ignored by what its script runs with `&`
@@ -126,14 +126,14 @@ class StopSignal:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
-        self._say = say
+        self.say = say
         self._before = {number: signal.signal(number, self._on_signal) for number in self.DEFAULTS}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._set(self.DEFAULTS)
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
-            self._say(
+            self.say(
                 f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
                 " saving; again to stop at once"
             )

@@ -4,6 +4,7 @@ The step is forward only: batches come from the loader, losses and norms stay on
 nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, every step).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -117,7 +118,7 @@ class Engine:
         if self.world.size > 1:
             module = cast(nn.Module, self.loss)
             self.replica = DistributedDataParallel(
-                module, gradient_as_bucket_view=True, broadcast_buffers=False
+                module, gradient_as_bucket_view=True, **_without_buffer_sync()
             )
 
     def _restore(self) -> dict[str, list[int]] | None:
@@ -338,6 +339,13 @@ class Engine:
             names = [name for name, _ in self.model.named_parameters()]
             first = names[int((~finite).nonzero()[0])]
             raise UserError(f"step {self.step}: first tensor that is not finite: {first}")
+
+
+def _without_buffer_sync() -> dict[str, Any]:
+    """DDP's argument against syncing buffers in each forward, which newer versions renamed."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
 
 
 def _reported(

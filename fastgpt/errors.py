@@ -2,10 +2,13 @@
 
 import difflib
 import errno
+import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_SPACE = os.strerror(errno.ENOSPC)
@@ -41,6 +44,14 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _tell_torchrun(line: str) -> None:
+    """Has torchrun end its report of a failure with `line`, and not with a hint at its manual."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+
+
 def is_disk_full(error: BaseException) -> bool:
     """True if `error`, or one that led to it, says that the disk (or the quota on it) is full."""
     return any(
@@ -68,15 +79,16 @@ def shown_in_one_line() -> Iterator[None]:
 
     Every other error is a bug, and passes.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell has it for `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except OtherRankError:
-        sys.exit(1)
     except (UserError, OSError) as error:
         rank = os.environ.get("RANK", "0")
-        print(
-            f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}", file=sys.stderr
-        )
+        line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
+        if not isinstance(error, OtherRankError):
+            print(line, file=sys.stderr)
+        _tell_torchrun(f"error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -194,11 +194,13 @@ class Trainer:
         except UserError as error:
             raise type(error)(f"{error}; {self._way_back()}") from error
         finally:
-            self.stop.restore()
+            # torchrun sends SIGTERM to the ranks left when one has failed: this one still says why
+            self.stop.say = lambda _: None
             self.display.stop()
             self.engine.loader.close()
             self._close_log()
             self._unlock()
+            self.stop.restore()
         for line in ending:
             self.display.line(line)
 

@@ -1,5 +1,6 @@
 """Whatever a person gets wrong is answered in one line that says what was given and expected."""
 
+import json
 import os
 import shlex
 import sys
@@ -38,6 +39,14 @@ def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
     assert done.stderr.count("\n") == 1
     assert str(missing) in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_is_given_the_line_to_end_its_own_report_with(error, tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    line = error(["babby"]).rstrip()
+    message = json.loads(path.read_text())["message"]
+    assert (message["message"], message["extraInfo"]["py_callstack"]) == (line, line)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
     process = torchrun(2, str(ROOT / "train.py"), *tiny(flags))
     read_until(process, r"^step +20/")
     os.killpg(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
+    assert "FutureWarning" not in err
     stopped = [line for line in out.splitlines() if line.startswith("stopped after step ")]
     assert len(stopped) == 1, out
     assert f"-m torch.distributed.run --nproc_per_node=2 {ROOT}/train.py --resume /" in out
@@ -108,5 +109,7 @@ def test_batch_that_ranks_cannot_share(tiny):
     process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "error: train.batch_tokens is 48" in err
+    assert "\nerror: train.batch_tokens is 48" in err
+    # where torchrun's report of many lines ends
+    assert "traceback : error: train.batch_tokens is 48" in err.splitlines()[-2]
     assert "2 ranks" in err
