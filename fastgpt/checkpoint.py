@@ -36,7 +36,7 @@ FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was read back and verified."""
+    """A checkpoint that was read back and verified."""
 
     path: Path
     step: int
@@ -104,7 +104,7 @@ def _cannot_save(folder: Path, step: int, error: Exception) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; cut short, nothing partial is left under its name."""
+    """Removes a checkpoint; interrupted, it leaves nothing partial under the checkpoint's name."""
     if path.exists():
         hidden = path.with_name(f".removing_{path.name}")
         shutil.rmtree(hidden, ignore_errors=True)  # of an earlier one that was cut short
@@ -113,7 +113,7 @@ def _remove(path: Path) -> None:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """The path of the checkpoint of `step`, whether it is there or not."""
     return folder / f"step_{step:08d}"
 
 
@@ -124,7 +124,7 @@ def last_good(run_dir: Path) -> str:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Makes `best` beside `checkpoint` its hard-linked twin (a copy where links are not to be had).
+    """Makes `best`, beside `checkpoint`, a copy of it: of hard links, where the disk has those.
 
     Raises:
         UserError: the disk is full or cannot be written.
@@ -145,7 +145,7 @@ def _link(source: str, target: str) -> None:
 
 
 def kept_steps(folder: Path) -> set[int]:
-    """The steps whose checkpoints are in `folder`, the best one's included."""
+    """The steps of the checkpoints in `folder`, including `best`."""
     found = set()
     for path in (*steps_on_disk(folder), folder / "best"):
         with suppress(UserError):
@@ -159,7 +159,7 @@ def steps_on_disk(folder: Path) -> list[Path]:
 
 
 def _step(path: Path) -> float:
-    """The step that a folder claims to be of; later than all where it cannot be read."""
+    """The step that a checkpoint's name or record gives; infinity if the record is unreadable."""
     try:
         return read_record(path)["step"] if path.name == "best" else int(path.name[len("step_") :])
     except UserError:
@@ -167,7 +167,7 @@ def _step(path: Path) -> float:
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint back.
+    """Reads a checkpoint and verifies it.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format.
@@ -191,7 +191,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The `checkpoint.json` of `path`, its format version checked."""
+    """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
     try:
         record = json.loads((path / "checkpoint.json").read_text())
         version = record["format_version"]
@@ -233,7 +233,7 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Renames later checkpoints: a run that goes on from `step` must not mix with them."""
+    """Renames later checkpoints: a run resumed at `step` must not mix with them."""
     for path in (*steps_on_disk(folder), folder / "best"):
         if path.exists() and _step(path) > step:
             aside = path.with_name(f"abandoned_{path.name}")

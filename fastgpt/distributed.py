@@ -1,4 +1,4 @@
-"""Ranks, started by torchrun, or one alone. DDP aside, every collective of the project is here."""
+"""Ranks: processes started by torchrun, or one alone. All collectives but DDP's are here."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many ranks this process is."""
+    """The rank of this process and the number of ranks."""
 
     rank: int = 0
     local_rank: int = 0
@@ -46,18 +46,18 @@ class World:
         return x
 
     def from_main(self, value: Any, group: Any = None) -> Any:
-        """The main rank's `value`, on every rank."""
+        """Gives every rank the main rank's `value`."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called this."""
         self.sum(torch.zeros(())).item()
 
     def on_main(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """What `work` gives on the main rank, on every rank; its `UserError` is raised on all.
+        """Calls `work` on the main rank, and gives its result to or raises its `UserError` on all.
 
         The others wait, without end if `patient`.
         """
@@ -78,7 +78,7 @@ class World:
 
 
 def start(device_type: str) -> World:
-    """Joins torchrun's process group where there is one: gloo for CPU tensors, NCCL for CUDA's."""
+    """Joins torchrun's process group, if any: gloo for CPU tensors, NCCL for CUDA tensors."""
     if "RANK" not in os.environ:
         return World()
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -115,7 +115,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 class StopSignal:
-    """SIGINT (Ctrl-C) and SIGTERM as a request to stop; the second one ends the process at once.
+    """Takes SIGINT (Ctrl-C) or SIGTERM as a request to stop; a second one ends the process.
 
     Args:
         say: prints a line; may be replaced.

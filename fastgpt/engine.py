@@ -1,4 +1,4 @@
-"""What computes: device, data, model, optimizers, and one training step over all ranks.
+"""The training step over all ranks, with its device, data, model and optimizers.
 
 The step is forward only: batches come from the loader, losses and norms stay on the device, and
 nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, every step).
@@ -34,11 +34,11 @@ from fastgpt.trials import Sizes
 
 
 def _say_nothing(_: str) -> None:
-    """What every rank but the main one tells a person."""
+    """Prints nothing, as every rank but the main one."""
 
 
 class Engine:
-    """Everything a step needs, as this rank sees it; where `config.resume` says, from a checkpoint.
+    """Everything a training step needs on this rank, loaded from a checkpoint if one is resumed.
 
     Args:
         config: from `fastgpt.cli.parse`.
@@ -234,7 +234,7 @@ class Engine:
         self.step += 1
 
     def autocast(self) -> AbstractContextManager:
-        """Around every forward."""
+        """The autocast context of every forward pass."""
         return device.autocast(self.device, self.precision)
 
     def evaluate(
@@ -294,13 +294,13 @@ class Engine:
         )
 
     def epochs(self) -> list[float]:
-        """How often each corpus has been read by the steps taken."""
+        """Number of times that the steps taken have read each corpus."""
         state = self.loader.state()
         places = zip(state["epoch"], state["index"], self.epoch_sizes)
         return [epoch + index / size for epoch, index, size in places]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights."""
+        """The state that a checkpoint keeps beside the weights."""
         return {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
@@ -358,5 +358,5 @@ def _reported(
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Of one step's random numbers: a resumed run draws what an unbroken one does, stateless."""
+    """Random seed for dropout in one step: nothing has to be saved for a resumed run to repeat."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

@@ -1,4 +1,4 @@
-"""The one kind of error that is shown as a single line instead of a traceback."""
+"""`UserError`, which is shown as a single line instead of a traceback."""
 
 import difflib
 import errno
@@ -12,19 +12,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_SPACE = os.strerror(errno.ENOSPC)
-"""All that safetensors leaves of the system's error is its text."""
+"""The system's text for a full disk, the only part of its error that safetensors keeps."""
 
 
 class UserError(Exception):
-    """What the person at the keyboard can mend: it names what was given and what was expected."""
+    """An error that the user can correct: it names what was given and what was expected."""
 
 
 class OtherRankError(UserError):
-    """A `UserError` of another rank, which shows it; this one ends without a word."""
+    """A `UserError` of another rank, which prints it; this rank prints nothing."""
 
 
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
-    """The error for a name that is not one of `known`: it lists them, the nearest one first."""
+    """The error for a name that is not one of `known`; it lists them and suggests the nearest."""
     known = tuple(known)
     nearest = difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -45,7 +45,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Has torchrun end its report of a failure with `line`, and not with a hint at its manual."""
+    """Makes torchrun end its report of a failure with `line`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):
@@ -61,13 +61,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """What the operating system said, where `error` came of that; else its own first line."""
+    """The operating system's message if an `OSError` led to `error`, else its own first line."""
     system = (e.strerror for e in _chain(error) if isinstance(e, OSError) and e.strerror)
     return next(system, str(error).split("\n")[0])
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that led to it: PyTorch raises a RuntimeError of its own after ours."""
+    """`error` and the errors that led to it: PyTorch wraps an OSError in its own RuntimeError."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -75,7 +75,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError`, and what the system refuses, into one line on stderr and exit status 1.
+    """Turns a `UserError` or `OSError` into one line on stderr and exit status 1.
 
     Every other error is a bug, and passes.
     """

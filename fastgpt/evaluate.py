@@ -1,4 +1,4 @@
-"""What a model can do so far: its loss on held-out text, and a sample of its own."""
+"""Evaluation of a model: its loss on held-out text, and text sampled from it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -55,7 +55,7 @@ def mean_loss(
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
-    """(T,) int64.
+    """Encodes a prompt as token ids, (T,) int64; an empty one begins a document.
 
     Raises:
         UserError: the prompt is empty, or has a character that the tokenizer does not know.
@@ -64,7 +64,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
     if not len(ids) and tokenizer.eot_id is not None:
         ids = np.array([tokenizer.eot_id])  # what a document begins with
     if not len(ids):
-        raise UserError("the prompt is empty: expected at least one token to go on from")
+        raise UserError("the prompt is empty: expected at least one token to continue")
     return torch.from_numpy(ids.astype(np.int64))
 
 
@@ -81,20 +81,19 @@ def sample_text(
     count: int = 1,
     device: str = "cpu",
 ) -> list[str]:
-    """`count` continuations of each of `prompts`, prompt included, all of them in one batch.
+    """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
-    A text ends before the end-of-text token that follows its prompt, if one was drawn. The other
-    arguments are `generate`'s.
+    A text ends before the end-of-text token that follows its prompt, if one was sampled.
 
     Args:
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: (T,) int64 each, of any lengths from 1 on.
         max_new_tokens: in each.
-        temperature: of the draws.
-        seed: of the draws.
-        top_k: of the draws.
-        top_p: of the draws.
+        temperature: divides the logits; 0 takes the likeliest token.
+        seed: random seed for sampling.
+        top_k: sample from this many likeliest tokens only.
+        top_p: sample from the likeliest tokens that together reach this probability only.
         count: texts of each prompt; the first prompt's come first.
         device: of the model.
     """

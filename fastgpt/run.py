@@ -37,7 +37,7 @@ PREPARED = {
         "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
     ),
 }
-"""What the recipes' own `prepared:NAME` are made of, and how."""
+"""Source and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
 
 
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
@@ -161,14 +161,14 @@ def _set_log_aside(path: Path) -> str:
 
 
 def _goes_on(resume: str | None, run_dir: Path) -> bool:
-    """Whether `resume` is of this run; `auto` is what stays where it has no checkpoint yet."""
+    """True if `resume` is a path in this run, or `auto`, which stays where no run was found."""
     if resume == "auto":
         return True
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
-    """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one.
+    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
 
     Raises:
         UserError: `prepared:NAME` is not there.
@@ -199,8 +199,9 @@ def _prepared(name: str) -> str:
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were
-    asked for; and the token that tells documents apart, if it masks them.
+    """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
+
+    The vocabulary has as many tokens as the tokenizer, unless more were asked for.
 
     Raises:
         UserError: the model would have fewer, or there is no such token.
@@ -214,14 +215,14 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     if config.model.document_mask and eot_id is None:
         raise UserError(
             f"model.document_mask: the {tokenizer.kind} tokenizer has no end-of-text token to tell"
-            " documents apart: prepare the data with another, gpt2 say"
+            " documents apart: use another tokenizer, for example gpt2"
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
 
 
 def with_epochs(config: Config, samples: int) -> Config:
-    """`config` with what was given in epochs of `samples` as steps, rounded up."""
+    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
     per_step = config.global_batch
 
     def steps(epochs: float | None, given: int) -> int:
@@ -282,7 +283,7 @@ def _console_command(name: str) -> list[str] | None:
 
 
 def saved_config(run: Path) -> Config:
-    """The settings in a run's or a checkpoint's config.json.
+    """Reads the settings of a run or a checkpoint from its config.json.
 
     Raises:
         UserError: it cannot be read.
@@ -295,7 +296,7 @@ def saved_config(run: Path) -> Config:
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """The settings that differ, as `name old -> new`."""
+    """Lists the settings that differ, as `name old -> new`."""
     old, new = (_flat(json.loads(to_json(config))) for config in (before, after))
     return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
 
@@ -309,10 +310,10 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def manifest(facts: dict[str, Any], path: Path) -> str:
-    """JSON of what a run depends on beyond its config: `provenance`, and the `facts` given.
+    """The manifest of a run as JSON: what it depends on beyond its config.
 
     Args:
-        facts: of this start of the run.
+        facts: about this start of the run, beside the command and `provenance`.
         path: the manifest of its first start, if any. Each resume is an entry of its own there,
             with the command and what differs from the first start.
     """
@@ -327,7 +328,7 @@ def manifest(facts: dict[str, Any], path: Path) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions of what computes, and the commit of this checkout."""
+    """Versions of Python, PyTorch, Triton and CUDA, and the commit of this checkout."""
     versions = {
         "fastgpt": fastgpt.__version__,
         "python": platform.python_version(),
@@ -347,7 +348,7 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, `-dirty` behind it where files differ.
+    """The checkout's commit, with `-dirty` if files differ from it.
 
     Outside of a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
     """

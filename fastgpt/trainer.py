@@ -1,4 +1,4 @@
-"""A run around the engine: log, save, evaluate and show it, until done or told to stop."""
+"""A training run: steps, logs, checkpoints and evaluations, until it is done or stopped."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from fastgpt.storage import cache_dir, write_atomically
 
 
 class Trainer:
-    """One training run and its directory, as this rank sees it.
+    """One rank of a training run, and the run's directory.
 
     Args:
         config: from `fastgpt.cli.parse`.
@@ -49,7 +49,7 @@ class Trainer:
             cleanup.pop_all()
 
     def _lock(self, run_dir: Path | None) -> None:
-        """Locks a run that is there already; the directory of a new one is not made yet."""
+        """Locks the directory of an existing run; that of a new one is made and locked later."""
         if run_dir is not None and run.is_run(run_dir):
             self.lock = run.RunLock(run_dir)
 
@@ -72,7 +72,7 @@ class Trainer:
         return path
 
     def _open_run(self) -> None:
-        """Makes or reopens the run directory, and says what is about to happen."""
+        """Makes or reopens the run directory, and prints the header."""
         self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
         self.run_dir = self.world.on_main(self._open_run_dir)
         self.peak = self.world.on_main(self._measured_peak)
@@ -80,7 +80,7 @@ class Trainer:
         self.display.header(self._header())
 
     def _measured_peak(self) -> float:
-        """FLOP/s that MFU is relative to; warns if other programs use the cores."""
+        """The FLOP/s that MFU is relative to; warns if other programs use the cores."""
         engine = self.engine
         peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
         if share < 0.8:
@@ -142,8 +142,9 @@ class Trainer:
             **resumed,
             "device": f"{facts['device']}, {engine.precision}, compile {compiled}",
             "model": f"{facts['parameters']:,} parameters, context {config.model.context}",
-            "data": f"{data['name']}{python}: {data['train_tokens']:,} + {data['val_tokens']:,} "
-            f"{data['tokenizer']} tokens, sha256 {data['sha256'][:16]}",
+            "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
+            f"{short(data['val_tokens'])} validation tokens ({data['tokenizer']} tokenizer), "
+            f"sha256 {data['sha256'][:16]}",
             "training": f"steps {engine.step} to {config.steps} of {config.train.batch_tokens:,} "
             f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
             "epochs": self._epochs_planned(),
@@ -154,7 +155,7 @@ class Trainer:
         }
 
     def _epochs_planned(self) -> str:
-        """How often a run of all steps reads each corpus."""
+        """Number of times that a run of all steps reads each corpus."""
         engine, config = self.engine, self.config
         samples = config.steps * config.global_batch
         data = engine.data
@@ -166,7 +167,7 @@ class Trainer:
         )
 
     def _estimate(self) -> str:
-        """What is ahead: tokens, the time that they take at the least, and where it leads."""
+        """Tokens still to train on, the least time that takes, and the loss to expect."""
         tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
         flops = tokens * self.engine.flops_per_token
         fastest = flops / self.peak
@@ -205,7 +206,7 @@ class Trainer:
             self.display.line(line)
 
     def _close_log(self) -> None:
-        """Draws the curves; that this fails must not hide why a run ended."""
+        """Closes the log; a failure of that is a warning, so as not to hide why the run ended."""
         try:
             if self.log is not None:
                 self.log.close()
@@ -251,7 +252,7 @@ class Trainer:
                 self.clock += time.perf_counter() - pause
 
     def _lacks_evaluation(self) -> bool:
-        """Before the first step, or where a resumed run lost the evaluation of its step."""
+        """True before the first step, and if a resumed run lost the evaluation of its step."""
         step = self.engine.step
         due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
         records = self.log.records if self.log is not None else []
@@ -292,7 +293,7 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _save(self) -> None:
-        """Saves on the main rank, unless something is not finite."""
+        """Writes a checkpoint on the main rank, unless something is not finite."""
         engine = self.engine
         self.display.doing("saving")
         engine.finite_loss()
@@ -344,7 +345,7 @@ class Trainer:
             self.best = loss
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
-        """The mean of the corpora's losses, by their weights."""
+        """The weighted mean of the corpora's losses."""
         weights = self.engine.data.weights
         return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
@@ -379,7 +380,7 @@ class Trainer:
 
 
 def _perplexity(loss: float) -> str:
-    """exp(loss); a diverged run's is infinite, not an error."""
+    """exp(loss) as text; `inf` for a diverged run."""
     return f"{math.exp(loss):.2f}" if loss < 700 else "inf"
 
 
