@@ -46,7 +46,7 @@ class Display:
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
-        self.said_at = time.monotonic()
+        self.said_at, self.figures = time.monotonic(), ""
 
     def mute(self) -> None:
         """Shows nothing from now on, as every rank but the main one."""
@@ -102,18 +102,23 @@ class Display:
         if self.bar is not None:
             while len("  ".join(parts)) > self.room and len(parts) > 1:
                 parts.pop()
-            text = "  ".join(parts)
-            self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
+            self.figures = "  ".join(parts)
+            self.bar.update(self.bar.task_ids[0], completed=record["step"])
+            self.doing()
             return
         norm = record["grad_norm"]
         parts += [f"lr {record['lr']:.2e}", f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"]
         self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
 
-    def doing(self, what: str) -> None:
-        """Shows what is being done, such as `saving`; in a log file at most every 10 s."""
+    def doing(self, what: str = "") -> None:
+        """Shows what is being done beside training, in a log file at most every 10 s.
+
+        Args:
+            what: such as `saving`; nothing: the bar shows the figures of the last step again.
+        """
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=what)
-        elif time.monotonic() - self.said_at >= LINE_S:
+            self.bar.update(self.bar.task_ids[0], description=what or self.figures)
+        elif what and time.monotonic() - self.said_at >= LINE_S:
             self.line(what)
 
     def sample(self, text: str) -> None:

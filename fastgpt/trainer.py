@@ -234,6 +234,7 @@ class Trainer:
         self.display.start(engine.step, config.steps)
         if self._lacks_evaluation():
             self._evaluate()
+            self.display.doing()
         self.clock, self.logged_step = time.perf_counter(), engine.step
         self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
@@ -248,7 +249,7 @@ class Trainer:
                 self._save()
                 if evaluate:
                     self._evaluate()
-                self.display.doing("training")
+                self.display.doing()
                 self.clock += time.perf_counter() - pause
 
     def _lacks_evaluation(self) -> bool:

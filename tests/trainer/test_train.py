@@ -67,10 +67,10 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
 
 def test_evaluations_and_saves_show_how_far_they_are(fit, monkeypatch):
     shown = []
-    monkeypatch.setattr(Display, "doing", lambda _, what: shown.append(what))
+    monkeypatch.setattr(Display, "doing", lambda _, what="": shown.append(what))
     fit("--steps 1 --train.micro-batch 2")
     evaluation = ["evaluating 1/3", "evaluating 2/3", "evaluating 3/3"]
-    assert shown == [*evaluation, "saving", *evaluation, "sampling", "training"]
+    assert shown == [*evaluation, "", "saving", *evaluation, "sampling", ""]
 
 
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
