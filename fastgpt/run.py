@@ -114,7 +114,7 @@ class RunLock:
                     f"{path} was last used by {held_by}, and {host} cannot see whether that still"
                     f" runs: if it has ended, delete {self._holder} and try again"
                 )
-            self._holder.write_text(f"process {os.getpid()} on {host}")
+            write_atomically(self._holder, f"process {os.getpid()} on {host}".encode())
 
     def release(self) -> None:
         """Lets other processes train in the directory."""
