@@ -211,7 +211,8 @@ class Engine:
             # Not synced before the last micro-step. DDP decides in its forward, so the forward is
             # inside: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
-            if stop is not None:
+            # A step's first forward may hold a collective of DDP's own: no rank leaves before that.
+            if stop is not None and (last or micro_step or self.world.size == 1):
                 stop.check(self.world, ranks_meet=last)
             x, y = self.loader.next()
             quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.distributed import Stopped, StopSignal
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.model import GPT
 from fastgpt.run import RunLock
@@ -151,6 +151,16 @@ def test_second_signal_ends_the_process(number, ends):
                 signal.raise_signal(number)
     finally:
         stop.restore()
+
+
+def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit), shown_in_one_line():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 def test_ranks_meet_before_one_leaves():
