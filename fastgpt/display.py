@@ -1,4 +1,4 @@
-"""What a person sees: a live bar with rich on a terminal, plain lines everywhere else."""
+"""Terminal output: a live bar on a terminal, plain lines everywhere else."""
 
 import io
 import shlex
@@ -22,13 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 3
-"""Text that is prepared in less than this is not worth a word."""
+"""Seconds of preparing text before a bar is shown."""
 ENOUGH = 0.001
 """Share of a text after which the time for the rest is estimated."""
 LINE_S = 10
 """Seconds between two lines of progress where there is no terminal to draw a bar on."""
 BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
-"""Width of the bar by the least width of the terminal; narrower ones have none."""
+"""Width of the bar by the least width of the terminal; narrower terminals have no bar."""
 
 
 def command(uninstalled: str) -> str:
@@ -40,7 +40,7 @@ def command(uninstalled: str) -> str:
 
 
 class Display:
-    """The main rank's terminal."""
+    """Output of a training run, shown by the main rank."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -48,14 +48,14 @@ class Display:
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
-        self.said_at = time.monotonic()
+        self.said_at, self.figures = time.monotonic(), ""
 
     def mute(self) -> None:
-        """Shows nothing from here on: what every other rank does."""
+        """Shows nothing from now on, as every rank but the main one."""
         self.console.quiet, self.live = True, False
 
     def header(self, facts: dict[str, str]) -> None:
-        """Names and values, one a line."""
+        """Prints names and values, one a line."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             if self.live:
@@ -71,7 +71,7 @@ class Display:
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that must not be missed."""
+        """Prints a warning."""
         self.console.print(f"warning: {text}", style="yellow", markup=False)
 
     def start(self, step: int, steps: int) -> None:
@@ -91,7 +91,7 @@ class Display:
             self.room = self.console.width - width - len(f"step {steps}/{steps}") - 7 - 3
 
     def step(self, record: dict[str, Any], steps: int) -> None:
-        """Shows one log record: the bar moves, or a line is printed."""
+        """Shows one log record, in the bar or as a line."""
         parts = [
             f"loss {record['train_loss']:.4f}",
             f"{short(record['tok_per_s'])} tok/s",
@@ -104,22 +104,27 @@ class Display:
         if self.bar is not None:
             while len("  ".join(parts)) > self.room and len(parts) > 1:
                 parts.pop()
-            text = "  ".join(parts)
-            self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
+            self.figures = "  ".join(parts)
+            self.bar.update(self.bar.task_ids[0], completed=record["step"])
+            self.doing()
             return
         norm = record["grad_norm"]
         parts += [f"lr {record['lr']:.2e}", f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"]
         self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
 
-    def doing(self, what: str) -> None:
-        """Shows what keeps training waiting, such as `saving`; in a log at most every 10 s."""
+    def doing(self, what: str = "") -> None:
+        """Shows what is being done beside training, in a log file at most every 10 s.
+
+        Args:
+            what: such as `saving`; nothing: the bar shows the figures of the last step again.
+        """
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=what)
-        elif time.monotonic() - self.said_at >= LINE_S:
+            self.bar.update(self.bar.task_ids[0], description=what or self.figures)
+        elif what and time.monotonic() - self.said_at >= LINE_S:
             self.line(what)
 
     def sample(self, text: str) -> None:
-        """A sample of the model's output."""
+        """Shows a sample of the model's output."""
         text = printable(text)
         if self.live:
             self.console.print(Panel(Text(text), title="sample", title_align="left"))
@@ -127,14 +132,14 @@ class Display:
             self.line(f"--- sample ---\n{text}\n--------------")
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
 
 class PrepareProgress:
-    """How far the preparation of text is: share, tokens, tokens/s and time left, on stderr."""
+    """Progress of preparing text: share done, tokens, tokens/s and time left, on stderr."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -157,7 +162,7 @@ class PrepareProgress:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since this was made."""
         return time.monotonic() - self.began
 
     def __call__(self, tokens: int, share: float) -> None:
@@ -183,7 +188,7 @@ def printable(text: str) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits or so: 12.3M, 4.5k, 678."""
+    """Rounds a number to about three digits: 12.3M, 4.5k, 678."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{suffix}"
@@ -191,7 +196,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The same length of time in the largest unit of which it is 2 or more, else in seconds."""
+    """Writes a duration in the largest unit of which it is 2 or more, else in seconds."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -22,6 +22,8 @@ def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width, sh
     shows.live = True
     shows.start(0, 5000)
     shows.step(RECORD, 5000)
+    shows.doing("saving")
+    shows.doing()
     shows.stop()
     line = file.getvalue().split("\n")[-2]
     assert "step 1234/5000 " in line
