@@ -26,9 +26,12 @@ OURS = ("ours", "all")
 Row = dict[str, Any]
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from raw records; each row links its own. `make bench` and
-`make gpu` take them; how is said in `bench/timing.py`.
+Written by `python -m bench.report` from raw records, which `make bench` and `make gpu` take.
+"""
+NOTES = """
+## How to read the tables
 
+- Each row links its record; how it was timed is said in `bench/timing.py`.
 - Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
   The best peer is in **bold**.
 - **x ours** is a rival's time over ours: above 1 ours is faster. **Of limit**: the time that the
@@ -236,8 +239,44 @@ def _stage(row: Row) -> tuple[str, ...]:
 # --- the document ---------------------------------------------------------------------------------
 
 
+def summary(ops: list[Row], steps: list[Row]) -> str:
+    """One line for each op and training step: ours beside the best peer, and of the limit."""
+    lines = []
+    for rows, shown in ((steps, steps_of), (ops, typical)):
+        for group in shown(rows):
+            ours = min(filter(goals.is_ours, group), key=seconds, default=None)
+            best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
+            if ours is None:
+                continue
+            share = f"{ours['share']:.0%}" if "share" in ours else f"{ours['mfu']:.0%} (MFU)"
+            name = ours["case"] + (f" {ours['pass']}" if "pass" in ours else "")
+            against = (best["implementation"], f"{seconds(best) * 1e3:.3g}") if best else ("", "")
+            ratio = f"{seconds(best) / seconds(ours):.2f}x" if best else ""
+            lines.append((name, f"{seconds(ours) * 1e3:.3g}", *against, ratio, share))
+    header = "what|ours, ms|best peer|its ms|ours is faster by|share of the limit"
+    return table(header, lines) if lines else ""
+
+
+def steps_of(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each training step."""
+    return [
+        [r for r in rows if r["case"] == case] for case in dict.fromkeys(r["case"] for r in rows)
+    ]
+
+
+def typical(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each op's first case, forward and backward together where both were timed."""
+    found = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        first = next(row["case"] for row in rows if row["op"] == op)
+        group = [row for row in rows if row["case"] == first]
+        passes = {row["pass"] for row in group}
+        found.append([r for r in group if r["pass"] == ("both" if "both" in passes else "fwd")])
+    return found
+
+
 def section(device: str, rows: list[Row], folder: Path) -> str:
-    """All of one device."""
+    """The section of one device; each of its ops has a page in `folder`."""
     shown = newest(rows)
     slug = records.slug(device)
     on = next((row["on"] for row in rows if row.get("on")), "cpu")
@@ -252,6 +291,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         units = {name: "GB/s" if name == "copy" else "GFLOP/s" for name in machine[-1]["rates"]}
         rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
         text += f"Its own limits, measured: {rates} ({link(machine[-1])}).\n"
+    text += f"\n{summary(ops, steps)}"
     if wanted:
         text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
     if steps:
@@ -262,9 +302,18 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         text += parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
+    pages = []
     for op in dict.fromkeys(row["op"] for row in ops):
-        mine = [row for row in ops if row["op"] == op]
-        text += f"\n### {op}\n\n{plots.bars(mine, folder, slug, op)}\n{op_table(mine, wanted)}"
+        mine = [
+            {**row, "link": os.path.relpath(row["path"], folder)} for row in ops if row["op"] == op
+        ]
+        picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
+        page = folder / f"{slug}-{records.slug(op)}.md"
+        content = f"# {op} on {device}\n\n{picture}\n{op_table(mine, wanted)}"
+        page.write_text(content, encoding="utf-8")
+        pages.append(f"[{op}](benchmarks/{page.name})")
+    if pages:
+        text += f"\n### Ops\n\nEvery case and pass of {', '.join(pages)}.\n"
     if absent := missing_table(shown):
         text += f"\n### Without figures\n\n{absent}"
     text += other_tables(rows)
@@ -288,8 +337,7 @@ def write(results: Path, docs: Path) -> Path:
     text = HEAD
     for device in sorted({row["device"] for row in rows}):
         text += section(device, [row for row in rows if row["device"] == device], folder)
-    if not rows:
-        text += "\nThere are no records yet.\n"
+    text += NOTES if rows else "\nThere are no records yet.\n"
     path = docs / "benchmarks.md"
     path.write_text(text, encoding="utf-8")
     return path
