@@ -37,6 +37,7 @@ from rich.table import Table
 from bench.timing import Timer
 from bench.tune.predict import identity, records
 from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
+from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
 from fastgpt.kernels.proof.sass import DEVICES
@@ -115,7 +116,7 @@ def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> 
 # --- command --------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.tune",
         description=__doc__,
@@ -144,29 +145,24 @@ def selected(archs: Iterable[int], only: list[str]) -> list[tuple[int, Slot]]:
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     args = parse(argv)
     if INTERPRETING:
-        print("bench.tune: unset TRITON_INTERPRET; the interpreter compiles nothing")
-        return 2
+        raise UserError("unset TRITON_INTERPRET; the interpreter compiles nothing")
     if not args.static and not torch.cuda.is_available():
-        print("bench.tune: torch sees no CUDA device to time on; --static ranks without one")
-        return 2
+        raise UserError("torch sees no CUDA device to time on; --static ranks without one")
     if not args.static:
         if args.arch:
-            print("bench.tune: --arch is for --static; what is timed is the GPU at hand")
-            return 2
+            raise UserError("--arch is for --static; what is timed is the GPU at hand")
         from bench.tune.measure import here
 
         args.arch = [here()]
         if args.arch[0] not in SHARED_LIMIT:
-            print(f"bench.tune: nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
-            return 2
+            raise UserError(f"nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
     warnings.filterwarnings("ignore", "attention was never tuned")
     todo = selected(args.arch or ARCHS, args.only)
     if not todo:
-        print(f"bench.tune: no slot matches --only {' '.join(args.only)}")
-        return 2
+        raise UserError(f"no slot matches --only {' '.join(args.only)}")
     return run(args, todo)
 
 
@@ -214,4 +210,4 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,6 +14,7 @@ def no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_slower_than_the_baseline_by_more_than_a_tenth_fails(no_cache, capfd, monkeypatch):
     name = regress.device.device_name("cpu")
     only = ["-k", "add_layer_norm"]

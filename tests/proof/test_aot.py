@@ -32,6 +32,7 @@ def aot(tmp_path: Path, *args: str, stderr: str = "^$") -> tuple[int, str, list[
     return done.returncode, done.stdout, rows
 
 
+@pytest.mark.slow
 def test_each_kernel_and_what_changed_compiles_well_for_each_arch(tmp_path):
     code, printed, rows = aot(tmp_path, "--changed")
     assert code == 0, printed
