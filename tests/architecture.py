@@ -20,7 +20,7 @@ PARTS = {
         "fastgpt/model", "fastgpt/positions", "fastgpt/ops", "fastgpt/optim", "fastgpt/schedule",
     ),
     "The kernels: attention stands for the others": (
-        "kernels/runtime", "kernels/attention/op", "kernels/attention/launch",
+        "kernels/runtime", "kernels/attention/op",
         "kernels/attention/forward", "kernels/attention/backward",
     ),
     "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
