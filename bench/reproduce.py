@@ -137,8 +137,11 @@ def commands(system: System, options: Reproduce) -> list[list[str]]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All that decides a run's losses."""
-    return json.loads(to_json(config))
+    """The settings that decide a run's losses: all but those of its samples."""
+    found = json.loads(to_json(config))
+    for name in ("sample_prompt", "sample_tokens"):
+        del found["train"][name]
+    return found
 
 
 def on_record(config: Config, device: str = "") -> dict[str, Any] | None:
