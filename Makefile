@@ -12,7 +12,7 @@ EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-full parity mutants bench bench-regress gpu tune reproduce lint fmt clean
-.PHONY: .check-python .new-venv
+.PHONY: .check-python .check-extras .new-venv
 .NOTPARALLEL:
 
 # --- environment -------------------------------------------------------------------------------
@@ -23,6 +23,14 @@ fail = { echo "error: $(1)" >&2; exit 1; }
 .check-python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and \
 	sys.exit("error: fastgpt needs Python 3.11 or newer; $(PYTHON) is %d.%d.%d" % v[:3])'
+
+comma := ,
+extras := $(shell awk '/^\[/ {in_extras = /optional-dependencies/} in_extras && / = \[/ {print $$1}' pyproject.toml)
+unknown := $(filter-out core $(extras),$(subst $(comma), ,$(EXTRAS)))
+
+# pip only warns of an extra that does not exist.
+.check-extras:
+	@$(if $(unknown),$(call fail,there is no extra $(unknown); expected some of: $(extras)))
 
 ifeq ($(VENV),none)
 
@@ -67,7 +75,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 	@sed -n 's/^#  / /p' Makefile
 
-setup: $(call env,$(EXTRAS)) ## make the environment and install into it, nothing else
+setup: .check-extras $(call env,$(EXTRAS)) ## make the environment and install into it, nothing else
 	@echo "ready: $(PY)"
 
 train: $(call env,core) ## train the small default recipe on the built-in corpus
@@ -85,7 +93,7 @@ parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and sa
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
 
-bench: $(call env,core) ## ops and training steps beside peers: a record, docs/benchmarks.md (~3 min)
+bench: $(call env,core) ## time ops and training steps beside peers (~3 min); ARGS=--publish writes docs/
 	$(PY) -m bench $(ARGS)
 
 bench-regress: $(call env,dev) ## are the ops slower than this machine's baseline? (ARGS=--save makes it)
@@ -94,7 +102,7 @@ bench-regress: $(call env,dev) ## are the ops slower than this machine's baselin
 gpu: $(call env,dev) ## all that needs CUDA, under 10 minutes; STAGES="parity bench" OUT=dir FULL=1
 	$(PY) -m bench.gpu $(ARGS)
 
-reproduce: $(call env,core) ## train the lecture's systems as published; writes docs/reproduction.md
+reproduce: $(call env,core) ## train the lecture's systems as published (~25 min); ARGS='--only B' for one
 	$(PY) -m bench.reproduce $(ARGS)
 
 tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none

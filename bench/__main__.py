@@ -1,7 +1,8 @@
 """Ops and training steps beside their peers: `python -m bench`.
 
-Writes a record into `bench/results/<device>/` and from all records `docs/benchmarks.md`. Training
-steps are `bench.step`'s, which has more to choose from. Exits 1 where one of ours was refused.
+Writes a record into `bench/results/local/` and a page of all records there, `benchmarks.md`.
+Training steps are `bench.step`'s, which has more to choose from. Exits 1 where an op of ours was
+refused a time because its results were wrong.
 """
 
 import time
@@ -54,9 +55,10 @@ class Bench:
     sizes: Literal["", "tiny"] = ""
     """`tiny`: shapes for a rehearsal, in Triton's interpreter say."""
     out: Path | None = None
-    """Folder of the record; by default bench/results/<device>."""
-    report: bool = True
-    """Write docs/benchmarks.md, from all records (not with --out)."""
+    """Folder of the record, without a page; by default bench/results/local/<device>."""
+    publish: bool = False
+    """Move the local records beside the committed ones and write docs/benchmarks.md, unless an op
+    of ours was refused."""
     nanogpt: Path | None = None
     """A checkout of nanoGPT, for the training step."""
     memory_of: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
@@ -65,6 +67,8 @@ class Bench:
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
             raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
+        if self.publish and self.out is not None:
+            raise UserError("--publish and --out are both given: expected one of them")
 
 
 def chosen(bench: Bench, on: str) -> list[Case]:
@@ -168,10 +172,10 @@ def main(argv: list[str]) -> int:
         asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
         step.run(replace(asked, **CPU_STEPS[recipe]))
     print(writer.path)
-    if bench.report and bench.out is None:
-        print(report.write())
-    ours = ("ours", "all")
-    return int(any(kind == "refused" and row["implementation"] in ours for kind, row in rows))
+    wrong = any(kind == "refused" and row["implementation"] in report.OURS for kind, row in rows)
+    if bench.out is None:
+        print(report.publish() if bench.publish and not wrong else report.write_local())
+    return int(wrong)
 
 
 if __name__ == "__main__":

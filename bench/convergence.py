@@ -38,9 +38,9 @@ class Convergence:
     tiny: bool = False
     """A network for rehearsals, in Triton's interpreter say."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """As for training."""
+    """Number format of matrix products, as `--train.precision`."""
     out: Path | None = None
-    """Folder of the record; by default bench/results/<device>."""
+    """Folder of the record; by default bench/results/local/<device>."""
 
 
 def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Config:

@@ -1,7 +1,7 @@
 """Takes one GPU from nothing to a full record: `make gpu`, or `python -m bench.gpu`.
 
     STAGES="parity bench"   only these, in the order below; any can be repeated alone
-    OUT=dir                 where the records go, flat; by default bench/results/<device>
+    OUT=dir                 where the records go, flat; by default bench/results/local/<device>
     NANOGPT=path LLMC=path  checkouts to race the training step against
     FULL=1                  no budgets: every test, every case, every batch size, twice started
     FASTGPT_COMMIT=...      the commit, where there is no .git

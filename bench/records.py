@@ -3,6 +3,9 @@
 Each line has its `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
 `test`, `environment`, `convergence`, `host`, `reproduction`, `tune`;
 and its `run`, so that only figures of one run are ever compared.
+
+A measurement writes into `bench/results/local/`, which git ignores; `publish` moves what is there
+beside the committed records.
 """
 
 import functools
@@ -24,6 +27,8 @@ from fastgpt import device, run
 from fastgpt.run import installed
 
 RESULTS = Path(__file__).parent / "results"
+LOCAL = "local"
+"""Folder in `RESULTS` of what is not published."""
 PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4")
 ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
@@ -80,8 +85,8 @@ def described(on: str) -> dict[str, Any]:
 
 
 def folder_of(on: str) -> Path:
-    """The folder of the records of this machine's `cpu` or `cuda`."""
-    return RESULTS / slug(described(on)["device"])
+    """The folder in which measurements of this machine's `cpu` or `cuda` are recorded."""
+    return RESULTS / LOCAL / slug(described(on)["device"])
 
 
 class Writer:
@@ -89,7 +94,7 @@ class Writer:
 
     Args:
         on: `cpu` or `cuda`.
-        folder: `bench/results/<device>` by default.
+        folder: `bench/results/local/<device>` by default.
         name: the commit by default; `tune` for the samples of the tuner.
         settings: of the whole run, on every line.
     """
@@ -112,19 +117,34 @@ class Writer:
         return self.path
 
 
-def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Every record under `folder`, oldest file first, with its `file` relative to `folder`.
+def publish() -> list[Path]:
+    """Moves the local records beside the committed ones, and returns the files that grew by it."""
+    published = []
+    for path in sorted((RESULTS / LOCAL).glob("*/*.jsonl")):
+        target = RESULTS / path.relative_to(RESULTS / LOCAL)
+        target.parent.mkdir(exist_ok=True)
+        with target.open("a") as file:
+            file.write(path.read_text())
+        path.unlink()
+        published.append(target)
+    return published
+
+
+def read(folder: Path | None = None) -> list[dict[str, Any]]:
+    """Reads every record in `folder/<device>/`, oldest file first, with the `path` of its file.
+
+    Without a folder these are the committed records.
 
     Lines that were written before lines had a kind take it from the name of their file.
     """
+    folder = folder or RESULTS
     rows = []
-    for path in sorted(folder.glob("**/*.jsonl")):
-        name = str(path.relative_to(folder))
+    for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl"))):
         for line in path.read_text().splitlines():
             row = json.loads(line)
             kind = row.get("kind") or path.stem.rpartition("-")[2]
             on = "cuda" if kind == "tune" else "cpu"  # of those that do not say
-            rows.append({"on": on, **row, "kind": kind, "file": name})
+            rows.append({"on": on, **row, "kind": kind, "path": path})
     return rows
 
 

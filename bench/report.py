@@ -1,9 +1,12 @@
-"""`docs/benchmarks.md` and its plots, from all records: `python -m bench.report`.
+"""A page of all records and its plots: `python -m bench.report [--publish]`.
 
-Nothing there is typed by hand. Of each case the newest run of a device is shown, all its rows from
-that one run, and each links the file it is from.
+The page of local records is `bench/results/local/benchmarks.md`; with `--publish` they are moved
+beside the committed ones, and `docs/benchmarks.md` is written. Nothing there is typed by hand. Of
+each case the newest run of a device is shown, all its rows from that one run, and each links the
+file it is from.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,15 +18,20 @@ import tyro
 from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
-from fastgpt.errors import run_command
+from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
+OURS = ("ours", "all")
+"""Implementations in a record of a refusal that stand for our own: `all`, where none was timed."""
 Row = dict[str, Any]
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from the records in [bench/results](../bench/results); each row
-links its own. `make bench` and `make gpu` take them; how is said in `bench/timing.py`.
+Written by `python -m bench.report` from raw records, which `make bench` and `make gpu` take.
+"""
+NOTES = """
+## How to read the tables
 
+- Each row links its record; how it was timed is said in `bench/timing.py`.
 - Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
   The best peer is in **bold**.
 - **x ours** is a rival's time over ours: above 1 ours is faster. **Of limit**: the time that the
@@ -38,12 +46,11 @@ links its own. `make bench` and `make gpu` take them; how is said in `bench/timi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Writes the report."""
+    """Writes a page with tables and plots of all records."""
 
-    results: Path = records.RESULTS
-    """Folder of the records."""
-    docs: Path = DOCS
-    """Folder for benchmarks.md and benchmarks/*.png."""
+    publish: bool = False
+    """Move the local records beside the committed ones and write docs/benchmarks.md; without, the
+    page is of the local records alone: bench/results/local/benchmarks.md."""
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -63,7 +70,7 @@ def table(header: str, lines: Iterable[Iterable[str]]) -> str:
 
 
 def link(row: Row) -> str:
-    return f"[record](../bench/results/{row['file']})"
+    return f"[record]({row['link']})"
 
 
 def ms(figures: dict[str, float]) -> str:
@@ -232,8 +239,44 @@ def _stage(row: Row) -> tuple[str, ...]:
 # --- the document ---------------------------------------------------------------------------------
 
 
+def summary(ops: list[Row], steps: list[Row]) -> str:
+    """One line for each op and training step: ours beside the best peer, and of the limit."""
+    lines = []
+    for rows, shown in ((steps, steps_of), (ops, typical)):
+        for group in shown(rows):
+            ours = min(filter(goals.is_ours, group), key=seconds, default=None)
+            best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
+            if ours is None:
+                continue
+            share = f"{ours['share']:.0%}" if "share" in ours else f"{ours['mfu']:.0%} (MFU)"
+            name = ours["case"] + (f" {ours['pass']}" if "pass" in ours else "")
+            against = (best["implementation"], f"{seconds(best) * 1e3:.3g}") if best else ("", "")
+            ratio = f"{seconds(best) / seconds(ours):.2f}x" if best else ""
+            lines.append((name, f"{seconds(ours) * 1e3:.3g}", *against, ratio, share))
+    header = "what|ours, ms|best peer|its ms|ours is faster by|share of the limit"
+    return table(header, lines) if lines else ""
+
+
+def steps_of(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each training step."""
+    return [
+        [r for r in rows if r["case"] == case] for case in dict.fromkeys(r["case"] for r in rows)
+    ]
+
+
+def typical(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each op's first case, forward and backward together where both were timed."""
+    found = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        first = next(row["case"] for row in rows if row["op"] == op)
+        group = [row for row in rows if row["case"] == first]
+        passes = {row["pass"] for row in group}
+        found.append([r for r in group if r["pass"] == ("both" if "both" in passes else "fwd")])
+    return found
+
+
 def section(device: str, rows: list[Row], folder: Path) -> str:
-    """All of one device."""
+    """The section of one device; each of its ops has a page in `folder`."""
     shown = newest(rows)
     slug = records.slug(device)
     on = next((row["on"] for row in rows if row.get("on")), "cpu")
@@ -248,6 +291,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         units = {name: "GB/s" if name == "copy" else "GFLOP/s" for name in machine[-1]["rates"]}
         rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
         text += f"Its own limits, measured: {rates} ({link(machine[-1])}).\n"
+    text += f"\n{summary(ops, steps)}"
     if wanted:
         text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
     if steps:
@@ -258,9 +302,18 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         text += parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
+    pages = []
     for op in dict.fromkeys(row["op"] for row in ops):
-        mine = [row for row in ops if row["op"] == op]
-        text += f"\n### {op}\n\n{plots.bars(mine, folder, slug, op)}\n{op_table(mine, wanted)}"
+        mine = [
+            {**row, "link": os.path.relpath(row["path"], folder)} for row in ops if row["op"] == op
+        ]
+        picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
+        page = folder / f"{slug}-{records.slug(op)}.md"
+        content = f"# {op} on {device}\n\n{picture}\n{op_table(mine, wanted)}"
+        page.write_text(content, encoding="utf-8")
+        pages.append(f"[{op}](benchmarks/{page.name})")
+    if pages:
+        text += f"\n### Ops\n\nEvery case and pass of {', '.join(pages)}.\n"
     if absent := missing_table(shown):
         text += f"\n### Without figures\n\n{absent}"
     text += other_tables(rows)
@@ -268,30 +321,50 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     tuned = [r for r in rows if r["kind"] == "tune"]
     for found, what in ((older, "of an older form, not shown"), (tuned, "of `make tune`")):
         if found:
-            names = sorted({row["file"] for row in found})
-            files = ", ".join(f"[{Path(name).name}](../bench/results/{name})" for name in names)
+            links = sorted({row["link"] for row in found})
+            files = ", ".join(f"[{Path(link).name}]({link})" for link in links)
             text += f"\nRecords {what}: {files}.\n"
     return text
 
 
-def write(results: Path = records.RESULTS, docs: Path = DOCS) -> Path:
-    """Writes benchmarks.md and its plots; where it is."""
+def write(results: Path, docs: Path) -> Path:
+    """Writes `docs/benchmarks.md` and its plots from the records in `results`, and returns it."""
     rows = records.read(results)
+    for row in rows:
+        row["link"] = os.path.relpath(row["path"], docs)
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     text = HEAD
     for device in sorted({row["device"] for row in rows}):
         text += section(device, [row for row in rows if row["device"] == device], folder)
-    if not rows:
-        text += "\nThere are no records yet.\n"
+    text += NOTES if rows else "\nThere are no records yet.\n"
     path = docs / "benchmarks.md"
     path.write_text(text, encoding="utf-8")
     return path
 
 
+def write_local() -> Path:
+    """Writes the page of what this checkout has measured and not published."""
+    local = records.RESULTS / records.LOCAL
+    return write(local, local)
+
+
+def publish() -> Path:
+    """Publishes the local records and writes `docs/benchmarks.md` from all.
+
+    Raises:
+        UserError: an op of ours was refused a time in a local record.
+    """
+    for row in records.read(records.RESULTS / records.LOCAL):
+        if row["kind"] == "refused" and row["implementation"] in OURS:
+            raise UserError(f"{row['path']} is not published: {row['case']}: {row['reason']}")
+    records.publish()
+    return write(records.RESULTS, DOCS)
+
+
 def main(argv: list[str]) -> None:
     report = tyro.cli(Report, prog="python -m bench.report", args=argv)
-    print(write(report.results, report.docs))
+    print(publish() if report.publish else write_local())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Every system of the lecture, trained as published: `python -m bench.reproduce [--only A B]`.
 
-Each is one `python train.py RECIPE`. What it reaches goes into bench/results, and the table of
-docs/reproduction.md is written from there. A system whose record is kept is not trained again, and
-one that was broken off goes on: the same command finishes what is left.
+Each is one `python train.py RECIPE`. What it reaches is recorded, and a table written from all
+records: into bench/results/local, or with `--publish` beside the committed records and into
+docs/reproduction.md. A system whose record is kept is not trained again, and one that was
+interrupted goes on: the same command finishes what is left.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from fastgpt.storage import write_atomically
 
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"
+PAGE = ROOT / "docs" / "reproduction.md"
 BEGIN, END = "<!-- written by bench.reproduce -->", "<!-- to here -->"
 """Marks on the page: the text between them comes from the records, the rest is by hand."""
 
@@ -110,8 +112,8 @@ class Reproduce:
     """`auto`: CUDA where it is visible."""
     runs: Path = Path("runs/reproduce")
     """Folder of the runs."""
-    page: Path = ROOT / "docs" / "reproduction.md"
-    """Page into which the table is put."""
+    publish: bool = False
+    """Move the local records beside the committed ones and write docs/reproduction.md."""
 
     def __post_init__(self) -> None:
         if self.gpt_steps < 1:
@@ -135,13 +137,17 @@ def commands(system: System, options: Reproduce) -> list[list[str]]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All that decides a run's losses."""
-    return json.loads(to_json(config))
+    """The settings that decide a run's losses: all but those of its samples."""
+    found = json.loads(to_json(config))
+    for name in ("sample_prompt", "sample_tokens"):
+        del found["train"][name]
+    return found
 
 
-def on_record(folder: Path, config: Config) -> dict[str, Any] | None:
-    """The newest record of a run with these settings; `folder` is a machine's, or that of all."""
-    rows = [row for row in records.read(folder) if row["kind"] == NAME]
+def on_record(config: Config, device: str = "") -> dict[str, Any] | None:
+    """The newest record, local or committed, of a run with these settings, on a device or any."""
+    rows = [*records.read(), *records.read(records.RESULTS / records.LOCAL)]
+    rows = [row for row in rows if row["kind"] == NAME and device in ("", row.get("device"))]
     same = (row for row in rows if _same(row["config"], config))
     return max(same, key=lambda row: row["run"], default=None)  # it begins with the time
 
@@ -213,11 +219,12 @@ def _value(log: list[dict[str, Any]], key: str, step: int) -> float | None:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def write_page(options: Reproduce) -> None:
-    """The page, from the newest record of each run."""
-    page = put_into(options.page.read_text(encoding="utf-8"), render(recorded(options)))
-    with writing(options.page):
-        write_atomically(options.page, page.encode())
+def write_page(options: Reproduce, path: Path) -> None:
+    """Writes `docs/reproduction.md` with a table of the newest record of each run to `path`."""
+    page = put_into(PAGE.read_text(encoding="utf-8"), render(recorded(options)))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page.encode())
 
 
 def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
@@ -225,7 +232,7 @@ def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
     runs = {}
     for system in SYSTEMS:
         configs = [cli.parse(argv) for argv in commands(system, options)]
-        rows = [on_record(records.RESULTS, config) for config in configs]
+        rows = [on_record(config) for config in configs]
         runs[system.letter] = [row for row in rows if row is not None]
     return runs
 
@@ -295,16 +302,19 @@ def _judged(target: Target, found: list[float]) -> tuple[str, str]:
 def main(argv: list[str]) -> None:
     options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
     console, on = Console(highlight=False), device.pick_device(options.device, "--device")
-    folder = records.folder_of(on)
-    systems = chosen(options.only)
-    write_page(options)  # whatever is wrong with it is known before hours of training
-    for system in systems:
+    name = records.described(on)["device"]
+    page = records.RESULTS / records.LOCAL / PAGE.name
+    write_page(options, page)  # whatever is wrong with it is known before hours of training
+    for system in chosen(options.only):
         for argv in commands(system, options):
-            if options.again or on_record(folder, cli.parse(argv)) is None:
+            if options.again or on_record(cli.parse(argv), name) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
                 records.Writer(on).write(NAME, reproduce(system, argv, options))
-                write_page(options)
-    console.print(f"wrote {options.page}")
+                write_page(options, page)
+    if options.publish:
+        records.publish()
+        write_page(options, page := PAGE)
+    console.print(f"wrote {page}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class StepBench:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where it is visible."""
     out: Path | None = None
-    """Folder of the record; by default bench/results/<device>."""
+    """Folder of the record; by default bench/results/local/<device>."""
 
 
 def base_config(bench: StepBench, on: str, text: Path) -> Config:

@@ -1,9 +1,15 @@
 """fastgpt: a small, fast trainer for GPT-2-class language models."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if sys.argv[:1] == ["-m"]:  # a module of this package, or of bench, is about to run as a command
+    from fastgpt.interpreter import require_torch
+
+    require_torch()
 
 if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.config import Config as Config

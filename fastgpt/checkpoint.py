@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, is_disk_full, reason, writing
 from fastgpt.storage import sync_directory
 
 FORMAT_VERSION = 2
@@ -36,7 +36,7 @@ FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was read back and verified."""
+    """A checkpoint that was read back and verified."""
 
     path: Path
     step: int
@@ -54,7 +54,7 @@ def save(
     save_tokenizer: Callable[[Path], None],
     keep: int,
 ) -> Path:
-    """Writes `folder/step_N` and removes all but the last `keep` steps.
+    """Writes the checkpoint `folder/step_N` and removes all but the last `keep`.
 
     Raises:
         UserError: the disk is full or cannot be written; nothing half-written stays.
@@ -72,6 +72,8 @@ def save(
         )
         with (temporary / "state.pt").open("wb") as file:  # by its path, errors lose their reason
             torch.save(state, file)
+        # safetensors' files are for their owner alone, whatever the umask
+        shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
         (temporary / "config.json").write_text(config_json)
         save_tokenizer(temporary / "tokenizer.json")
         record = {
@@ -96,15 +98,13 @@ def save(
 
 
 def _cannot_save(folder: Path, step: int, error: Exception) -> str:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    why = why.split("\n")[0]
-    return (
-        f"cannot save the checkpoint of step {step} in {folder}: {why}; {last_good(folder.parent)}"
-    )
+    if is_disk_full(error):
+        return f"no space left on the disk of {folder}: the checkpoint of step {step} is not saved"
+    return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; cut short, nothing partial is left under its name."""
+    """Removes a checkpoint; interrupted, it leaves nothing partial under the checkpoint's name."""
     if path.exists():
         hidden = path.with_name(f".removing_{path.name}")
         shutil.rmtree(hidden, ignore_errors=True)  # of an earlier one that was cut short
@@ -113,18 +113,18 @@ def _remove(path: Path) -> None:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """The path of the checkpoint of `step`, whether it is there or not."""
     return folder / f"step_{step:08d}"
 
 
 def last_good(run_dir: Path) -> str:
-    """A clause for error messages: which checkpoint of a run there is to go back to."""
+    """A clause for error messages that names the newest checkpoint of a run."""
     saved = steps_on_disk(run_dir / "checkpoints")
     return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Makes `best` beside `checkpoint` its hard-linked twin (a copy where links are not to be had).
+    """Makes `best`, beside `checkpoint`, a copy of it: of hard links, where the disk has those.
 
     Raises:
         UserError: the disk is full or cannot be written.
@@ -145,7 +145,7 @@ def _link(source: str, target: str) -> None:
 
 
 def kept_steps(folder: Path) -> set[int]:
-    """The steps whose checkpoints are in `folder`, the best one's included."""
+    """The steps of the checkpoints in `folder`, including `best`."""
     found = set()
     for path in (*steps_on_disk(folder), folder / "best"):
         with suppress(UserError):
@@ -159,7 +159,7 @@ def steps_on_disk(folder: Path) -> list[Path]:
 
 
 def _step(path: Path) -> float:
-    """The step that a folder claims to be of; later than all where it cannot be read."""
+    """The step that a checkpoint's name or record gives; infinity if the record is unreadable."""
     try:
         return read_record(path)["step"] if path.name == "best" else int(path.name[len("step_") :])
     except UserError:
@@ -167,7 +167,7 @@ def _step(path: Path) -> float:
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint back.
+    """Reads a checkpoint and verifies it.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format.
@@ -191,7 +191,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The `checkpoint.json` of `path`, its format version checked."""
+    """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
     try:
         record = json.loads((path / "checkpoint.json").read_text())
         version = record["format_version"]
@@ -210,15 +210,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def find(resume: str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to go on from, and what is wrong with the newer ones that had to be passed
-    over.
+    """Loads a checkpoint, and lists what is wrong with newer ones that had to be skipped.
 
     Args:
-        resume: the path of a checkpoint, which must be good, or of a run, whose newest good one is
+        resume: path of a checkpoint, which must be good, or of a run, whose newest good one is
             taken.
 
     Raises:
-        UserError: there is no good one.
+        UserError: there is no good checkpoint.
     """
     path, complaints = Path(resume), []
     if (path / "checkpoint.json").exists():
@@ -228,11 +227,13 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
             return load(candidate), complaints
         except UserError as error:
             complaints.append(str(error))
-    raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+    if complaints:
+        raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+    raise UserError(f"{path} {'has no checkpoint yet' if path.exists() else 'does not exist'}")
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Renames later checkpoints: a run that goes on from `step` must not mix with them."""
+    """Renames later checkpoints: a run resumed at `step` must not mix with them."""
     for path in (*steps_on_disk(folder), folder / "best"):
         if path.exists() and _step(path) > step:
             aside = path.with_name(f"abandoned_{path.name}")

@@ -1,10 +1,10 @@
-"""What `auto` takes on CUDA: our kernels, where this very GPU has found them right and faster.
+"""Choice of kernels for `auto` on CUDA: ours where a trial on this GPU found them right and faster.
 
-Each op of ours is held to the rule of `kernels.parity` and timed beside PyTorch's, forward and
-backward, at the run's own sizes: once for a GPU, its versions, these kernels and sizes, before
-anything is trained; the answer is remembered. A child process does it (`python -m fastgpt.choose`,
-settings on stdin), so that a kernel that crashes or hangs takes nothing with it. What did not pass
-is said, and PyTorch's op runs.
+Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
+PyTorch's, forward and backward, at the run's own sizes. The result is cached by GPU, versions,
+kernel sources and sizes. The trial runs in a child process (`python -m fastgpt.choose`, settings on
+stdin), so that a kernel that crashes or hangs does not end the run. A failed trial is reported, and
+PyTorch's op is used instead.
 """
 
 import hashlib
@@ -32,23 +32,24 @@ from fastgpt.trials import TRIALS, Sizes, Trial
 ROOT = Path(__file__).parents[1]
 KERNELS = Path(runtime.__file__).parent
 BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
-"""In the kernels' folder, but no part of what runs."""
+"""Names in the kernels' folder that play no part in a run."""
 TIMEOUT = 600.0
-"""Seconds for all ops."""
+"""Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
-"""Tokens that the check takes at most: its reference holds all scores."""
+"""Largest number of tokens in a check, whose reference keeps all attention scores."""
 CHILD = ["-m", "fastgpt.choose"]
 
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
-"""`chosen`; `complaints`: what was wrong with ours; `milliseconds` of each implementation."""
+"""Result of a trial: `chosen`, an implementation; `complaints`, the errors found in ours; and
+`milliseconds` of each implementation."""
 
 
 # --- the child ------------------------------------------------------------------------------------
 
 
 def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
-    """Ours if it is right and fast enough."""
+    """Checks and times one op, and chooses our implementation if it is right and fast enough."""
     wrong = []
     length = min(sizes.model.context, CHECKED)
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
@@ -122,13 +123,13 @@ def main() -> None:
 def choose(
     config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> tuple[OpsConfig, dict[str, Verdict]]:
-    """`config` with each `auto` of TRIALS that this GPU decides, and the verdicts.
+    """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
 
     Args:
-        config: as asked for.
-        sizes: the run's.
-        on: `cuda`; on a CPU nothing is tried.
-        warn: is told what the kernels did wrong.
+        config: implementations that the user asked for.
+        sizes: sizes of the run.
+        on: device; on `cpu` there are no trials.
+        warn: called with each error that a trial found.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
@@ -139,8 +140,8 @@ def choose(
     for name, verdict in verdicts.items():
         if verdict["complaints"]:
             warn(
-                f"ops.{name}: our kernels did not pass their trial on this device, "
-                f"{verdict['chosen']} runs instead ({verdict['complaints'][0]})"
+                f"ops.{name}: our kernels did not pass their trial on this device "
+                f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
     chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
     return replace(config, **chosen), verdicts
@@ -156,7 +157,7 @@ def _remembered_or_tried(
     key = _key(sizes, on)
     verdicts = known.setdefault(key, {})
     if missing := [name for name in asked if name not in verdicts]:
-        warn("our kernels are checked and timed on this device, once: a minute or two")
+        warn("checking and timing our kernels on this device, once; this takes a minute or two")
         found, reasons = _tried(missing, sizes, on)
         verdicts.update(found)
         with suppress(OSError):  # a cache that cannot be written costs the trial next time
@@ -169,10 +170,10 @@ def _remembered_or_tried(
 
 
 def _key(sizes: Sizes, on: str) -> str:
-    """A hash of all that a verdict depends on: what runs, where, and at which sizes.
+    """Cache key of a verdict: a hash of all that it depends on.
 
-    The kernels, what launches them and their tables count; what only proves, tunes or describes
-    them does not, so that an edit there forgets nobody's trials.
+    The kernels, their launchers and tuning tables are part of it. Files that only test, tune or
+    describe them are not, so that editing those invalidates no cached verdict.
     """
     paths = [
         path
@@ -190,9 +191,9 @@ def _key(sizes: Sizes, on: str) -> str:
 
 
 def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """The verdicts that child processes reached, and of the other ops how their trial ended.
+    """Runs the trials; returns the verdicts, and for ops without one the reason.
 
-    A child that ends early was at the first op without a verdict: another goes on after it.
+    A child that ends early failed at the first op without a verdict; another one tries the rest.
     """
     verdicts: dict[str, Verdict] = {}
     reasons: dict[str, str] = {}
@@ -208,7 +209,7 @@ def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict],
 def _child(
     asked: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
-    """The verdicts that one child reached, and how it ended."""
+    """Runs one child process; returns its verdicts and how it ended."""
     order = json.dumps({"ops": asked, "device": on, "sizes": asdict(sizes)})
     command = [sys.executable, *CHILD]
     try:
@@ -221,7 +222,7 @@ def _child(
         )
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"").decode()
-        reason = f"the trials had no end after {TIMEOUT:.0f} s"
+        reason = f"the trials did not end within {TIMEOUT:.0f} s"
     verdicts: dict[str, Verdict] = {}
     for line in said.splitlines():
         with suppress(ValueError, TypeError):  # what a library prints

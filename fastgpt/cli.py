@@ -1,29 +1,41 @@
-"""The command line: `python train.py [recipe] [--section.field value ...]`, or `fastgpt-train`."""
+"""Command line of training: `python train.py [RECIPE] [--FLAG VALUE ...]`, or `fastgpt-train`."""
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import tyro
 
-from fastgpt import distributed
+from fastgpt import device, distributed, flags
 from fastgpt.config import Config
-from fastgpt.display import command
-from fastgpt.errors import UserError, shown_in_one_line, unknown_name
+from fastgpt.display import command, duration
+from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.metrics import flops_per_token
 from fastgpt.recipes import RECIPES
 from fastgpt.run import find_run, saved_config
+from fastgpt.storage import cache_dir
+
+FIRST = (
+    "data.source", "steps", "model.num_layers", "model.dim", "model.context",
+    "train.batch_tokens", "train.micro_batch", "optim.lr", "train.device", "seed", "run_dir",
+    "resume",
+)  # fmt: skip
+"""Flags of the short help."""
+DAY_S = 86_400
+SLOWEST = 1e10
+"""FLOP/s that any CPU reaches: a run of less than a day at this rate needs no measurement."""
 
 
 def main() -> None:
-    """Trains what the process's command line asks for."""
+    """Runs train.py with the arguments of this process."""
     try:
         with shown_in_one_line():
             config = parse(sys.argv[1:])
+            check_duration(config)
             from fastgpt.trainer import Trainer  # after --help and wrong flags had their answer
 
             Trainer(config).fit()
@@ -32,65 +44,106 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """The settings of a run: the recipe's (a saved run's, with --resume), under the flags given.
+    """Settings of a run: the recipe's (a saved run's, with --resume), changed by the flags given.
+
+    Prints what --help, --help-all, --list-recipes or --version asks for, and exits.
 
     Raises:
-        UserError: unknown recipe or field, or a value that cannot be.
+        UserError: unknown recipe or flag, or an impossible value.
     """
-    named = bool(argv) and not argv[0].startswith("-")
-    recipe = argv[0] if named else ("gpt2-124m" if torch.cuda.is_available() else "baby")
+    if "--list-recipes" in argv:
+        print(flags.table([(name, about) for name, (about, _) in RECIPES.items()]))
+        sys.exit()
+    asked = [flag for flag in argv if flag in flags.ANSWERED]
+    given = [flag for flag in argv if flag not in flags.ANSWERED]
+    named = bool(given) and not given[0].startswith("-")
+    recipe = given.pop(0) if named else ("gpt2-124m" if torch.cuda.is_available() else "baby")
     if recipe not in RECIPES:
-        raise unknown_name("recipe", recipe, RECIPES)
-    flags = list(argv[1:] if named else argv)
-    resume, run_dir = _resume_flags(flags)
+        raise _unknown_recipe(recipe)
+    resume, run_dir = _resume_flags(given)
     found = None if resume is None else find_run(resume, run_dir, recipe)
     if found is None:
-        return _flags(RECIPES[recipe][1], flags)
+        of = f"recipe {recipe}: {RECIPES[recipe][0]}"
+        return _flags(RECIPES[recipe][1], [*asked, *given], of)
     run, source = found
     saved = saved_config(run)
     if named and saved.recipe != recipe:
         raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, got {recipe!r}")
-    config = _flags(saved, flags)
+    config = _flags(saved, [*asked, *given], f"the run {run}")
     return replace(config, run_dir=config.run_dir or run, resume=str(source))
 
 
-def _resume_flags(flags: list[str]) -> tuple[str | None, Path | None]:
-    """--resume and --run-dir, which say what the defaults of all other flags are."""
+def check_duration(config: Config) -> None:
+    """Refuses to start a run that takes more than a day on a CPU, even at the measured peak.
+
+    It lets runs with --force pass, resumed ones, and those whose length is given in epochs, because
+    the data is not open yet.
+
+    Raises:
+        UserError: the run takes too long; the message has the estimate and what to pass.
+    """
+    on = device.pick_device(config.train.device)
+    resumed, main_rank = config.resume not in (None, "auto"), os.environ.get("RANK", "0") == "0"
+    if on != "cpu" or config.force or resumed or config.epochs is not None or not main_rank:
+        return
+    model = replace(config.model, vocab_size=config.model.vocab_size or 1)  # a lower bound
+    tokens = config.steps * config.train.batch_tokens
+    flops = tokens * flops_per_token(model)
+    if flops < DAY_S * SLOWEST:
+        return
+    precision = device.pick_precision(config.train.precision, on)
+    peak, _ = device.peak_flops(on, precision, cache_dir())
+    peak *= device.shares(on, int(os.environ.get("WORLD_SIZE", "1")))
+    seconds = flops / peak
+    if seconds > DAY_S:
+        most = max(1, int(config.steps * DAY_S / seconds))
+        raise UserError(
+            f"{config.recipe} would take at least {duration(seconds)} on this CPU"
+            f" ({flops:.2g} FLOPs at {peak / 1e12:.2f} TFLOP/s): use a GPU, a smaller"
+            f" recipe such as baby, --steps {most} or fewer, or --force to train nevertheless"
+        )
+
+
+def _unknown_recipe(given: str) -> UserError:
+    near = [name for name in RECIPES if given in name] or difflib.get_close_matches(given, RECIPES)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return UserError(f"unknown recipe {given!r}; {hint}--list-recipes lists all of them")
+
+
+def _resume_flags(given: list[str]) -> tuple[str | None, Path | None]:
+    """--resume and --run-dir, which decide the default values of all other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--resume")
     parser.add_argument("--run-dir", "--run_dir", type=Path)
     try:
-        known, _ = parser.parse_known_args(flags)
+        known, _ = parser.parse_known_args(given)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}") from error
     return known.resume, known.run_dir
 
 
-def _flags(default: Config, flags: list[str]) -> Config:
-    recipes = "\n".join(f"  {name:<24}{about}" for name, (about, _) in RECIPES.items())
-    config, unknown = tyro.cli(
+def _flags(default: Config, given: list[str], of: str) -> Config:
+    start = command("python train.py")
+    for before, name in zip(["", *given], given):
+        if name in RECIPES and not (before.startswith("--") and "=" not in before):
+            raise UserError(f"recipe {name!r} comes first: {start} {name} --flag value ...")
+    config = flags.parse(
         Config,
-        prog=f"{command('python train.py')} [recipe]",
-        description="Trains a GPT. Recipes (none named: gpt2-124m with CUDA, baby without):\n\n"
-        + recipes,
+        given,
+        prog=start,
+        first=FIRST,
+        usage="[RECIPE] [--FLAG VALUE ...]",
         default=default,
-        args=flags,
-        return_unknown_args=True,
+        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby. "
+        f"Values [in brackets] are those of {of}.",
+        more=f"Recipes: {', '.join(RECIPES)}. --list-recipes tells what each is. {flags.MORE}",
     )
-    if unknown:
-        name = unknown[0].split("=")[0]
-        if name in RECIPES:
-            start = f"{command('python train.py')} {name}"
-            raise UserError(f"recipe {name!r} comes first: {start} --flag value ...")
-        near = difflib.get_close_matches(name.replace("_", "-"), _flag_names(default), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the fields"
-        raise UserError(f"unknown argument {name!r}; {hint}")
-    return _one_length(config, flags)
+    return _one_length(config, given)
 
 
-def _one_length(config: Config, flags: list[str]) -> Config:
-    """Steps that were given take the place of a recipe's epochs."""
-    given = {flag.split("=")[0].replace("_", "-") for flag in flags}
+def _one_length(config: Config, argv: list[str]) -> Config:
+    """`config` without the recipe's epochs where --steps replaces them."""
+    given = {flag.split("=")[0].replace("_", "-") for flag in argv}
     for steps, epochs in (("steps", "epochs"), ("eval_every", "eval_epochs")):
         names = (f"--{steps.replace('_', '-')}", f"--{epochs.replace('_', '-')}")
         if given.issuperset(names):
@@ -98,12 +151,3 @@ def _one_length(config: Config, flags: list[str]) -> Config:
         if names[0] in given:
             config = replace(config, **{epochs: None})
     return config
-
-
-def _flag_names(section: Any, prefix: str = "--") -> list[str]:
-    names = []
-    for field in fields(section):
-        value = getattr(section, field.name)
-        name = prefix + field.name.replace("_", "-")
-        names += _flag_names(value, f"{name}.") if is_dataclass(value) else [name]
-    return names

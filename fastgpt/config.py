@@ -1,8 +1,7 @@
-"""What a run is made of: frozen dataclasses, checked when they are built, and the command line that
-fills them.
+"""Settings of a run, as frozen dataclasses that are checked when they are built.
 
-Every field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`; its docstring is its
-help.
+Each field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`. The text below a field
+is the flag's help; its first sentence must stand alone, because the short help shows no more.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ import tyro
 from fastgpt.errors import UserError
 
 MOST_TOKENS = 2**28
-"""In one batch of samples: their ids alone are 2 GiB."""
+"""Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
 
 
 POSITIVE = ("a number greater than 0", lambda x: 0 < x < float("inf"))
@@ -28,7 +27,7 @@ SHARE = ("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: str) -> None:
-    """Raises `UserError` unless each field, `model.dim` or `--top-k`, is None or as expected."""
+    """Raises `UserError` unless each named field, such as `model.dim`, is None or as expected."""
     words, fits = expected
     for name in names:
         value = getattr(config, name.split(".")[-1].removeprefix("--").replace("-", "_"))
@@ -38,72 +37,81 @@ def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The network; the defaults are GPT-2 124M as published."""
+    """Network: its size and its parts."""
 
     architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
-    """A GPT, or one of the steps towards it in fastgpt.lecture, which have no normalisation."""
+    """Network to build: a GPT, or one of the lecture's steps towards it. The steps have no
+    normalisation layers (see fastgpt/lecture.py)."""
     num_layers: int = 12
-    """Transformer blocks, L."""
+    """Number of transformer blocks."""
     num_heads: int = 12
-    """Query heads, H; must divide `dim`."""
+    """Number of attention heads; it must divide model.dim."""
     num_kv_heads: int | None = None
-    """Key/value heads, K; must divide `num_heads`. None: as many as query heads."""
+    """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
+    fewer is grouped-query attention."""
     dim: int = 768
-    """Width of the residual stream, C."""
+    """Width of the model, a multiple of model.num-heads."""
     ffn_dim: int | None = None
-    """Feed-forward width, F. None: 4 C (SwiGLU: 8/3 C rounded up to a multiple of 64)."""
+    """Width of the feed-forward layers. By default 4 x model.dim, with SwiGLU 8/3 x model.dim
+    rounded up to a multiple of 64."""
     context: int = 1024
-    """Longest sequence in tokens, T."""
+    """Longest sequence, in tokens."""
     vocab_size: int | None = None
-    """Tokens, V. None: as many as the tokenizer has."""
+    """Number of tokens in the vocabulary; None: as many as the tokenizer has."""
     vocab_multiple: int = 64
-    """The vocabulary is padded to a multiple of this for speed; only the model sees the padding."""
+    """Multiple to which the vocabulary is padded, for speed; only the model sees the padding."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation (eps 1e-5 and 1e-6)."""
+    """Normalisation layer. Its epsilon is 1e-5 for LayerNorm, 1e-6 for RMSNorm."""
     norm_position: Literal["pre", "post"] = "pre"
-    """Before each sub-layer (GPT-2) or after each residual sum (the 2017 transformer)."""
+    """Place of the normalisation: before each sub-layer, as in GPT-2, or after each residual sum,
+    as in the transformer of 2017."""
     bias: bool = True
-    """Biases in the blocks' linear layers and in LayerNorm."""
+    """Biases in the linear layers of the blocks and in LayerNorm."""
     qkv_bias: bool | None = None
-    """Bias in the projection to queries, keys and values. None: as `bias`."""
+    """Bias in the query, key and value projections; None: as model.bias."""
     projection_bias: bool | None = None
-    """Bias in attention's output projection. None: as `bias`."""
+    """Bias in the output projection of attention; None: as model.bias."""
     head_bias: bool = False
-    """Bias in the output head; it needs `tied` off."""
+    """Bias in the output head; it needs --model.no-tied."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
-    """Activation of the feed-forward layer; SwiGLU adds a gate."""
+    """Activation function of the feed-forward layers; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
-    """How the model knows where a token stands."""
+    """Position encoding: learned or sinusoidal embeddings, rotary, or none."""
     rotary_base: float = 10_000.0
-    """Longest wavelength of rotary positions, over 2 pi."""
+    """Base of the rotary frequencies; larger ones suit longer contexts."""
     score_scale: Literal["head", "width"] = "head"
-    """What attention scores are divided by: the root of the head dim, or (as in the lecture's first
-    steps) of the width."""
+    """Divisor of the attention scores: the square root of the head's width, or of the model's, as
+    in the lecture's first steps."""
     qk_norm: bool = False
-    """RMS-normalise queries and keys in each head (no weights)."""
+    """RMS normalisation of queries and keys in each head, without weights."""
     tied: bool = True
-    """Output head and token embedding share one matrix."""
+    """One weight matrix for the token embedding and the output head."""
     softcap: float | None = None
-    """Squash logits to (-softcap, softcap) by tanh."""
+    """Bound of the logits, which tanh squashes into (-softcap, softcap). By default they have
+    none."""
     window: int | None = None
-    """Attend only to this many last tokens. None: to all."""
+    """Attention window: each token attends to this many last tokens. By default to all before
+    it."""
     document_mask: bool = False
-    """Attend only within one's own document."""
+    """Mask that keeps attention within a document; the tokenizer needs an end-of-text token."""
     eot_id: tyro.conf.Suppress[int | None] = None
-    """The token that begins a document, for `document_mask`; the data's tokenizer sets it."""
+    """Id of the token that begins a document, for model.document-mask; the data's tokenizer sets
+    it."""
     init: Literal["gpt2", "normal", "torch"] = "gpt2"
-    """GPT-2's N(0, 0.02) with residual projections scaled by 1/sqrt(2 L), without that scaling, or
+    """Initialisation of the weights. gpt2: normal with standard deviation 0.02, residual
+    projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
     PyTorch's default."""
     dropout: float = 0.0
-    """Probability for all four places below that do not set their own."""
+    """Dropout probability, for each of the four places below that sets none of its own."""
     embedding_dropout: float | None = None
-    """After the sum of token and position embeddings."""
+    """Dropout probability after the sum of token and position embeddings; None: as
+    model.dropout."""
     attention_dropout: float | None = None
-    """On the attention weights."""
+    """Dropout probability of the attention weights; None: as model.dropout."""
     residual_dropout: float | None = None
-    """After the attention's output projection."""
+    """Dropout probability after attention's output projection; None: as model.dropout."""
     feed_forward_dropout: float | None = None
-    """After the feed-forward's output projection."""
+    """Dropout probability after the feed-forward layers; None: as model.dropout."""
 
     def __post_init__(self) -> None:
         layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
@@ -142,7 +150,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor on attention scores."""
+        """Factor that attention scores are multiplied by."""
         return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
 
     @property
@@ -159,39 +167,48 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def bias_at(self, place: str) -> bool:
-        """True if attention's projection at `place`, qkv or projection, has a bias."""
+        """Whether a projection of attention, `qkv` or `projection`, has a bias."""
         own = getattr(self, f"{place}_bias")
         return self.bias if own is None else own
 
     def dropout_at(self, place: str) -> float:
-        """The probability at `place`: embedding, attention, residual or feed_forward."""
+        """Dropout probability at `place`: embedding, attention, residual or feed_forward."""
         own = getattr(self, f"{place}_dropout")
         return self.dropout if own is None else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What is read, and in which order."""
+    """Data: what is trained on, and in which order."""
 
     source: str = "builtin"
-    """`builtin` (this Python's standard library), `shakespeare`, or whatever fastgpt.prepare takes;
-    a prepared directory or llm.c's shards; `A=0.7,B=0.3` mixes; `prepared:NAME` is
-    $FASTGPT_DATA/NAME, `prepared` is $FASTGPT_DATA/gpt2, else `builtin`."""
+    """Text to train on: a name, file or folder. The names are builtin (the source code of this
+    Python's standard library), shakespeare, and those that fastgpt.prepare takes. Prepared data is
+    a folder of token shards, ours or llm.c's; prepared:NAME is $FASTGPT_DATA/NAME; prepared is
+    $FASTGPT_DATA/gpt2, or builtin where that is missing. A=0.7,B=0.3 mixes sources by these
+    weights."""
     tokenizer: str = "auto"
-    """`bytes`, `chars`, `gpt2`, or the path of a tokenizer.json; `auto`: what suits the source."""
+    """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` takes what suits
+    the source."""
+    encoding: str = "utf-8"
+    """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: float = 0.1
-    """Held out: the end of a text, or so many of a set's documents."""
+    """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
+    share of a data set's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"
-    """Every sample once an epoch, shuffled; or samples drawn with replacement."""
+    """Order of the samples: each one once an epoch, shuffled, or drawn at random with
+    replacement."""
     align: Literal["none", "bos", "document"] = "none"
-    """What a sample is: a window anywhere; a window that begins with a document; or one document,
-    cut or filled up, the filling not scored."""
+    """Shape of a sample. none: a window that begins anywhere; bos: one that begins with a document;
+    document: a single document, cut or padded to the context, the padding not scored."""
     eval_tokens: int = 131_072
-    """Held-out tokens that each evaluation scores, always the same ones; 0: all."""
+    """Number of held-out tokens that an evaluation scores, the same ones each time; 0: all of
+    them."""
     final_eval_tokens: int = 0
-    """As `eval_tokens`, for the evaluation after the last step."""
+    """Number of held-out tokens that the evaluation after the last step scores; 0: all of them."""
     eval_batches: int = 0
-    """Evaluate instead on so many batches of random windows of each split, others every time."""
+    """Number of random batches from each split to evaluate on, new ones each time; 0: use
+    data.eval-tokens instead."""
 
     def __post_init__(self) -> None:
         check(self, ("a fraction in (0, 1)", lambda x: 0 < x < 1), "data.val_fraction")
@@ -205,34 +222,37 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """How the weights move."""
+    """Optimizer and learning rate."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the blocks' matrices, AdamW for everything else."""
+    """Optimizer: AdamW for all weights, or Muon for the blocks' matrices and AdamW for the
+    others."""
     lr: float = 6e-4
-    """AdamW's peak learning rate."""
+    """Peak learning rate of AdamW. With Muon it is that of all weights which Muon does not
+    train."""
     muon_lr: float = 0.02
-    """Muon's peak learning rate, scaled by sqrt(max(1, rows / columns)) for each matrix."""
+    """Peak learning rate of Muon. For each matrix it is scaled by sqrt(max(1, rows / columns))."""
     muon_momentum: float = 0.95
     """Nesterov momentum of Muon."""
     beta1: float = 0.9
-    """AdamW's first decay."""
+    """Decay of AdamW's running mean of the gradient, between 0 and 1."""
     beta2: float = 0.95
-    """AdamW's second decay."""
+    """Decay of AdamW's running mean of the squared gradient, between 0 and 1."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon of AdamW, added to the denominator."""
     weight_decay: float = 0.1
-    """Decoupled decay, on matrices and embeddings only."""
+    """Weight decay (decoupled), of matrices and embeddings only."""
     grad_clip: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest norm of the gradient, above which it is scaled down; 0: no clipping."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape after the warmup; `wsd` holds the peak and falls linearly at the end."""
+    """Shape of the learning rate after the warmup. `wsd` keeps the peak and falls linearly at the
+    end."""
     warmup_steps: int = 0
-    """Steps of linear rise to the peak."""
+    """Number of steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.1
-    """Where the fall ends, after the last step, over the peak (not for `constant`)."""
+    """Last learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
     decay_fraction: float = 0.2
-    """`wsd`: share of all steps that the fall takes."""
+    """Fraction of all steps in which `wsd` falls, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "optim.lr", "optim.muon_lr", "optim.eps", "optim.decay_fraction")
@@ -243,30 +263,35 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How a step runs."""
+    """Training step: batches, device and number format; checkpoints and samples."""
 
     batch_tokens: int = 524_288
-    """Tokens of one optimizer step, over all ranks and micro-steps; a multiple of the context."""
+    """Batch size of one optimizer step, in tokens. It counts all ranks and micro-batches, and is a
+    multiple of model.context."""
     micro_batch: int = 64
-    """Most sequences that one rank takes through the model at once; what is left is accumulated."""
+    """Largest micro-batch of a rank, in sequences. A larger batch is reached by gradient
+    accumulation; smaller micro-batches need less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where it is visible."""
+    """Device to train on: cuda, cpu, or auto to choose. `auto` takes CUDA where torch sees it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast dtype; `auto`: bf16 where the hardware has it, else fp32."""
+    """Number format of autocast. `auto` takes bf16 where the hardware multiplies it, else fp32."""
     tf32: bool = False
-    """Let CUDA round the fp32 matrix products to TF32."""
+    """TF32 rounding of fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of model and loss; `auto`: on CUDA."""
+    """Whether torch.compile builds the model and the loss; `auto` means on CUDA."""
     label_smoothing: float = 0.0
-    """Spread this share of each target's probability evenly over the vocabulary; training only."""
+    """Label smoothing: the share of each target's probability that is spread evenly over the
+    vocabulary, between 0 and 1. It applies to the training loss only."""
     z_loss: float = 0.0
-    """Add this times the mean of log(sum(exp(logits)))^2 to the loss; training only."""
+    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, which is added to the training
+    loss only."""
     keep_checkpoints: int = 3
-    """How many of the last checkpoints stay on disk (the best one stays too)."""
+    """Number of last checkpoints that stay on disk; the best one stays, too."""
     sample_tokens: int = 200
-    """Length of the sample shown with each evaluation; 0: none."""
-    sample_prompt: str = "\n"
-    """What the samples continue."""
+    """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
+    sample_prompt: str | None = None
+    """Text that the samples continue. By default it is the recipe's own on the recipe's data (of
+    baby `def `, else a line feed), and on other data the first words held out."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
@@ -278,52 +303,59 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpsConfig:
-    """Which implementation runs each op."""
+    """Implementation of each op. `auto` takes the fastest one that is right on the device."""
 
     attention: Literal["auto", "torch", "sdpa", "blocked", "triton", "flash_attn"] = "auto"
-    """`torch`: the plain reference; `sdpa`: PyTorch's fused one; `blocked`: for CPUs; `triton`: our
-    kernels, on CUDA; `flash_attn`: the package's, on CUDA in bf16 or fp16."""
+    """Implementation of attention. torch: the plain reference; sdpa: PyTorch's fused one; blocked:
+    ours for CPUs; triton: our kernels, on CUDA; flash_attn: that package's, on CUDA in bf16 or
+    fp16."""
     norm: Literal["auto", "torch", "triton"] = "auto"
-    """LayerNorm and RMSNorm, with the residual sum before them. `triton`: our kernels, on CUDA."""
+    """Implementation of LayerNorm and RMSNorm with the residual sum before them. triton: our
+    kernels, on CUDA."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
-    """The output head with its cross-entropy. `chunked`: the logits of some tokens at a time, never
-    of all; on CUDA by our kernels."""
+    """Implementation of the output head and its cross-entropy. chunked: the logits of a part of the
+    tokens at a time, which saves memory; on CUDA by our kernels."""
     rotary: Literal["auto", "torch", "triton"] = "auto"
-    """Rotary positions, where the model has them. `triton`: our kernel, on CUDA."""
+    """Implementation of rotary positions. triton: our kernel, on CUDA."""
     activation: Literal["auto", "torch", "triton"] = "auto"
-    """The feed-forward layers' bias and activation. `triton`: our kernels, on CUDA."""
+    """Implementation of the feed-forward layers' bias and activation. triton: our kernels, on
+    CUDA."""
     decode: Literal["auto", "torch", "triton"] = "auto"
-    """Attention of new tokens over the cache, when text is generated. `auto`: PyTorch's; `triton`:
-    our kernels, on CUDA."""
+    """Implementation of attention over the cache when text is generated. `auto` takes PyTorch's;
+    triton: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
-    """`lanes`: four 16-bit draws from each 64-bit random number, for CPUs."""
+    """Implementation of dropout. lanes: four 16-bit random numbers from each 64-bit one, for
+    CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run."""
+    """Run: its length, its folder, and how often it logs, evaluates and saves."""
 
     recipe: tyro.conf.Suppress[str] = "gpt2-124m"
-    """Where the values came from before any flag."""
+    """Recipe that the values come from before any flag."""
     steps: int = 19_073
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     epochs: float | None = None
-    """The length in passes over the training data, instead of `steps`."""
+    """Number of passes over the training data; it replaces --steps."""
     eval_epochs: float | None = None
-    """Passes between two evaluations, instead of `eval_every`."""
+    """Number of passes between two evaluations; it replaces --eval-every."""
     seed: int = 1337
-    """Random seed for the initial weights, the sample order and dropout."""
+    """Random seed for weights, data order and dropout."""
     run_dir: Path | None = None
-    """Where everything about the run is kept. None: runs/<recipe>-<date>."""
+    """Folder of the run; by default runs/<recipe>-<date>."""
     log_every: int = 10
-    """Steps between two log lines, the only ones that wait for the device."""
+    """Number of steps between two log lines (each one waits for the device)."""
     eval_every: int = 250
-    """Steps between two evaluations; 0: only before the first and after the last step."""
+    """Number of steps between two evaluations; 0: only before the first and after the last step."""
     save_every: int = 0
-    """Steps between two checkpoints, beside those before each evaluation; 0: only those."""
+    """Number of steps between two checkpoints, besides those saved before each evaluation; 0: only
+    those."""
     resume: str | None = None
-    """The path of a run or of a checkpoint to go on from; `auto`: `run_dir`, or the newest run of
-    the recipe, or a fresh start where there is none."""
+    """Run to resume: its folder, a checkpoint, or auto. `auto` takes --run-dir or the newest run of
+    the recipe, and starts a new one where there is none."""
+    force: bool = False
+    """Train even where it is estimated to take more than a day on a CPU."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -348,19 +380,19 @@ class Config:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one optimizer step."""
+        """Number of sequences in one optimizer step."""
         return self.train.batch_tokens // self.model.context
 
 
 def to_json(config: Config) -> str:
-    """The settings as JSON; `resume` and `run_dir` belong to a call, not to a run: left out."""
+    """Settings as JSON, without `resume`, `run_dir` and `force`, which belong to one command."""
     values = dataclasses.asdict(config)
-    del values["resume"], values["run_dir"]
+    del values["resume"], values["run_dir"], values["force"]
     return json.dumps(values, indent=1)
 
 
 def from_json(text: str) -> Config:
-    """The settings back from `to_json`.
+    """Reads settings that `to_json` wrote.
 
     Raises:
         TypeError: a field is unknown to this version.

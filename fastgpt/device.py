@@ -116,26 +116,36 @@ def shares(device: str, ranks: int) -> float:
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
 
 
-def peak_flops(device: str, precision: str, cache: Path, seconds: float = 1.0) -> float:
-    """FLOP/s of this machine's best plain square matrix product, measured once and remembered.
+def peak_flops(
+    device: str, precision: str, cache: Path, seconds: float = 1.0
+) -> tuple[float, float]:
+    """Measures the FLOP/s of a large square matrix product, the peak that MFU is relative to.
+
+    Other programs only ever make it slower, so the fastest of all measurements is remembered.
 
     Args:
         device: `cpu` or `cuda`.
         precision: `fp32`, `bf16` or `fp16`.
         cache: folder of the file that remembers it, by device, threads, precision and torch
             version.
-        seconds: how long to measure.
+        seconds: duration of the first measurement; later ones take a quarter of it.
+
+    Returns:
+        tuple[float, float]: the peak, and the share of its threads' time that this process was
+        given while measuring, well below 1 where other programs use the cores. It is 1 on CUDA.
     """
     rounded = torch.get_float32_matmul_precision()  # TF32 or not
     key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
     path = cache / "peak_flops.json"
     known = _remembered(path)
-    if key not in known:
-        known[key] = measured_peak(device, DTYPES[precision], seconds)
-        with suppress(OSError):  # a cache that cannot be written costs a second next time
+    before = known.get(key, 0.0)
+    peak, share = measured_peak(device, DTYPES[precision], seconds / 4 if before else seconds)
+    if peak > before:
+        known[key] = peak
+        with suppress(OSError):  # a cache that cannot be written only makes the peak less exact
             cache.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
-    return known[key]
+    return max(peak, before), share
 
 
 def _remembered(path: Path) -> dict[str, float]:
@@ -146,8 +156,8 @@ def _remembered(path: Path) -> dict[str, float]:
         return {}
 
 
-def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> float:
-    """As `peak_flops`, measured now and not remembered."""
+def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
+    """Measures `peak_flops` without the cache."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 
@@ -159,7 +169,11 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> float:
         return time.perf_counter() - start
 
     product_seconds()  # the first call sets the libraries up, which can take longer than all others
-    best, end = product_seconds(), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    start, used = time.perf_counter(), time.process_time()
+    best = product_seconds()
+    while time.perf_counter() - start < seconds:
         best = min(best, product_seconds())
-    return 2 * n**3 / best
+    if device == "cuda":
+        return 2 * n**3 / best, 1.0
+    wall, used = time.perf_counter() - start, time.process_time() - used
+    return 2 * n**3 / best, min(1.0, used / wall / torch.get_num_threads())

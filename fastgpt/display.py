@@ -1,4 +1,4 @@
-"""What a person sees: a live bar with rich on a terminal, plain lines everywhere else."""
+"""Terminal output: a live bar on a terminal, plain lines everywhere else."""
 
 import io
 import shlex
@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskProgressColumn,
     TextColumn,
@@ -23,9 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 3
-"""Text that is prepared in less than this is not worth a word."""
+"""Seconds of preparing text before a bar is shown."""
+ENOUGH = 0.001
+"""Share of a text after which the time for the rest is estimated."""
 LINE_S = 10
-"""Between two lines where there is no terminal to draw a bar on."""
+"""Seconds between two lines of progress where there is no terminal to draw a bar on."""
+BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
+"""Width of the bar by the least width of the terminal; narrower terminals have no bar."""
 
 
 def command(uninstalled: str) -> str:
@@ -37,7 +40,7 @@ def command(uninstalled: str) -> str:
 
 
 class Display:
-    """The main rank's terminal."""
+    """Output of a training run, shown by the main rank."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -45,13 +48,14 @@ class Display:
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
+        self.said_at, self.figures = time.monotonic(), ""
 
     def mute(self) -> None:
-        """Shows nothing from here on: what every other rank does."""
+        """Shows nothing from now on, as every rank but the main one."""
         self.console.quiet, self.live = True, False
 
     def header(self, facts: dict[str, str]) -> None:
-        """Names and values, one a line."""
+        """Prints names and values, one a line."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             if self.live:
@@ -62,46 +66,65 @@ class Display:
             self.console.print(table)
 
     def line(self, text: str) -> None:
-        """One line of text, above the bar."""
+        """Prints one line of text, above the bar."""
+        self.said_at = time.monotonic()
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that must not be missed."""
+        """Prints a warning."""
         self.console.print(f"warning: {text}", style="yellow", markup=False)
 
     def start(self, step: int, steps: int) -> None:
         """Shows the bar."""
         if self.live:
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
+            width = next((w for least, w in BAR_WIDTHS.items() if self.console.width >= least), 0)
+            columns = [
+                *[BarColumn(width)] * bool(width),
+                TextColumn("step {task.completed}/{task.total}"),
+                TimeRemainingColumn(compact=True),
                 TextColumn("{task.description}"),
-            )
+            ]
             self.bar = Progress(*columns, console=self.console)
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
+            # the rest is for the figures of a step; the time left takes up to 7 columns
+            self.room = self.console.width - width - len(f"step {steps}/{steps}") - 7 - 3
 
     def step(self, record: dict[str, Any], steps: int) -> None:
-        """One log record: the bar moves, or a line is printed."""
-        text = (
-            f"loss {record['train_loss']:.4f}  {short(record['tok_per_s'])} tok/s  "
-            f"MFU {record['mfu']:.1%}  epoch {record['epoch']:.2f}  "
-            f"data wait {record['data_wait']:.1%}"
-        )
+        """Shows one log record, in the bar or as a line."""
+        parts = [
+            f"loss {record['train_loss']:.4f}",
+            f"{short(record['tok_per_s'])} tok/s",
+            f"MFU {record['mfu']:.1%}",
+            f"epoch {record['epoch']:.2f}",
+            f"data wait {record['data_wait']:.1%}",
+        ]
         if "peak_memory_gib" in record:
-            text += f"  {record['peak_memory_gib']:.1f} GiB"
-        norm = record["grad_norm"]
+            parts.append(f"{record['peak_memory_gib']:.1f} GiB")
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=record["step"], description=text)
-        else:
-            self.line(
-                f"step {record['step']:>6}/{steps}  {text}  lr {record['lr']:.2e}  "
-                f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"
-            )
+            while len("  ".join(parts)) > self.room and len(parts) > 1:
+                parts.pop()
+            self.figures = "  ".join(parts)
+            self.bar.update(self.bar.task_ids[0], completed=record["step"])
+            self.doing()
+            return
+        norm = record["grad_norm"]
+        parts += [f"lr {record['lr']:.2e}", f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"]
+        self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
+
+    def doing(self, what: str = "") -> None:
+        """Shows what is being done beside training, in a log file at most every 10 s.
+
+        Args:
+            what: such as `saving`; nothing: the bar shows the figures of the last step again.
+        """
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=what or self.figures)
+        elif what and time.monotonic() - self.said_at >= LINE_S:
+            self.line(what)
 
     def sample(self, text: str) -> None:
-        """A sample of the model's output."""
+        """Shows a sample of the model's output."""
         text = printable(text)
         if self.live:
             self.console.print(Panel(Text(text), title="sample", title_align="left"))
@@ -109,14 +132,14 @@ class Display:
             self.line(f"--- sample ---\n{text}\n--------------")
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
 
 class PrepareProgress:
-    """How far the preparation of text is: share, tokens, tokens/s and time left, on stderr."""
+    """Progress of preparing text: share done, tokens, tokens/s and time left, on stderr."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -128,7 +151,7 @@ class PrepareProgress:
         self.bar = Progress(*columns, console=self.console)
         self.task = self.bar.add_task("", total=1.0)
         self.began, self.shown = time.monotonic(), 0.0
-        self.first: tuple[float, int] | None = None
+        self.first: tuple[float, int, float] | None = None
 
     def __enter__(self) -> "PrepareProgress":
         return self
@@ -139,22 +162,23 @@ class PrepareProgress:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since this was made."""
         return time.monotonic() - self.began
 
     def __call__(self, tokens: int, share: float) -> None:
         """Args: tokens so far, and the share of the text that is behind."""
         if self.first is None:
-            self.first = (share, tokens)  # not (0, 0) where a preparation goes on
-        fresh, rate = share - self.first[0], (tokens - self.first[1]) / max(self.seconds, 1e-9)
-        text = f"{tokens:,} tokens, {short(rate)} tokens/s"
+            self.first = (share, tokens, self.seconds)  # a preparation may go on in the middle
+        fresh, seconds = share - self.first[0], max(self.seconds - self.first[2], 1e-9)
+        text = f"{tokens:,} tokens, {short((tokens - self.first[1]) / seconds)} tokens/s"
         if self.live and self.seconds >= QUIET_S:
             self.bar.start()
             self.bar.update(self.task, completed=share, description=text)
         elif self.seconds - self.shown >= LINE_S:
             self.shown = self.seconds
-            left = self.seconds * (1 - share) / max(fresh, 1e-9)
-            self.console.print(f"preparing text: {share:.1%}, {text}, about {left:.0f} s left")
+            if fresh >= ENOUGH and seconds >= QUIET_S:
+                text += f", about {duration(seconds * (1 - share) / fresh)} left"
+            self.console.print(f"preparing text: {share:.1%}, {text}")
 
 
 def printable(text: str) -> str:
@@ -164,7 +188,7 @@ def printable(text: str) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits or so: 12.3M, 4.5k, 678."""
+    """Rounds a number to about three digits: 12.3M, 4.5k, 678."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{suffix}"
@@ -172,7 +196,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The same length of time in the largest unit of which it is 2 or more, else in seconds."""
+    """Writes a duration in the largest unit of which it is 2 or more, else in seconds."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,8 +1,9 @@
-"""Ranks, started by torchrun, or one alone. DDP aside, every collective of the project is here."""
+"""Ranks: processes started by torchrun, or one alone. All collectives but DDP's are here."""
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -21,7 +22,7 @@ PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many ranks this process is."""
+    """The rank of this process and the number of ranks."""
 
     rank: int = 0
     local_rank: int = 0
@@ -45,18 +46,18 @@ class World:
         return x
 
     def from_main(self, value: Any, group: Any = None) -> Any:
-        """The main rank's `value`, on every rank."""
+        """Gives every rank the main rank's `value`."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called this."""
         self.sum(torch.zeros(())).item()
 
     def on_main(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """What `work` gives on the main rank, on every rank; its `UserError` is raised on all.
+        """Calls `work` on the main rank, and gives its result to or raises its `UserError` on all.
 
         The others wait, without end if `patient`.
         """
@@ -77,7 +78,7 @@ class World:
 
 
 def start(device_type: str) -> World:
-    """Joins torchrun's process group where there is one: gloo for CPU tensors, NCCL for CUDA's."""
+    """Joins torchrun's process group, if any: gloo for CPU tensors, NCCL for CUDA tensors."""
     if "RANK" not in os.environ:
         return World()
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,24 +110,53 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+class Stopped(Exception):  # noqa: N818
+    """A signal asked the run to stop: raised by all ranks at the same place."""
+
+
 class StopSignal:
-    """SIGTERM and Ctrl-C as a flag that all ranks see at the same step; a second one kills."""
+    """Takes SIGINT (Ctrl-C) or SIGTERM as a request to stop; a second one ends the process.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    Args:
+        say: prints a line; may be replaced.
+    """
 
-    def __init__(self) -> None:
+    # both end the process, though a shell has SIGINT ignored by what its script runs with `&`
+    DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # noqa: RUF012
+
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
-        self._before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
+        self.say = say
+        self._before = {number: signal.signal(number, self._on_signal) for number in self.DEFAULTS}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        self.restore()
+        self._set(self.DEFAULTS)
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
+            self.say(
+                f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
+                " saving; again to stop at once"
+            )
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
-        for number, handler in self._before.items():
+        """Gives the signals back to the handlers that they had before."""
+        self._set(self._before)
+
+    def _set(self, handlers: Mapping[signal.Signals, Any]) -> None:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
+    def check(self, world: World, *, ranks_meet: bool) -> None:
+        """Raises `Stopped` if any rank was asked to stop.
+
+        Args:
+            world: the ranks.
+            ranks_meet: what comes next needs every rank, so all of them must call this before. At
+                other places a rank that was asked to stop goes to the next such meeting at once.
+        """
+        if (ranks_meet or self.received) and self.agreed(world):
+            raise Stopped
+
     def agreed(self, world: World) -> bool:
-        """Whether any rank was told to stop; the hosts ask each other, no device is waited for."""
+        """True if any rank was asked to stop; hosts ask each other, no device is waited for."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))

@@ -1,12 +1,14 @@
-"""What computes: device, data, model, optimizers, and one training step over all ranks.
+"""The training step over all ranks, with its device, data, model and optimizers.
 
 The step is forward only: batches come from the loader, losses and norms stay on the device, and
 nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, every step).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,9 +20,10 @@ from fastgpt import checkpoint, choose, device, distributed, ops, run
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.loader import Loader, eval_batches, random_batches
+from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
+from fastgpt.distributed import StopSignal
 from fastgpt.errors import UserError
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
@@ -30,8 +33,12 @@ from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
 
 
+def _say_nothing(_: str) -> None:
+    """Prints nothing, as every rank but the main one."""
+
+
 class Engine:
-    """Everything a step needs, as this rank sees it; where `config.resume` says, from a checkpoint.
+    """Everything a training step needs on this rank, loaded from a checkpoint if one is resumed.
 
     Args:
         config: from `fastgpt.cli.parse`.
@@ -64,6 +71,9 @@ class Engine:
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
+        self.resumed_from: Path | None = None
+        self.changes: list[str] = []
+        """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
 
     def _open_data(self, config: Config) -> DataSet:
@@ -108,17 +118,20 @@ class Engine:
         if self.world.size > 1:
             module = cast(nn.Module, self.loss)
             self.replica = DistributedDataParallel(
-                module, gradient_as_bucket_view=True, broadcast_buffers=False
+                module, gradient_as_bucket_view=True, **_without_buffer_sync()
             )
 
     def _restore(self) -> dict[str, list[int]] | None:
-        """Loads what `config.resume` names; the loader's state, None where it begins."""
-        if self.config.resume in (None, "auto"):  # `auto` that found nothing to go on from
+        """Loads the checkpoint that `config.resume` names, if any; gives the loader's state."""
+        resume = self.config.resume
+        if resume in (None, "auto") or run.begins_again(Path(resume)):  # `auto` that found no run
             return None
-        found, complaints = checkpoint.find(self.config.resume)
+        found, complaints = checkpoint.find(resume)
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
         run.check_same(found, self.config, self.data.tokenizer)
+        self.resumed_from = found.path
+        self.changes = run.changes(run.saved_config(found.path), self.config)
         self.model.load_state_dict(found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
@@ -131,8 +144,8 @@ class Engine:
             )
         if found.state["corpus"] != self.data.identity:
             self.warn(
-                f"{found.path} was trained on other tokens ({found.state['corpus'][:12]}): "
-                f"these ({self.data.identity[:12]}) are read from their start"
+                f"the data changed since {found.path} ({found.state['corpus'][:12]}, now "
+                f"{self.data.identity[:12]}): reading the new data from its beginning"
             )
             return None
         return found.state["loader"]
@@ -181,8 +194,12 @@ class Engine:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def train_step(self) -> None:
-        """One optimizer step on the next global batch; sets `train_loss`, `grad_norm` and `lr`."""
+    def train_step(self, stop: StopSignal | None = None) -> None:
+        """Takes one optimizer step on the next global batch; sets `train_loss`, `grad_norm`, `lr`.
+
+        Raises:
+            Stopped: `stop` was received between two micro-steps; the step is not taken.
+        """
         seed = _dropout_seed(self.config.seed, self.step, self.world.rank)
         # torch.manual_seed formats a stack trace for each GPU backend that is not there, which is a
         # good part of the smallest steps
@@ -191,10 +208,13 @@ class Engine:
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)
         for micro_step in range(micro_steps):
-            x, y = self.loader.next()
             # Not synced before the last micro-step. DDP decides in its forward, so the forward is
             # inside: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
+            # A step's first forward may hold a collective of DDP's own: no rank leaves before that.
+            if stop is not None and (last or micro_step or self.world.size == 1):
+                stop.check(self.world, ranks_meet=last)
+            x, y = self.loader.next()
             quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
             with quiet:
                 with self.autocast():
@@ -215,33 +235,43 @@ class Engine:
         self.step += 1
 
     def autocast(self) -> AbstractContextManager:
-        """Around every forward."""
+        """The autocast context of every forward pass."""
         return device.autocast(self.device, self.precision)
 
-    def evaluate(self, split: str, max_tokens: int = 0) -> list[tuple[float, int]]:
-        """(mean loss in nats, targets scored) on `train` or `val` of each corpus.
+    def evaluate(
+        self,
+        split: str,
+        max_tokens: int = 0,
+        stop: StopSignal | None = None,
+        report: Callable[[str], None] = _say_nothing,
+    ) -> list[tuple[float, int]]:
+        """Mean loss in nats, and the number of targets scored, for each corpus.
 
         Args:
-            split: `train` only with `data.eval_batches`, which also says how much is scored.
+            split: `val`, or with `data.eval_batches`, which then sets how much is scored, `train`.
             max_tokens: about how many targets of fixed windows are scored; 0: all.
+            stop: looked at before each batch.
+            report: is told before each batch how far the evaluation is.
+
+        Raises:
+            Stopped: `stop` was received.
         """
         self.model.eval()
         results = [
             mean_loss(
                 self.loss,
-                self._eval_batches(corpus, split, max_tokens),
+                _reported(self._eval_batches(corpus, split, max_tokens), report),
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
+                stop=stop,
             )
             for corpus in self.data.corpora
         ]
         self.model.train()
         return results
 
-    def _eval_batches(
-        self, corpus: Corpus, split: str, max_tokens: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
         config, tokens = self.config, getattr(corpus, split)
         shared = {
             "context": config.model.context,
@@ -265,13 +295,13 @@ class Engine:
         )
 
     def epochs(self) -> list[float]:
-        """How often each corpus has been read by the steps taken."""
+        """Number of times that the steps taken have read each corpus."""
         state = self.loader.state()
         places = zip(state["epoch"], state["index"], self.epoch_sizes)
         return [epoch + index / size for epoch, index, size in places]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights."""
+        """The state that a checkpoint keeps beside the weights."""
         return {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
@@ -312,10 +342,22 @@ class Engine:
             raise UserError(f"step {self.step}: first tensor that is not finite: {first}")
 
 
-def _say_nothing(_: str) -> None:
-    """What every rank but the main one tells a person."""
+def _without_buffer_sync() -> dict[str, Any]:
+    """DDP's argument against syncing buffers in each forward, which newer versions renamed."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def _reported(
+    batches: EvalBatches, report: Callable[[str], None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; each is reported before it is handed out."""
+    for number, batch in enumerate(batches, start=1):
+        report(f"evaluating {number}/{len(batches)}")
+        yield batch
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Of one step's random numbers: a resumed run draws what an unbroken one does, stateless."""
+    """Random seed for dropout in one step: nothing has to be saved for a resumed run to repeat."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

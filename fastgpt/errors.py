@@ -1,24 +1,31 @@
-"""The one kind of error that is shown as a single line instead of a traceback."""
+"""`UserError`, which is shown as a single line instead of a traceback."""
 
 import difflib
+import errno
+import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+NO_SPACE = os.strerror(errno.ENOSPC)
+"""The system's text for a full disk, the only part of its error that safetensors keeps."""
+
 
 class UserError(Exception):
-    """What the person at the keyboard can mend: it names what was given and what was expected."""
+    """An error that the user can correct: it names what was given and what was expected."""
 
 
 class OtherRankError(UserError):
-    """A `UserError` of another rank, which shows it; this one ends without a word."""
+    """A `UserError` of another rank, which prints it; this rank prints nothing."""
 
 
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
-    """The error for a name that is not one of `known`: it lists them, the nearest one first."""
+    """The error for a name that is not one of `known`; it lists them and suggests the nearest."""
     known = tuple(known)
     nearest = difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -26,30 +33,68 @@ def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") ->
     return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, which gets an s unless there is one: `1 file`, `1,200 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the system's refusal to write `path` (a full disk, say) into a `UserError`."""
+    """Turns an `OSError` met while writing `path` into a `UserError` that names it."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        full = f"no space left on the disk of {path}"
+        raise UserError(
+            full if is_disk_full(error) else f"cannot write {path}: {reason(error)}"
+        ) from error
+
+
+def _tell_torchrun(line: str) -> None:
+    """Makes torchrun end its report of a failure with `line`."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if `error`, or one that led to it, says that the disk (or the quota on it) is full."""
+    return any(
+        getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_SPACE in str(e)
+        for e in _chain(error)
+    )
+
+
+def reason(error: BaseException) -> str:
+    """The operating system's message if an `OSError` led to `error`, else its own first line."""
+    system = (e.strerror for e in _chain(error) if isinstance(e, OSError) and e.strerror)
+    return next(system, str(error).split("\n")[0])
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and the errors that led to it: PyTorch wraps an OSError in its own RuntimeError."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
 def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError`, and what the system refuses, into one line on stderr and exit status 1.
+    """Turns a `UserError` or `OSError` into one line on stderr and exit status 1.
 
     Every other error is a bug, and passes.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell has it for `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except OtherRankError:
-        sys.exit(1)
     except (UserError, OSError) as error:
         rank = os.environ.get("RANK", "0")
-        print(
-            f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}", file=sys.stderr
-        )
+        line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
+        if not isinstance(error, OtherRankError):
+            print(line, file=sys.stderr)
+        _tell_torchrun(f"error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a model can do so far: its loss on held-out text, and a sample of its own."""
+"""Evaluation of a model: its loss on held-out text, and text sampled from it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.distributed import World
+from fastgpt.distributed import Stopped, StopSignal, World
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
 from fastgpt.model import GPT
@@ -24,8 +24,9 @@ def mean_loss(
     world: World,
     device: str,
     autocast: AbstractContextManager,
+    stop: StopSignal | None = None,
 ) -> tuple[float, int]:
-    """Mean loss in nats over the targets of all ranks' batches, and how many they are.
+    """Mean loss in nats over the targets of all ranks' batches, and the number of targets.
 
     Args:
         model: (tokens, targets) -> mean loss, in evaluation mode.
@@ -33,19 +34,28 @@ def mean_loss(
         world: the ranks.
         device: of the model.
         autocast: entered around each forward.
+        stop: looked at before each batch.
+
+    Raises:
+        Stopped: by all ranks, if one was asked to stop before its batches were through.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for x, y in batches:
+        if stop is not None and stop.received:
+            totals[2] = 1
+            break
         count = int((y != IGNORED).sum())
         with autocast:
             loss = model(x.to(device), y.to(device))
-        totals += torch.stack((loss.double() * count, torch.tensor(count, device=device)))
-    total, count = world.sum(totals).tolist()
+        totals[:2] += torch.stack((loss.double() * count, torch.tensor(count, device=device)))
+    total, count, stopped = world.sum(totals).tolist()
+    if stopped:
+        raise Stopped
     return total / count, int(count)
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
-    """(T,) int64.
+    """Encodes a prompt as token ids, (T,) int64; an empty one begins a document.
 
     Raises:
         UserError: the prompt is empty, or has a character that the tokenizer does not know.
@@ -54,7 +64,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
     if not len(ids) and tokenizer.eot_id is not None:
         ids = np.array([tokenizer.eot_id])  # what a document begins with
     if not len(ids):
-        raise UserError("the prompt is empty: expected at least one token to go on from")
+        raise UserError("the prompt is empty: expected at least one token to continue")
     return torch.from_numpy(ids.astype(np.int64))
 
 
@@ -71,20 +81,19 @@ def sample_text(
     count: int = 1,
     device: str = "cpu",
 ) -> list[str]:
-    """`count` continuations of each of `prompts`, prompt included, all of them in one batch.
+    """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
-    A text ends before the end-of-text token that follows its prompt, if one was drawn. The other
-    arguments are `generate`'s.
+    A text ends before the end-of-text token that follows its prompt, if one was sampled.
 
     Args:
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: (T,) int64 each, of any lengths from 1 on.
         max_new_tokens: in each.
-        temperature: of the draws.
-        seed: of the draws.
-        top_k: of the draws.
-        top_p: of the draws.
+        temperature: divides the logits; 0 takes the likeliest token.
+        seed: random seed for sampling.
+        top_k: sample from this many likeliest tokens only.
+        top_p: sample from the likeliest tokens that together reach this probability only.
         count: texts of each prompt; the first prompt's come first.
         device: of the model.
     """

@@ -1,7 +1,7 @@
 """A walk through attention in numbers: `python -m fastgpt.explain attention`.
 
-Each part prints small tensors, then lines that begin with `->` and say what is to be seen in them;
-what is measured in such a line is computed on the spot.
+Each part prints small tensors, then lines that begin with `->` and say what they show. The numbers
+in those lines are computed on the spot.
 """
 
 import math
@@ -14,37 +14,38 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from fastgpt import ops
+from fastgpt import flags, ops
 from fastgpt.config import INT64, ModelConfig, OpsConfig, check
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
 from fastgpt.lecture import build_model
 
 T, D = 6, 16
-"""Tokens and head size of the examples."""
+"""Number of tokens and head size in the examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explain:
-    """Explains what a model is made of, by small examples."""
+    """Explains the parts of a model by small examples in numbers."""
 
     topic: Annotated[Literal["attention"], tyro.conf.Positional] = "attention"
-    """What to explain."""
+    """Topic to explain."""
     png: Path = Path("attention.png")
-    """Where the attention maps are drawn."""
+    """File to draw the attention maps into, as a PNG."""
     seed: int = 0
-    """Of the random numbers; what is said holds for any."""
+    """Random seed for the example tensors; the statements hold for any."""
 
     def __post_init__(self) -> None:
         check(self, INT64, "--seed")
 
 
 def title(text: str) -> None:
+    """Prints a heading."""
     print(f"\n=== {text}\n")
 
 
 def show(name: str, tensor: Tensor) -> None:
-    """`name (rows, columns)` and the numbers, a row a line."""
+    """Prints the name and shape of a tensor and its numbers, one row per line."""
     rows = tensor if tensor.dim() == 2 else tensor[None]
     print(f"{name} {tuple(tensor.shape)}")
     for row in rows.tolist():
@@ -53,11 +54,12 @@ def show(name: str, tensor: Tensor) -> None:
 
 
 def say(text: str) -> None:
+    """Prints what is to be seen in the numbers above."""
     print(f"-> {text}")
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference."""
+    """Largest absolute difference of two tensors."""
     return (a - b).abs().max().item()
 
 
@@ -190,7 +192,7 @@ def untrained_bigram() -> None:
 
 
 def draw(weights: dict[str, Tensor], path: Path) -> None:
-    """The attention maps side by side, as a PNG."""
+    """Draws attention maps side by side into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
@@ -207,7 +209,10 @@ def draw(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    config = tyro.cli(Explain, prog="python -m fastgpt.explain", args=argv)
+    """Runs the command line `argv`."""
+    config = flags.parse(
+        Explain, argv, prog="python -m fastgpt.explain", first=("topic", "png", "seed")
+    )
     torch.manual_seed(config.seed)
     running_averages()
     one_head()

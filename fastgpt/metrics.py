@@ -1,13 +1,18 @@
 """What a run measures and where it is written: metrics.jsonl, TensorBoard events, loss.png."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastgpt.config import ModelConfig
+from fastgpt.display import duration
 from fastgpt.errors import writing
 from fastgpt.storage import write_atomically
 
+LOSSES = ("train_loss", "val_loss")
 MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 
 
@@ -36,19 +41,20 @@ def flops_per_token(config: ModelConfig) -> float:
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl and TensorBoard events, and draws them at the end.
+    """Appends records to metrics.jsonl and TensorBoard events, and draws loss.png at the end.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         from_step: records of later steps are dropped: a resumed run writes them again.
+        title: title of loss.png.
     """
 
-    def __init__(self, run_dir: Path, from_step: int) -> None:
+    def __init__(self, run_dir: Path, from_step: int, title: str) -> None:
         from torch.utils.tensorboard import (
             SummaryWriter,
         )  # slow to import: only the main rank needs it
 
-        self.path = run_dir / "metrics.jsonl"
+        self.path, self.title = run_dir / "metrics.jsonl", title
         self.records = [r for r in read_records(self.path) if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
@@ -75,7 +81,7 @@ class MetricsLog:
         with writing(self.path.with_name("loss.png")):
             self.file.close()
             self.board.close()
-            plot_losses(self.records, self.path.with_name("loss.png"))
+            plot_losses(self.records, self.path.with_name("loss.png"), self.title)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -89,20 +95,71 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
-    """Draws training and validation loss over steps as a PNG."""
-    from matplotlib.figure import Figure  # without pyplot: no display is looked for
+# --- the plot -------------------------------------------------------------------------------------
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+
+def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws training and validation loss over tokens, and the training time above, as a PNG."""
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for key, label in (("train_loss", "training"), ("val_loss", "validation")):
-        points = [(r["step"], r[key]) for r in records if key in r]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None
-            )
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    training = [r for r in records if "train_loss" in r]
+    if training:
+        tokens, losses = ([r[key] for r in training] for key in ("tokens", "train_loss"))
+        axes.plot(tokens, losses, color="C0", alpha=0.25, linewidth=1)
+        axes.plot(tokens, smoothed(losses), color="C0", label="training (smoothed)")
+        _add_time_axis(axes, training)
+    validation = [(r["tokens"], r["val_loss"]) for r in records if "val_loss" in r]
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o", color="C1", label="validation")
+    bottom, top = interesting_range([r[key] for r in records for key in LOSSES if key in r])
+    if bottom < top:
+        axes.set_ylim(bottom, top)
+    axes.set(title=title, xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, None))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential moving averages over about a twentieth of the values, corrected at the start."""
+    decay = 1 - 1 / max(4, len(values) / 20)
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        averages.append(total / weight)
+    return averages
+
+
+def interesting_range(losses: list[float]) -> tuple[float, float]:
+    """Limits for a plot of losses in the order of training: the fall of the first tenth is cut off,
+    which would press all that follows into a line."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    later = finite[len(finite) // 10 :]
+    if not later:
+        return 0.0, 0.0
+    margin = 0.05 * (max(later) - min(later))
+    return min(finite) - margin, max(later) + margin
+
+
+def _add_time_axis(axes: Any, training: list[dict[str, Any]]) -> None:
+    """Shows above the plot how long training took to come so far, evaluations not counted."""
+    tokens = np.array([0, *(r["tokens"] for r in training)], dtype=float)
+    seconds = np.cumsum(np.diff(tokens) / [r["tok_per_s"] for r in training], dtype=float)
+    seconds = np.array([0, *seconds])
+    if len(set(tokens)) < len(tokens) or not seconds[-1] > 0:
+        return  # a record of no tokens: there is no time for each place
+    above = axes.secondary_xaxis(
+        "top",
+        functions=(
+            lambda x: np.interp(x, tokens, seconds),
+            lambda s: np.interp(s, seconds, tokens),
+        ),
+    )
+    above.set_xlabel("training time")
+    above.xaxis.set_major_formatter(lambda s, _: duration(s))

@@ -52,7 +52,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As `LayerNorm`, by the root mean square alone; it has no bias."""
+    """RMSNorm with the residual sum before it, called like `LayerNorm`; it has no bias."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Optimizers:
             )
             self.all.append(muon)
         self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
-        """Of each parameter's gradient at the last step, before clipping."""
+        """The norm of each parameter's gradient at the last step, before clipping."""
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float) -> Tensor:

@@ -4,12 +4,14 @@ Then `--data.source DIR` trains on it. Broken off, the same command goes on wher
 """
 
 import codecs
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from fastgpt import flags
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.prepare import prepare
 from fastgpt.data.prepare.request import SHARD_TOKENS
@@ -19,39 +21,54 @@ from fastgpt.errors import UserError, shown_in_one_line
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Tokenizes a corpus and writes it as token shards in llm.c's format."""
+    """Tokenizes text once, for many runs, and writes it as token shards."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A name (builtin, shakespeare, tinystories, openwebtext, fineweb, fineweb-edu), a data set of
-    the Hugging Face hub (hf:owner/name[/configuration][@revision]), or files: one, a folder, or a
-    quoted pattern ('data/*.jsonl.gz'). Text, JSON lines and Parquet; .gz and .zst are unpacked."""
+    """Text to prepare: a name, file, folder or quoted pattern. Files are text, JSON lines or
+    Parquet, also as .gz or .zst. Names are builtin, shakespeare, tinystories, openwebtext, fineweb,
+    fineweb-edu, and hf:owner/name[/configuration][@revision] for a data set of the Hugging Face
+    hub."""
     out: Path
-    """Directory to write; it must be empty or not exist."""
+    """Folder to write, which must be empty or not exist."""
     tokenizer: str = "auto"
-    """bytes, chars, gpt2; bpe or wordpiece, trained on the source; or the path of a tokenizer.json.
-    auto: chars for shakespeare, bytes for other text, gpt2 for sets of documents."""
-    vocab_size: int | None = None
-    """Tokens of a bpe or wordpiece vocabulary, which is learnt from the first 100 million
-    characters."""
+    """Tokenizer: auto, bytes, chars, gpt2, bpe or wordpiece. It may also be the path of a
+    tokenizer.json; bpe and wordpiece are trained on the source. `auto` takes chars for shakespeare,
+    bytes for other text and gpt2 for sets of documents."""
     val_fraction: float | None = None
-    """What is held out, between 0 and 1: the end of a text (0.1 by default), or so many of a set's
-    documents, chosen by their hash (0.005). Files, folders and splits named train and
-    val(idation) are kept apart as they are."""
+    """Fraction held out for validation, between 0 and 1. Of a text it is the end, by default 0.1;
+    of documents those that their hash chooses, by default 0.005. Files, folders and splits named
+    train and validation are kept as they are."""
     separator: str | None = None
-    r"""What stands between the documents of a text: '\n' for one a line, '<|endoftext|>', ...
-    Without it a text is one document."""
+    r"""Text between the documents of a text file, such as '\n'. Without it a file is one
+    document."""
     field: str = "text"
-    """The field or column that holds the text: JSON lines, Parquet, the hub."""
+    """JSON field or Parquet column with the text."""
+    encoding: str = "utf-8"
+    """Encoding of text files, for example cp1252. Any text encoding of Python's will do."""
+    vocab_size: int | None = None
+    """Vocabulary size of a bpe or wordpiece tokenizer. By default it is 32,768. The tokenizer
+    learns from the first 100 million characters."""
     shard_tokens: int = SHARD_TOKENS
-    """Tokens in each shard but the last."""
+    """Number of tokens in each shard but the last."""
     workers: int | None = None
-    """Threads that tokenize; by default one a core. The files do not depend on it."""
+    """Number of threads that tokenize; by default one for each core. The files written do not
+    depend on it."""
+
+
+FIRST = ("source", "out", "tokenizer", "val_fraction", "separator", "field", "encoding")
+"""Flags of the short help."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
-    arguments = tyro.cli(Arguments, args=argv, prog=command("python -m fastgpt.prepare"))
     with shown_in_one_line():
+        arguments = flags.parse(
+            Arguments,
+            sys.argv[1:] if argv is None else argv,
+            prog=command("python -m fastgpt.prepare"),
+            usage="SOURCE --out FOLDER [--FLAG VALUE ...]",
+            first=FIRST,
+        )
         with PrepareProgress() as shown:
             options: dict[str, Any] = asdict(arguments)
             options["separator"] = _unescaped(arguments.separator)

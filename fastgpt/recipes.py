@@ -1,12 +1,13 @@
-"""The named runs: `python train.py NAME`."""
+"""Recipes, which are named settings of a run: `python train.py NAME`."""
 
 from dataclasses import replace
 
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from fastgpt.data.corpus import Corpus
 
 
 def _gpt2(layers: int, heads: int, dim: int) -> Config:
-    """GPT-2 at one of its published sizes (Radford et al. 2019, table 2)."""
+    """Settings of GPT-2 at one of its published sizes (Radford et al. 2019, table 2)."""
     return Config(
         steps=19_073,  # of 2^19 tokens: 10^10 in all
         model=ModelConfig(num_layers=layers, num_heads=heads, dim=dim, vocab_size=50_257),
@@ -17,7 +18,7 @@ def _gpt2(layers: int, heads: int, dim: int) -> Config:
 
 
 def _modern(gpt2: Config) -> Config:
-    """The same size, data and tokens, with what has been changed in GPTs since. Not tuned."""
+    """Settings of GPT-2 with changes that later GPTs have made, for the same data. Not tuned."""
     return replace(
         gpt2,
         model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
@@ -32,11 +33,11 @@ _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
 _PYTORCHS_ADAMW = OptimConfig(
     beta2=0.999, weight_decay=0.01, grad_clip=0.0, schedule="constant"
 )  # fmt: skip
-"""PyTorch's defaults, but that vectors do not decay."""
+"""Optimizer settings that PyTorch has as defaults, except that vectors do not decay."""
 
 
 def _lecture(*, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
-    """A step of the lecture, with its sampling, evaluation and optimizer."""
+    """Settings of a step of the lecture, with its sampling, evaluation and optimizer."""
     small = model.init == "torch"
     return Config(
         steps=steps,
@@ -89,22 +90,22 @@ _MUON = OptimConfig(
     min_lr_ratio=0.0,
     warmup_steps=20,
 )
-"""For runs of a few hundred steps."""
+"""Optimizer settings for runs of a few hundred steps."""
 
 _RECIPES = {
     "baby": (
-        "a small GPT on the source of this Python's library: minutes on a laptop CPU",
+        "Small GPT on Python's own library; minutes on a CPU",
         Config(
             steps=900,
             eval_every=300,
             model=ModelConfig(num_layers=4, num_heads=4, dim=128, context=256),
             data=DataConfig(val_fraction=0.05, eval_tokens=2**16),
             optim=_MUON,
-            train=TrainConfig(batch_tokens=16 * 256, sample_prompt="def "),
+            train=TrainConfig(batch_tokens=16 * 256),
         ),
     ),
     "shakespeare-cpu": (
-        "tiny shakespeare, 4 layers of 128, with Muon: seconds on a CPU",
+        "Tiny Shakespeare, 4 layers of 128, Muon; 20 s on a CPU",
         Config(
             steps=300,
             eval_every=0,
@@ -115,7 +116,7 @@ _RECIPES = {
         ),
     ),
     "shakespeare-cpu-adamw": (
-        "the same network trained as nanoGPT trains it on small computers",
+        "Tiny Shakespeare, 4 layers of 128, AdamW as in nanoGPT",
         Config(
             steps=2000,
             eval_every=1000,
@@ -126,7 +127,7 @@ _RECIPES = {
         ),
     ),
     "shakespeare-char": (
-        "tiny shakespeare, 6 layers of 384: minutes on a GPU",
+        "Tiny Shakespeare, 6 layers of 384; minutes on a GPU",
         Config(
             steps=5000,
             model=ModelConfig(
@@ -138,40 +139,46 @@ _RECIPES = {
         ),
     ),
     "lecture-bigram": (
-        "the lecture's ladder on tiny shakespeare, A: one table of bigrams",
+        "Lecture, step A: a table of bigrams",
         _lecture(
             steps=10_100, batch=32, eval_every=2000,
             model=replace(_HEAD, architecture="bigram"),
         ),
     ),
-    "lecture-head": ("B: one attention head", _ladder(_HEAD)),
-    "lecture-multihead": ("C: four heads of 8", _ladder(replace(_HEAD, num_heads=4))),
+    "lecture-head": ("Lecture, step B: one attention head", _ladder(_HEAD)),
+    "lecture-multihead": (
+        "Lecture, step C: four attention heads of 8",
+        _ladder(replace(_HEAD, num_heads=4)),
+    ),
     "lecture-feedforward": (
-        "D: and a feed-forward layer",
+        "Lecture, step D: four heads and a feed-forward layer",
         _ladder(replace(_HEAD, architecture="feedforward", num_heads=4)),
     ),
-    "lecture-residual": ("E: three blocks, residual", _ladder(_RESIDUAL)),
-    "lecture-layernorm": ("F: and LayerNorm", _ladder(_LAYERNORM)),
+    "lecture-residual": ("Lecture, step E: three residual blocks", _ladder(_RESIDUAL)),
+    "lecture-layernorm": (
+        "Lecture, step F: three residual blocks with LayerNorm",
+        _ladder(_LAYERNORM),
+    ),
     "lecture-gpt": (
-        "G: the GPT of the notes, 2.7M parameters",
+        "Lecture, step G: the GPT of the notes, 2.7M parameters",
         _lecture(steps=5000, batch=64, eval_every=1000, model=_LECTURE_GPT),
     ),
     "lecture-gpt-full": (
-        "G': the same at the lecture's own size, 10.8M: for a GPU",
+        "Lecture, step G': its full size, 10.8M; for a GPU",
         _lecture(
             steps=5000, batch=64, eval_every=1000,
             model=replace(_LECTURE_GPT, dim=384, context=256),
         ),
     ),
     "lecture-gpt-small": (
-        "H: a GPT of 0.2M parameters, 4 layers of 64",
+        "Lecture, step H: a GPT of 0.2M parameters",
         _lecture(
             steps=5000, batch=16, eval_every=100,
             model=replace(_LAYERNORM, num_layers=4, dim=64, context=32),
         ),
     ),
     "tinystories-char": (
-        "TinyStories by characters: RMSNorm, ReLU, no biases, 6 layers of 128",
+        "TinyStories by characters, 6 layers of 128, RMSNorm",
         Config(
             steps=10_000,
             log_every=50,
@@ -183,7 +190,7 @@ _RECIPES = {
         ),
     ),
     "pubmed": (
-        "abstracts, one a sample, in WordPiece: post-norm, 8.7M parameters, 20 epochs",
+        "Abstracts, one a sample, WordPiece, 8.7M; for a GPU",
         Config(
             epochs=20,
             eval_epochs=1,
@@ -193,23 +200,23 @@ _RECIPES = {
             train=TrainConfig(batch_tokens=64 * 512),
         ),
     ),
-    "gpt2-124m": ("GPT-2 small, 10 billion tokens", _gpt2(12, 12, 768)),
+    "gpt2-124m": ("GPT-2 small, 10 billion tokens; for GPUs", _gpt2(12, 12, 768)),
     "gpt2-124m-modern": (
-        "the same budget: rotary, QK-norm, ReLU^2, Muon, WSD; not GPT-2",
+        "GPT of 124M with rotary, QK-norm, ReLU^2 and Muon",
         _modern(_gpt2(12, 12, 768)),
     ),
-    "gpt2-355m": ("GPT-2 medium", _gpt2(24, 16, 1024)),
-    "gpt2-774m": ("GPT-2 large", _gpt2(36, 20, 1280)),
-    "gpt2-1558m": ("GPT-2 XL", _gpt2(48, 25, 1600)),
+    "gpt2-355m": ("GPT-2 medium, 10 billion tokens; for GPUs", _gpt2(24, 16, 1024)),
+    "gpt2-774m": ("GPT-2 large, 10 billion tokens; for GPUs", _gpt2(36, 20, 1280)),
+    "gpt2-1558m": ("GPT-2 XL, 10 billion tokens; for GPUs", _gpt2(48, 25, 1600)),
 }  # fmt: skip
 RECIPES: dict[str, tuple[str, Config]] = {
     name: (about, replace(config, recipe=name)) for name, (about, config) in _RECIPES.items()
 }
-"""Name: (what it is, the settings)."""
+"""Recipes: a line of description and the settings, by name."""
 
 EXPECTED = {
-    "shakespeare-cpu": "val loss 1.82 to 1.85 (README)",
-    "shakespeare-cpu-adamw": "val loss 1.90 (README)",
+    "shakespeare-cpu": "val loss 1.82 to 1.85 (docs/recipes.md)",
+    "shakespeare-cpu-adamw": "val loss 1.90 (docs/recipes.md)",
     "lecture-bigram": "val loss 2.49 (others' runs of these settings; docs/reproduction.md)",
     "lecture-head": "val loss 2.41 at step 4500 (published)",
     "lecture-multihead": "val loss 2.29 at step 4500 (published)",
@@ -221,14 +228,18 @@ EXPECTED = {
     "lecture-gpt-small": "val loss about 1.82 (the lecture's own run)",
     "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
 }
-"""Where a recipe ends, and who says so; nothing stands here without a source."""
+"""Final loss of a recipe, and who reported it; each has a source."""
+CORPORA = {"prepared": "fineweb"}
+"""Name of the data that an expected loss is of, where it is not the recipe's own `data.source`."""
 
 
-def expected(config: Config) -> str:
-    """Where a run of these settings ends; they must be a recipe's own."""
+def expected(config: Config, corpus: str) -> str:
+    """Loss to expect from a run with these settings on the data of this name, where it is known."""
     own = RECIPES[config.recipe][1] if config.recipe in EXPECTED else None
     if own is None:
         return "where this recipe ends is not known yet"
+    if corpus != CORPORA.get(own.data.source, own.data.source):
+        return f"where it ends on {corpus} is not known"
     model = replace(config.model, vocab_size=own.model.vocab_size)
     train = replace(
         own.train,
@@ -240,3 +251,16 @@ def expected(config: Config) -> str:
     if same != (own.model, own.optim, own.data, own.steps, own.train):
         return f"where the recipe ends with its own settings: {EXPECTED[config.recipe]}"
     return EXPECTED[config.recipe]
+
+
+PROMPTS = {"baby": "def "}
+"""Text that samples continue on a recipe's own data, where it is not a line feed."""
+
+
+def sample_prompt(config: Config, corpus: Corpus) -> str:
+    """Text that samples continue: the one asked for, the recipe's own, or the corpus's words."""
+    if config.train.sample_prompt is not None:
+        return config.train.sample_prompt
+    if config.data.source == RECIPES[config.recipe][1].data.source:
+        return PROMPTS.get(config.recipe, "\n")
+    return corpus.first_words()

@@ -11,23 +11,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
-from fastgpt.display import command
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
+CHECKOUT = Path(__file__).absolute().parents[1]
 PREPARED = {
     "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
     "pubmed": (
@@ -35,68 +37,138 @@ PREPARED = {
         "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
     ),
 }
-"""What the recipes' own `prepared:NAME` are made of, and how."""
+"""Source and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
 
 
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
-    """The run to go on with, and where its checkpoint is: that path, or the run (its newest one).
+    """Finds the run to resume, and the path to load it from: a checkpoint's, or the run's.
 
     Args:
         resume: `auto`, or the path of a run or of a checkpoint.
         run_dir: as given on the command line.
-        recipe: `auto` without `run_dir` takes this recipe's newest run that has a checkpoint.
+        recipe: `auto` without `run_dir` takes the newest run of this recipe.
 
     Returns:
-        tuple[Path, Path] | None: None where `auto` finds nothing, which is a fresh start.
+        tuple[Path, Path] | None: None where `auto` finds no run, which is a fresh start.
 
     Raises:
         UserError: the path given is neither a run nor a checkpoint.
     """
     if resume == "auto":
         runs = [run_dir] if run_dir else sorted(ROOT.glob(f"{recipe}-2*"), reverse=True)
-        saved = (path for path in runs if checkpoint.steps_on_disk(path / "checkpoints"))
-        found = next(saved, None)
+        found = next((path for path in runs if is_run(path)), None)
         return None if found is None else (found, found)
     path = Path(resume)
     if (path / "checkpoint.json").exists():
         return path.absolute().parent.parent, path
-    if checkpoint.steps_on_disk(path / "checkpoints"):
+    if is_run(path):
         return path, path
-    raise UserError(f"--resume {resume}: expected auto, or the path of a run or of a checkpoint")
+    what = "is neither" if path.exists() else "does not exist"
+    raise UserError(f"--resume {resume} {what}: expected auto, or the path of a run or checkpoint")
 
 
-def open_run_dir(config: Config, step: int) -> Path:
-    """Makes the directory of a run that starts, or reopens that of one that goes on from `step`.
+def begins_again(path: Path) -> bool:
+    """True if `path` is a run without a checkpoint, which can only start from its first step."""
+    return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
+
+
+def is_run(path: Path) -> bool:
+    """True if `path` is a run's directory, even of a run without a checkpoint."""
+    return (path / "config.json").exists() and (path / "checkpoints").is_dir()
+
+
+def new_run_dir(recipe: str) -> Path:
+    """A path for a run that was given none; nothing is there yet."""
+    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
+    return next(ROOT / name for name in names if not (ROOT / name).exists())
+
+
+class RunLock:
+    """The right to write into a run's directory, held by one process at a time.
+
+    The operating system's lock ends with its process. Hosts that share a disk may not see each
+    other's, so `.holder` says who has it.
 
     Raises:
-        UserError: it holds a run already and nothing was said of going on with it, or cannot be
-        written.
+        UserError: another process has it, or the directory cannot be written.
     """
-    path = config.run_dir
-    if path is None:
-        stem = f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
-        path = next(ROOT / name for name in names if not (ROOT / name).exists())
-    elif (path / "config.json").exists() and not _goes_on(config.resume, path):
+
+    def __init__(self, path: Path) -> None:
+        self._holder = path / ".holder"
+        self._lock = FileLock(path / ".lock", thread_local=False)
+        host = platform.node()
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            held_by = self._holder.read_text() if self._holder.exists() else "another process"
+            try:
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                raise UserError(
+                    f"{path} is in use by {held_by}, which trains there: wait until that ends, stop"
+                    " it, or pass another --run-dir"
+                ) from None
+            if self._holder.exists() and not held_by.endswith(f" on {host}"):
+                self._lock.release()
+                raise UserError(
+                    f"{path} was last used by {held_by}, and {host} cannot see whether that still"
+                    f" runs: if it has ended, delete {self._holder} and try again"
+                )
+            write_atomically(self._holder, f"process {os.getpid()} on {host}".encode())
+
+    def release(self) -> None:
+        """Lets other processes train in the directory."""
+        if self._lock.is_locked:
+            with suppress(OSError):
+                self._holder.unlink(missing_ok=True)
+            self._lock.release()
+
+
+def open_run_dir(path: Path, config: Config, step: int) -> str | None:
+    """Makes the directory of a run that starts, or reopens that of one that resumes at `step`.
+
+    Returns:
+        str | None: what a person should know of a run that has to start again.
+
+    Raises:
+        UserError: it holds another run, or cannot be written.
+    """
+    if (path / "config.json").exists() and not _goes_on(config.resume, path):
         raise UserError(
-            f"{path} holds a run already: expected another --run-dir, or --resume auto to go on"
+            f"{path} holds a run already: expected another --run-dir, or --resume auto to resume it"
         )
+    again = begins_again(path)
     with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoint.set_aside_after(path / "checkpoints", step)
+        kept = _set_log_aside(path) if again else ""
         write_atomically(path / "config.json", to_json(config).encode())
-    return path
+    return f"{path} has no checkpoint yet: starting from its first step{kept}" if again else None
+
+
+def _set_log_aside(path: Path) -> str:
+    """Moves what a run has logged to `abandoned_N`, and gives a clause that says so."""
+    logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*")
+    files = [file for pattern in logs for file in path.glob(pattern)]
+    if not files:
+        return ""
+    names = (path / f"abandoned_{i}" for i in itertools.count(1))
+    aside = next(folder for folder in names if not folder.exists())
+    aside.mkdir()
+    for file in files:
+        file.rename(aside / file.name)
+    return f"; what it has logged is kept in {aside}"
 
 
 def _goes_on(resume: str | None, run_dir: Path) -> bool:
-    """Whether `resume` is of this run; `auto` is what stays where it has no checkpoint yet."""
+    """True if `resume` is a path in this run, or `auto`, which stays where no run was found."""
     if resume == "auto":
         return True
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
-    """The corpus to open: for `prepared` GPT-2's data, or with a warning the built-in one.
+    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
 
     Raises:
         UserError: `prepared:NAME` is not there.
@@ -127,8 +199,9 @@ def _prepared(name: str) -> str:
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """`config` with the model's vocabulary: as many tokens as the tokenizer has, unless more were
-    asked for; and the token that tells documents apart, if it masks them.
+    """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
+
+    The vocabulary has as many tokens as the tokenizer, unless more were asked for.
 
     Raises:
         UserError: the model would have fewer, or there is no such token.
@@ -142,14 +215,14 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     if config.model.document_mask and eot_id is None:
         raise UserError(
             f"model.document_mask: the {tokenizer.kind} tokenizer has no end-of-text token to tell"
-            " documents apart: prepare the data with another, gpt2 say"
+            " documents apart: use another tokenizer, for example gpt2"
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
 
 
 def with_epochs(config: Config, samples: int) -> Config:
-    """`config` with what was given in epochs of `samples` as steps, rounded up."""
+    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
     per_step = config.global_batch
 
     def steps(epochs: float | None, given: int) -> int:
@@ -180,18 +253,37 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:
-    """What to type to go on with a run."""
-    script = command("train.py")
+    """The command line that resumes a run, from whatever directory it is typed in."""
+    program = _console_command("fastgpt-train") or [sys.executable, str(CHECKOUT / "train.py")]
     if ranks > 1:
-        no_python = "" if script == "train.py" else "--no-python "
-        start = f"torchrun --nproc_per_node={ranks} {no_python}{script}"
-    else:
-        start = command("python train.py")
-    return f"{start} --resume {shlex.quote(str(run_dir))}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+        installed_command = program[0] != sys.executable
+        program = torchrun + (["--no-python", *program] if installed_command else program[1:])
+    return shlex.join([*program, "--resume", str(run_dir.absolute())])
+
+
+def sample_command(run_dir: Path) -> str:
+    """The command line that samples from a run, from whatever directory it is typed in."""
+    module = [sys.executable, "-m", "fastgpt.sample"]
+    program = _console_command("fastgpt-sample") or module
+    line = shlex.join([*program, str(run_dir.absolute())])
+    # only an installed package is found from everywhere
+    anywhere = program is not module or installed("fastgpt")
+    return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
+
+
+def _console_command(name: str) -> list[str] | None:
+    """The absolute path of a console command, if one was typed or there is no checkout."""
+    typed = Path(sys.argv[0])
+    if typed.name.startswith("fastgpt-"):
+        return [str(typed.absolute().with_name(name))]
+    if not (CHECKOUT / "train.py").exists():
+        return [str(Path(sys.executable).with_name(name))]
+    return None
 
 
 def saved_config(run: Path) -> Config:
-    """The settings in a run's or a checkpoint's config.json.
+    """Reads the settings of a run or a checkpoint from its config.json.
 
     Raises:
         UserError: it cannot be read.
@@ -203,13 +295,40 @@ def saved_config(run: Path) -> Config:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def manifest(facts: dict[str, Any]) -> str:
-    """JSON of what a run depends on beyond its config: `provenance`, and the `facts` given."""
-    return json.dumps({"command": sys.argv, **provenance(), **facts}, indent=1)
+def changes(before: Config, after: Config) -> list[str]:
+    """Lists the settings that differ, as `name old -> new`."""
+    old, new = (_flat(json.loads(to_json(config))) for config in (before, after))
+    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    flat = {}
+    for name, value in settings.items():
+        nested = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
+    return flat
+
+
+def manifest(facts: dict[str, Any], path: Path) -> str:
+    """The manifest of a run as JSON: what it depends on beyond its config.
+
+    Args:
+        facts: about this start of the run, beside the command and `provenance`.
+        path: the manifest of its first start, if any. Each resume is an entry of its own there,
+            with the command and what differs from the first start.
+    """
+    now = {"command": sys.argv, **provenance(), **facts}
+    try:
+        first = json.loads(path.read_text())
+    except (OSError, ValueError):  # damaged: nothing is left to keep
+        return json.dumps(now, indent=1)
+    resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
+    first["resumes"] = [*first.get("resumes", []), resumed]
+    return json.dumps(first, indent=1)
 
 
 def provenance() -> dict[str, Any]:
-    """Versions of what computes, and the commit of this checkout."""
+    """Versions of Python, PyTorch, Triton and CUDA, and the commit of this checkout."""
     versions = {
         "fastgpt": fastgpt.__version__,
         "python": platform.python_version(),
@@ -229,7 +348,7 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, `-dirty` behind it where files differ.
+    """The checkout's commit, with `-dirty` if files differ from it.
 
     Outside of a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
     """

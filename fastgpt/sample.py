@@ -1,4 +1,4 @@
-"""Text from a trained model: `python -m fastgpt.sample RUN --prompt "To be" [--prompt ...]`."""
+"""Sampling from a trained model: `python -m fastgpt.sample RUN --prompt "To be"`."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from fastgpt import checkpoint, device, ops
+from fastgpt import checkpoint, device, flags, ops
 from fastgpt.config import INT64, MOST_TOKENS, OpsConfig, check
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
@@ -20,32 +20,38 @@ from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.run import saved_config
 
+FIRST = ("run", "prompt", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
+"""Flags of the short help."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
-    """Continues prompts with a trained model."""
+    """Continues text with a trained model."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """A run's directory (its newest good checkpoint is taken) or a checkpoint's, such as
-    RUN/checkpoints/best."""
+    """Folder of a run or checkpoint, such as RUN/checkpoints/best. Of a run the newest good
+    checkpoint is used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """What to go on from, a line feed if not given; more of them are continued together."""
+    """Text to continue. Several --prompt are continued in one batch; without any it is a line
+    feed."""
     n: int = 1
-    """Samples of each prompt."""
+    """Number of samples for each prompt."""
     tokens: int = 300
-    """New tokens in each."""
+    """Number of new tokens in each sample."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the likeliest token. Higher values are more varied."""
     top_k: int | None = None
-    """Draw from this many likeliest tokens only."""
+    """Number of likeliest tokens to sample from; by default all."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that together reach this probability only."""
+    """Probability that the tokens to sample from reach together. They are the likeliest ones; above
+    0 and at most 1, by default 1."""
     seed: int = 1337
     """Random seed for sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where it is visible."""
+    """Device to run on: cuda, cpu, or auto to choose. `auto` takes CUDA where torch sees it."""
     decode: Literal["auto", "torch", "triton"] = "auto"
-    """Attention of each new token over those before: see ops.decode of a run."""
+    """Implementation of attention over the cache. `auto` takes PyTorch's; triton: our kernels, on
+    CUDA."""
 
     def __post_init__(self) -> None:
         check(self, ("1 or more", lambda x: x >= 1), "--n", "--tokens", "--top-k")
@@ -63,11 +69,11 @@ class SampleConfig:
 def load_run(
     path: Path | str, on: str = "cpu", asked: OpsConfig | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """A trained model in evaluation mode, and its tokenizer.
+    """Loads a trained model, in evaluation mode, and its tokenizer.
 
     Args:
-        path: a run's directory (its newest good checkpoint is taken) or a checkpoint's.
-        on: the device.
+        path: folder of a run (its newest good checkpoint is used) or of a checkpoint.
+        on: device, `cpu` or `cuda`.
         asked: implementations of the model's ops; by default those that fit the device.
 
     Raises:
@@ -83,7 +89,7 @@ def load_run(
 
 
 def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]:
-    """(T,) int64 of each.
+    """Encodes each prompt as token ids (T,) int64.
 
     Raises:
         UserError: names the prompt that cannot be continued, and why.
@@ -98,7 +104,8 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]
 
 
 def main(argv: list[str]) -> None:
-    config = tyro.cli(SampleConfig, prog=command("python -m fastgpt.sample"), args=argv)
+    """Runs the command line `argv`."""
+    config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"), first=FIRST)
     on = device.pick_device(config.device, "--device")
     model, tokenizer = load_run(config.run, on, OpsConfig(decode=config.decode))
     prompts = encode_prompts(config.prompt, tokenizer)
@@ -119,7 +126,7 @@ def main(argv: list[str]) -> None:
 
 
 def console() -> None:
-    """The console command `fastgpt-sample`."""
+    """Runs the console command `fastgpt-sample`."""
     with shown_in_one_line():
         main(sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""What the machine gives: where files are kept, how they are written whole, how many cores."""
+"""Folders of data and cache, atomic writes, and the number of cores."""
 
 import os
 import secrets
@@ -7,17 +7,17 @@ from typing import BinaryIO
 
 
 def data_dir() -> Path:
-    """Where people put the files they have: `$FASTGPT_DATA`, else `./data`."""
+    """The folder of a user's own data: `$FASTGPT_DATA`, else `./data`."""
     return Path(os.environ.get("FASTGPT_DATA") or "data")
 
 
 def cache_dir() -> Path:
-    """Where downloads and prepared corpora are kept: `$FASTGPT_CACHE`, else `~/.cache/fastgpt`."""
+    """The folder of downloads and prepared text: `$FASTGPT_CACHE`, else `~/.cache/fastgpt`."""
     return Path(os.environ.get("FASTGPT_CACHE") or Path.home() / ".cache" / "fastgpt")
 
 
 def sync(file: BinaryIO) -> None:
-    """Makes what was written to `file` survive a power cut."""
+    """Flushes `file` to the disk, so that it survives a power cut."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -46,7 +46,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a folder survive a power cut, where the system can do that."""
+    """Flushes the names in a folder to the disk, on systems that can."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -57,5 +57,5 @@ def sync_directory(path: Path) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,27 +1,28 @@
-"""A run around the engine: log, save, evaluate and show it, until done or told to stop."""
+"""A training run: steps, logs, checkpoints and evaluations, until it is done or stopped."""
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastgpt import checkpoint, device, run
+from fastgpt import checkpoint, device, distributed, run
 from fastgpt.config import Config, to_json
-from fastgpt.display import Display, duration
-from fastgpt.distributed import StopSignal
+from fastgpt.display import Display, duration, short
+from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
-from fastgpt.recipes import expected
+from fastgpt.recipes import expected, sample_prompt
 from fastgpt.storage import cache_dir, write_atomically
 
 
 class Trainer:
-    """One training run and its directory, as this rank sees it.
+    """One rank of a training run, and the run's directory.
 
     Args:
         config: from `fastgpt.cli.parse`.
@@ -32,44 +33,74 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.display = Display()
-        self.engine = Engine(config, self.display.warn)
-        self.config, self.world = self.engine.config, self.engine.world
+        self.world = distributed.start(device.pick_device(config.train.device))
         if not self.world.is_main:
             self.display.mute()
-        prompt = self.config.train.sample_prompt
-        try:
-            self.prompt = encode_prompt(prompt, self.engine.data.tokenizer)
-        except UserError as error:
-            self.engine.loader.close()
-            raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
-        self.best, self.log = math.inf, None
-        try:
+        self.best, self.log, self.lock = math.inf, None, None
+        with ExitStack() as cleanup:
+            cleanup.callback(self._unlock)
+            # before its checkpoints are read: who has the lock writes and removes them
+            self.world.on_main(lambda: self._lock(config.run_dir))
+            self.engine = Engine(config, self.display.warn)
+            cleanup.callback(self.engine.loader.close)
+            self.config = self.engine.config
+            self.prompt = self._encoded_prompt()
             self._open_run()
-        except UserError:
-            self.engine.loader.close()
-            raise
+            cleanup.pop_all()
+
+    def _lock(self, run_dir: Path | None) -> None:
+        """Locks the directory of an existing run; that of a new one is made and locked later."""
+        if run_dir is not None and run.is_run(run_dir):
+            self.lock = run.RunLock(run_dir)
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _encoded_prompt(self) -> torch.Tensor:
+        prompt = sample_prompt(self.config, self.engine.data.corpora[0])
+        try:
+            return encode_prompt(prompt, self.engine.data.tokenizer)
+        except UserError as error:
+            raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
+
+    def _open_run_dir(self) -> Path:
+        path = self.config.run_dir or run.new_run_dir(self.config.recipe)
+        self.lock = self.lock or run.RunLock(path)
+        if note := run.open_run_dir(path, self.config, self.engine.step):
+            self.display.warn(note)
+        return path
 
     def _open_run(self) -> None:
-        """Makes or reopens the run directory, and says what is about to happen."""
-        engine = self.engine
+        """Makes or reopens the run directory, and prints the header."""
         self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
-        self.run_dir = self.world.on_main(lambda: run.open_run_dir(self.config, engine.step))
-        peak = self.world.on_main(
-            lambda: device.peak_flops(engine.device, engine.precision, cache_dir())
-        )
-        self.peak = peak * device.shares(engine.device, self.world.size)
+        self.run_dir = self.world.on_main(self._open_run_dir)
+        self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
         self.display.header(self._header())
 
+    def _measured_peak(self) -> float:
+        """The FLOP/s that MFU is relative to; warns if other programs use the cores."""
+        engine = self.engine
+        peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
+        if share < 0.8:
+            self.display.warn(
+                f"other programs are using this machine: training got {share:.0%} of its cores "
+                "just now, and will take longer than estimated"
+            )
+        return peak * device.shares(engine.device, self.world.size)
+
     def _open_log(self) -> None:
-        self.log = MetricsLog(self.run_dir, self.engine.step)
+        parameters = short(self.engine.model.num_params())
+        title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
+        self.log = MetricsLog(self.run_dir, self.engine.step, title)
         # only what is on disk can be the best, as in a run that was never broken off
         kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
         self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
-        with writing(self.run_dir / "manifest.json"):
-            manifest = run.manifest(self._facts()).encode()
-            write_atomically(self.run_dir / "manifest.json", manifest)
+        path = self.run_dir / "manifest.json"
+        with writing(path):
+            write_atomically(path, run.manifest(self._facts(), path).encode())
 
     def _facts(self) -> dict[str, Any]:
         engine = self.engine
@@ -102,12 +133,18 @@ class Trainer:
         data, compiled = facts["data"], "on" if engine.compiled else "off"
         python = f" of Python {data['python']}" if data["python"] else ""
         batch = f"{engine.micro_batch} x {engine.loader.accumulation} x {self.world.size}"
+        resumed = {}
+        if engine.resumed_from is not None:
+            resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
+            resumed["changed"] = ", ".join(engine.changes) or "no setting"
         return {
             "recipe": config.recipe,
+            **resumed,
             "device": f"{facts['device']}, {engine.precision}, compile {compiled}",
             "model": f"{facts['parameters']:,} parameters, context {config.model.context}",
-            "data": f"{data['name']}{python}: {data['train_tokens']:,} + {data['val_tokens']:,} "
-            f"{data['tokenizer']} tokens, sha256 {data['sha256'][:16]}",
+            "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
+            f"{short(data['val_tokens'])} validation tokens ({data['tokenizer']} tokenizer), "
+            f"sha256 {data['sha256'][:16]}",
             "training": f"steps {engine.step} to {config.steps} of {config.train.batch_tokens:,} "
             f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
             "epochs": self._epochs_planned(),
@@ -118,7 +155,7 @@ class Trainer:
         }
 
     def _epochs_planned(self) -> str:
-        """How often a run of all steps reads each corpus."""
+        """Number of times that a run of all steps reads each corpus."""
         engine, config = self.engine, self.config
         samples = config.steps * config.global_batch
         data = engine.data
@@ -130,98 +167,117 @@ class Trainer:
         )
 
     def _estimate(self) -> str:
-        """What is ahead: tokens, the time that they take at the least, and where it leads."""
+        """Tokens still to train on, the least time that takes, and the loss to expect."""
         tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
         flops = tokens * self.engine.flops_per_token
         fastest = flops / self.peak
         return (
             f"{tokens:,} tokens, {flops:.2g} FLOPs, at least {duration(fastest)} "
-            f"({duration(2 * fastest)} at an MFU of 50%); {expected(self.config)}"
+            f"({duration(2 * fastest)} at an MFU of 50%); "
+            f"{expected(self.config, self.engine.data.name)}"
         )
 
     def fit(self) -> None:
-        """Trains to `config.steps`, or to SIGTERM or Ctrl-C; the run directory is complete then.
+        """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.
 
         Raises:
             UserError: the loss or a gradient is not finite, or the disk is full; what was saved
                 before is good.
         """
-        self.stop = StopSignal()
+        self.stop, ending = StopSignal(self.display.line), []
         try:
-            self._fit()
+            ending = self._fit()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {self.engine.step}: no GPU memory left with micro-batches of "
-                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays)"
+                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays); "
+                f"{self._way_back()}"
             ) from error
+        except UserError as error:
+            raise type(error)(f"{error}; {self._way_back()}") from error
         finally:
-            self.stop.restore()
+            # torchrun sends SIGTERM to the ranks left when one has failed: this one still says why
+            self.stop.say = lambda _: None
             self.display.stop()
             self.engine.loader.close()
             self._close_log()
+            self._unlock()
+            self.stop.restore()
+        for line in ending:
+            self.display.line(line)
 
     def _close_log(self) -> None:
-        """Draws the curves; that this fails must not hide why a run ended."""
+        """Closes the log; a failure of that is a warning, so as not to hide why the run ended."""
         try:
             if self.log is not None:
                 self.log.close()
         except UserError as error:
             self.display.warn(str(error))
 
-    def _fit(self) -> None:
+    def _fit(self) -> list[str]:
+        """Trains, and gives the lines that the run ends with."""
+        try:
+            self._train()
+        except Stopped:
+            return self._leave()
+        steps = self.config.steps
+        resume = run.resume_command(self.run_dir, self.world.size)
+        return [
+            f"done after step {steps}: {self.run_dir.absolute()}",
+            f"to sample from it: {run.sample_command(self.run_dir)}",
+            f"to train longer: {resume} --steps {2 * steps}",
+        ]
+
+    def _train(self) -> None:
         engine, config = self.engine, self.config
+        if engine.step == config.steps:
+            self.display.line(f"this run is finished: it has taken its {config.steps} steps")
+        self.display.start(engine.step, config.steps)
         if self._lacks_evaluation():
             self._evaluate()
-        self.display.start(engine.step, config.steps)
+            self.display.doing()
         self.clock, self.logged_step = time.perf_counter(), engine.step
         self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
-            if self.stop.agreed(self.world):
-                self._leave()
-                return
-            engine.train_step()
+            engine.train_step(self.stop)
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
             evaluate = last or _due(engine.step, config.eval_every)
             if evaluate or _due(engine.step, config.save_every):
-                self._finite_loss()  # what is still queued belongs to training, not to the pause
+                engine.finite_loss()  # what is still queued belongs to training, not to the pause
                 pause = time.perf_counter()
                 self._save()
                 if evaluate:
                     self._evaluate()
+                self.display.doing()
                 self.clock += time.perf_counter() - pause
-        self.display.stop()
-        self.display.line(f"done: {self.run_dir}")
 
     def _lacks_evaluation(self) -> bool:
-        """Before the first step, or where a resumed run lost the evaluation of its step."""
+        """True before the first step, and if a resumed run lost the evaluation of its step."""
         step = self.engine.step
         due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
         records = self.log.records if self.log is not None else []
         seen = any(r["step"] == step and "val_loss" in r for r in records)
         return self.world.from_main(due and not seen)
 
-    @contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            raise UserError(f"{error}; {checkpoint.last_good(self.run_dir)}") from error
-
-    def _finite_loss(self) -> tuple[float, float]:
-        with self._naming_last_checkpoint():
-            return self.engine.finite_loss()
+    def _way_back(self) -> str:
+        """A clause for error messages: what is saved, and the command that resumes from it."""
+        command = run.resume_command(self.run_dir, self.world.size)
+        return f"{checkpoint.last_good(self.run_dir)}; to resume: {command}"
 
     def _log(self) -> None:
         engine = self.engine
-        loss, grad_norm = self._finite_loss()
+        loss, grad_norm = engine.finite_loss()
         now = time.perf_counter()
         tokens = (engine.step - self.logged_step) * self.config.train.batch_tokens
         seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
         per_second = tokens / seconds
         self.clock, self.logged_step = now, engine.step
         self.waited_s = engine.loader.waited_s
+        achieved = per_second * engine.flops_per_token
+        if achieved > self.peak and self.world.is_main:  # measured while the machine was busy
+            self.peak = max(achieved, self._measured_peak())
         record = {
             "step": engine.step,
             "train_loss": loss,
@@ -229,7 +285,7 @@ class Trainer:
             "tok_per_s": round(per_second, 1),
             "epoch": round(max(engine.epochs()), 4),
             "data_wait": round(waited / seconds, 4),
-            "mfu": round(per_second * engine.flops_per_token / self.peak, 4),
+            "mfu": round(achieved / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
@@ -239,11 +295,11 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _save(self) -> None:
-        """Saves on the main rank, unless something is not finite."""
+        """Writes a checkpoint on the main rank, unless something is not finite."""
         engine = self.engine
-        self._finite_loss()
-        with self._naming_last_checkpoint():
-            engine.check_weights()
+        self.display.doing("saving")
+        engine.finite_loss()
+        engine.check_weights()
         self.world.on_main(
             lambda: checkpoint.save(
                 self.run_dir / "checkpoints",
@@ -257,15 +313,16 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        """Validation loss, and a sample; the checkpoint of this step may be the best so far."""
+        """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
         data, step = self.config.data, self.engine.step
+        evaluate = partial(self.engine.evaluate, stop=self.stop, report=self.display.doing)
         last = step >= self.config.steps
-        results = self.engine.evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
+        results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
         loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
         if data.eval_batches:
-            record["eval_train_loss"] = self._weighted(self.engine.evaluate("train"))
+            record["eval_train_loss"] = self._weighted(evaluate("train"))
         if len(results) > 1:
             record["val_losses"] = [loss for loss, _ in results]
         bits = ""
@@ -281,7 +338,8 @@ class Trainer:
         if self.log is None:
             return
         self.log.write(record)
-        if step and self.config.train.sample_tokens:
+        if step and self.config.train.sample_tokens and not self.stop.received:
+            self.display.doing("sampling")
             self._sample()
         saved = checkpoint.step_path(self.run_dir / "checkpoints", step)
         if loss < self.best and saved.exists():
@@ -289,7 +347,7 @@ class Trainer:
             self.best = loss
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
-        """The mean of the corpora's losses, by their weights."""
+        """The weighted mean of the corpora's losses."""
         weights = self.engine.data.weights
         return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
@@ -312,18 +370,19 @@ class Trainer:
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(f"=== step {engine.step} ===\n{text}\n\n")
 
-    def _leave(self) -> None:
-        """Told to stop: saves what is not saved yet, and says how to go on."""
-        saved = checkpoint.step_path(self.run_dir / "checkpoints", self.engine.step)
+    def _leave(self) -> list[str]:
+        """Saves the last whole step, if it is not saved yet, and gives the lines to end with."""
+        step = self.engine.step
+        self.engine.optimizers.zero_grad()
+        saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
         if not self.world.from_main(saved.exists()):
             self._save()
-        self.display.stop()
-        command = run.resume_command(self.run_dir, self.world.size)
-        self.display.line(f"stopped after step {self.engine.step}; to go on: {command}")
+        resume = run.resume_command(self.run_dir, self.world.size)
+        return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 
 
 def _perplexity(loss: float) -> str:
-    """exp(loss); a diverged run's is infinite, not an error."""
+    """exp(loss) as text; `inf` for a diverged run."""
     return f"{math.exp(loss):.2f}" if loss < 700 else "inf"
 
 

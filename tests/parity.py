@@ -137,7 +137,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand(x.shape),
     "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
 }
-"""Of tensors with three dimensions or more: values as they were, in another place or order."""
+"""Memory layouts of a tensor with three dimensions or more, by name; most keep its values."""
 
 
 def forward_backward(

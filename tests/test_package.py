@@ -20,6 +20,7 @@ import fastgpt
 from fastgpt import run
 
 ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = "-m torch.distributed.run --nproc_per_node=2"
 OTHERS = {  # another distribution's `kernels`, which imports itself by that name
     "__init__.py": "from kernels.hub import get_kernel\nattention = 'theirs'\n",
     "hub/__init__.py": "from kernels.version import NUMBER\ndef get_kernel(): return NUMBER\n",
@@ -143,7 +144,7 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
     assert command("fastgpt-sample", "run", "--prompt", "the", "--tokens", "4")[:3] == "the"
     two = ("--nproc_per_node=2", "--no-python", "fastgpt-train", *tiny("--steps 6 --resume auto"))
     out = command("python", "-m", "torch.distributed.run", "--standalone", *two)
-    assert "done: " in out
+    assert "done after step 6: " in out
     readme = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(import fastgpt\n.*?)```", readme, re.S)
     example = example.replace("runs/baby-20261120-101500", "run").replace("def main(", "the")
@@ -153,17 +154,33 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
 @pytest.mark.parametrize(
     ("typed", "ranks", "said"),
     [
-        ("train.py", 1, "python train.py --resume 'a run'"),
-        ("train.py", 2, "torchrun --nproc_per_node=2 train.py --resume 'a run'"),
-        ("/usr/bin/fastgpt-train", 1, "fastgpt-train --resume 'a run'"),
-        ("/not on PATH/fastgpt-train", 1, "'/not on PATH/fastgpt-train' --resume 'a run'"),
-        ("/bin/fastgpt-train", 2, "torchrun --nproc_per_node=2 --no-python fastgpt-train --resume"),
+        ("train.py", 1, f"/p/python {ROOT}/train.py"),
+        ("train.py", 2, f"/p/python {TORCHRUN} {ROOT}/train.py"),
+        ("/bin/fastgpt-train", 1, "/bin/fastgpt-train"),
+        ("a dir/fastgpt-train", 1, "'/here/a dir/fastgpt-train'"),
+        ("/bin/fastgpt-train", 2, f"/p/python {TORCHRUN} --no-python /bin/fastgpt-train"),
     ],
 )
-def test_the_command_to_go_on_with_is_the_one_that_was_typed(typed, ranks, said, monkeypatch):
+def test_the_resume_command_works_from_anywhere(typed, ranks, said, monkeypatch):
     monkeypatch.setattr(sys, "argv", [typed])
-    monkeypatch.setattr("shutil.which", lambda name: name if "bin" in typed else None)
-    assert run.resume_command(Path("a run"), ranks).startswith(said)
+    monkeypatch.setattr(sys, "executable", "/p/python")
+    monkeypatch.setattr("os.getcwd", lambda: "/here")
+    assert run.resume_command(Path("a run"), ranks) == f"{said} --resume '/here/a run'"
+
+
+@pytest.mark.parametrize(
+    ("typed", "version", "said"),
+    [
+        ("train.py", "1", "/p/python -m fastgpt.sample /a/run"),
+        ("train.py", None, f"cd {ROOT} && /p/python -m fastgpt.sample /a/run"),
+        ("/bin/fastgpt-train", "1", "/bin/fastgpt-sample /a/run"),
+    ],
+)
+def test_the_sample_command_works_from_anywhere(typed, version, said, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [typed])
+    monkeypatch.setattr(sys, "executable", "/p/python")
+    monkeypatch.setattr(run, "installed", lambda _: version)
+    assert run.sample_command(Path("/a/run")) == said
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):

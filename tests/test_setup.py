@@ -150,6 +150,14 @@ def test_what_cannot_be_is_said_before_anything_is_touched(checkout, args, messa
     assert sorted(checkout.root.rglob("*")) == before
 
 
+def test_an_extra_that_does_not_exist_is_named_beside_those_that_do(checkout):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = " ".join(project["optional-dependencies"])
+    message = f"error: there is no extra foo; expected some of: {extras}\n"
+    assert checkout.make("setup EXTRAS=dev,foo", fails=message) == []
+    assert not (checkout.root / ".venv").exists()
+
+
 def test_help_is_the_default_and_lists_every_target(checkout):
     checkout.make("")
     assert set(re.findall(r"^make ([\w-]+) +\w", checkout.printed, re.MULTILINE)) == TARGETS

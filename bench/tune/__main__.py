@@ -12,7 +12,7 @@ where it is right and within MARGIN of the best, unless --write is given with --
 
 Without it, on CUDA, the best of that ranking and the shipped row are checked against the reference
 and timed in turn; --write then takes the measured best. Raw samples are added to
-bench/results/<device>/<date>-tune.jsonl.
+bench/results/local/<device>/<date>-tune.jsonl.
 
 A table must do for every version of Triton: --json keeps the survivors of one, and --within starts
 from them with another. The safe table must do for every arch without one of its own: of several

@@ -95,7 +95,7 @@ def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
 def records(folder: Path = RESULTS) -> dict[tuple[Any, ...], float]:
     """Median milliseconds by `identity`, of all `*-tune.jsonl`; later lines and files win."""
     found = {}
-    for path in sorted(folder.glob("*/*-tune.jsonl"), key=lambda path: path.name):
+    for path in sorted(folder.rglob("*-tune.jsonl"), key=lambda path: path.name):
         for line in path.read_text(encoding="utf-8").splitlines():
             r = json.loads(line)
             tile = (r["BLOCK_M"], r["BLOCK_N"], r["num_warps"], r["num_stages"], r["maxnreg"])

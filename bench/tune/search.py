@@ -20,7 +20,7 @@ Settings = dict[str, int]
 WARPS = (4, 8)
 SIDES = {16: (32, 64, 128), 32: (16, 32, 64)}
 REGISTERS = 224
-"""Of a thread, that accumulators may take: a tile that needs more certainly spills."""
+"""Registers of a thread that accumulators may take: a tile that needs more certainly spills."""
 KEPT = 4
 """How many that are right in every form are looked for, and then tried with fewer registers."""
 Tick = Callable[[], object]

@@ -1,1 +1,1 @@
-"""From text to batches."""
+"""Data: text is tokenized, stored as shards, and read in batches."""

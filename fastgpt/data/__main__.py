@@ -3,8 +3,9 @@
 DIR is a prepared directory, or a folder of token shards that another program wrote.
 """
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from fastgpt import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_shard
 from fastgpt.display import printable
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, counted, shown_in_one_line
 from fastgpt.storage import cores
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
@@ -29,25 +31,27 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Shows what is in a data set."""
+    """Shows what a data set holds, and checks it."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """A prepared directory, or a folder of llm.c's or modded-nanogpt's shards."""
-    tokenizer: str = "auto"
-    """For shards without one: gpt2, or the path of a tokenizer.json."""
-    verify: bool = False
-    """Read every byte: checksums, and ids within the vocabulary."""
-    windows: int = 2
-    """Windows of text to show, drawn with `seed`."""
+    """Folder of token shards, ours or another program's. llm.c and modded-nanogpt write such
+    ones."""
+    excerpts: int = 2
+    """Number of random excerpts to show."""
     length: int = 100
-    """Tokens in each of them."""
+    """Number of tokens in each excerpt."""
     seed: int = 1337
-    """Of the draws."""
+    """Random seed for choosing the excerpts."""
+    verify: bool = False
+    """Check of every byte: checksums and token ids."""
     plot: Path | None = None
-    """Where to draw the lengths of the documents (.png, .svg or .pdf)."""
+    """File to draw the document lengths to, a .png, .svg or .pdf."""
+    tokenizer: str = "auto"
+    """Tokenizer of shards that have none beside them. It is gpt2, or the path of a
+    tokenizer.json."""
 
     def __post_init__(self) -> None:
-        for name, least in (("windows", 0), ("length", 1), ("seed", 0)):
+        for name, least in (("excerpts", 0), ("length", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected {least} or more")
 
@@ -55,7 +59,12 @@ class Arguments:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
-        arguments = tyro.cli(Arguments, args=argv, prog="python -m fastgpt.data")
+        arguments = flags.parse(
+            Arguments,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m fastgpt.data",
+            first=[field.name for field in fields(Arguments)],
+        )
         corpus = open_shards(arguments.path.expanduser(), tokenizer=arguments.tokenizer)
         console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
@@ -64,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
             _show_lengths(corpus, console, arguments.plot)
         elif arguments.plot is not None:
             corpus.document_starts("train")  # says why there is nothing to draw
-        _show_windows(corpus, console, arguments)
+        _show_excerpts(corpus, console, arguments)
         if arguments.verify:
             _verify(corpus, console)
 
@@ -98,7 +107,7 @@ def _facts(corpus: Corpus) -> str:
 
 
 def _lengths(corpus: Corpus, split: str) -> np.ndarray:
-    """Tokens in each document, its end-of-text token included."""
+    """Counts the tokens of each document, its end-of-text token included."""
     starts = corpus.document_starts(split)
     return np.diff(starts, append=len(getattr(corpus, split)))
 
@@ -119,7 +128,7 @@ def _show_lengths(corpus: Corpus, console: Console, plot: Path | None) -> None:
 
 
 def _edges(lengths: np.ndarray) -> np.ndarray:
-    """Powers of two around all lengths."""
+    """Returns the powers of two around all lengths."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     return 2 ** np.arange(shortest.bit_length() - 1, longest.bit_length() + 1)
 
@@ -142,9 +151,9 @@ def _draw(corpus: Corpus, path: Path) -> None:
         raise UserError(f"--plot {path}: {error}") from error
 
 
-def _show_windows(corpus: Corpus, console: Console, arguments: Arguments) -> None:
+def _show_excerpts(corpus: Corpus, console: Console, arguments: Arguments) -> None:
     draws = np.random.default_rng(arguments.seed)
-    for _ in range(arguments.windows):
+    for _ in range(arguments.excerpts):
         start = int(draws.integers(max(1, len(corpus.train) - arguments.length)))
         ids = corpus.train[start : start + arguments.length]
         title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
@@ -159,7 +168,7 @@ def _verify(corpus: Corpus, console: Console) -> None:
         for _ in track(done, "verifying", total=len(shards), console=console, transient=True):
             pass
     what = "ids" if shards[0].sha256 is None else "sha256, CRC-32 and ids"
-    console.print(f"verified: {what} of {len(shards):,} shards")
+    console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
 if __name__ == "__main__":

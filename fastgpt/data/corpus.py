@@ -7,6 +7,7 @@ A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., 
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fastgpt.data.tokenizers import (
     make_tokenizer,
     same_tokenizer,
 )
+from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError
 
@@ -30,7 +32,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 """Version of a prepared directory; a part of every request, so that older ones are made anew."""
 SAMPLED_BYTES = 4096
-"""Of the beginning and end of each shard, to tell one set of another program from the next."""
+"""Bytes at the beginning and end of a shard that tell another program's data sets apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,26 +46,26 @@ class Corpus:
     val: Tokens
     """(M,), memory-mapped: what is held out."""
     tokenizer: Tokenizer
-    """What made the tokens."""
+    """Tokenizer that made the tokens."""
     val_bytes_per_token: float | None
-    """Bytes of UTF-8 behind one token of `val`, for bits per byte; None if it is not known."""
+    """Bytes of UTF-8 for each token of `val`, for bits per byte; None if it is not known."""
     sha256: str
-    """Of the text, or of what else tells it from every other one."""
+    """Sha256 of the text, or of what else tells the corpus from others."""
     python: str | None
     """The Python version whose library the built-in corpus is; None for every other one."""
     path: Path
     """The directory of the shards."""
     manifest: dict[str, Any]
-    """As it was written; empty for the shards of another program."""
+    """Manifest as it was written; empty for the shards of another program."""
 
     @property
     def identity(self) -> str:
-        """A sha256 of all tokens: the same text may be tokenized or split in another way."""
+        """Sha256 of all tokens; the same text may be tokenized or split in another way."""
         hashes = [shard.sha256 for shard in self.shards()]
         return hashlib.sha256(repr((self.sha256, hashes)).encode()).hexdigest()
 
     def document_starts(self, split: str) -> np.ndarray:
-        """Where the documents of `train` or `val` begin: (documents,) int64, increasing.
+        """Returns where the documents of `train` or `val` begin: (documents,) int64, increasing.
 
         Raises:
             UserError: the tokenizer has no token to tell documents apart.
@@ -71,12 +73,20 @@ class Corpus:
         if self.tokenizer.eot_id is None:
             raise UserError(
                 f"{self.name}: the {self.tokenizer.kind} tokenizer has no end-of-text token to tell"
-                " documents apart: prepare it with another, gpt2 say"
+                " documents apart: use another tokenizer, for example gpt2"
             )
         return document_starts(getattr(self, split), self.tokenizer.eot_id)
 
+    def first_words(self) -> str:
+        """Returns three whole words of the held-out text, or a line feed where there are none."""
+        ids = np.array([i for i in self.val[:64].tolist() if i != self.tokenizer.eot_id])
+        text = self.tokenizer.decode(ids).replace(REPLACEMENT, "")
+        # the held-out text may begin within a word
+        words = re.search(r"\s(\S+(?:\s+\S+){0,2})\s", text)
+        return words[1] if words else text.strip()[:16] or "\n"
+
     def shards(self) -> list[Shard]:
-        """Every shard, with the checksums that were written down for it."""
+        """Lists every shard, with the checksums that were written for it."""
         if not self.manifest:
             return [Shard(path=path) for path in (*self.train.paths, *self.val.paths)]
         entries = [e for split in self.manifest["splits"].values() for e in split["shards"]]
@@ -107,7 +117,7 @@ def open_shards(path: Path, *, tokenizer: str) -> Corpus:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a prepared directory.
+    """Reads the manifest of a prepared directory.
 
     Raises:
         UserError: it is missing, is not JSON, or is of another format version.
@@ -204,7 +214,7 @@ def _read_foreign(path: Path, tokenizer: str) -> Corpus:
 
 
 def _fingerprint(paths: list[Path]) -> str:
-    """Of shards nobody wrote a hash of: their names and sizes, and a little of each."""
+    """Hashes the names and sizes of shards, and a little of their content."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:

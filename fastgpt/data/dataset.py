@@ -1,4 +1,4 @@
-"""What a run reads: one corpus, or several mixed by weight, and how samples are cut from them."""
+"""Data set of a run: one corpus, or several mixed by weight, and how samples are cut from them."""
 
 import hashlib
 import math
@@ -28,36 +28,36 @@ class DataSet:
 
     @property
     def pad_id(self) -> int:
-        """What fills up short samples, and never counts: the end-of-text token, if there is one."""
+        """Id that pads short samples and is never scored: the end-of-text token's, or 0."""
         return self.tokenizer.eot_id or 0
 
     @property
     def name(self) -> str:
-        """Of the corpora, with their weights where there are several."""
+        """Name of the corpus; of several, their names and weights."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
         return " + ".join(f"{w:.3g} {c.name}" for c, w in zip(self.corpora, self.weights))
 
     @property
     def sha256(self) -> str:
-        """Of the corpus's text; of several, of their hashes and weights."""
+        """Sha256 of the corpus's text; of several, a hash of theirs and the weights."""
         if len(self.corpora) == 1:
             return self.corpora[0].sha256
         return _hash_of([corpus.sha256 for corpus in self.corpora], self.weights)
 
     @property
     def identity(self) -> str:
-        """A sha256 of all tokens and weights: what has it, is read in the same order."""
+        """Sha256 of all tokens and weights; data with the same one is read in the same order."""
         return _hash_of([corpus.identity for corpus in self.corpora], self.weights)
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """For bits per byte; None where not every held-out byte is scored, or with one weight."""
+        """Bytes behind a held-out token, for bits per byte; None where not every byte is scored."""
         whole = len(self.corpora) == 1 and self.config.align != "document"
         return self.corpora[0].val_bytes_per_token if whole else None
 
     def orders(self, context: int, seed: int) -> list[SampleOrder]:
-        """The order of samples in each corpus's `train`.
+        """Returns the order of samples in the training tokens of each corpus.
 
         Raises:
             UserError: a corpus is too short, or its documents cannot be told apart.
@@ -76,13 +76,13 @@ class DataSet:
         )
 
     def validation_documents(self, corpus: Corpus, context: int) -> SampleOrder | None:
-        """The documents of `corpus.val`, if a sample is a document."""
+        """Returns the order of the held-out documents, if a sample is a document."""
         if self.config.align != "document":
             return None
         return self._order(corpus, "val", context, 0)
 
     def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
-        """The stream of samples, from the beginning or from a checkpoint's state."""
+        """Returns the stream of samples, from the beginning or from a checkpoint's state."""
         return Mixture(orders, self.weights, state)
 
 
@@ -100,7 +100,11 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
     parts = _parts(source)
     corpora = [
         open_corpus(
-            name, tokenizer=config.tokenizer, val_fraction=config.val_fraction, report=report
+            name,
+            tokenizer=config.tokenizer,
+            val_fraction=config.val_fraction,
+            encoding=config.encoding,
+            report=report,
         )
         for name, _ in parts
     ]
@@ -125,7 +129,8 @@ def _parts(source: str) -> list[tuple[str, float]]:
         value = _number(weight) or 0.0
         if not name or not 0 < value < math.inf:
             raise UserError(
-                f"data.source {source!r}: {part!r} is no SOURCE=WEIGHT with a weight above 0"
+                f"data.source {source!r}: every source in a mixture needs =WEIGHT, a number above"
+                f" 0; got {part!r}"
             )
         parts.append((name, value))
     return parts

@@ -13,9 +13,9 @@ from fastgpt.errors import UserError, writing
 from fastgpt.storage import cache_dir, data_dir, write_atomically
 
 LONGEST_WAIT_S = 300
-"""However long a server asks us to wait."""
+"""Longest pause before another attempt, however long the server asks for."""
 TIMEOUTS_S = (15, 60)
-"""To connect, and between two pieces of the body."""
+"""Timeouts: to connect, and between two pieces of the body."""
 
 
 class _Retry(Retry):
@@ -31,7 +31,7 @@ RETRY = _Retry(
 
 
 def published_file(name: str, url: str, *, sha256: str, what: str, instead: str) -> Path:
-    """The path of a file that everybody has the same copy of.
+    """Finds or downloads a published file, and returns its path.
 
     It is taken from `data_dir()`, else from `cache_dir()`, where it is downloaded if need be.
 

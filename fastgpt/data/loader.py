@@ -148,7 +148,7 @@ def eval_batches(
     max_tokens: int,
     documents: SampleOrder | None = None,
     pad_id: int = 0,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> "EvalBatches":
     """Fixed windows of a validation split; the same ones for any number of ranks.
 
     With all windows every token but the first is the target of exactly one position: the last
@@ -164,9 +164,9 @@ def eval_batches(
             the split; all of them if it is 0, negative, or as large as the split.
         documents: of `tokens`, one a sample: they are scored, one a row, instead of windows.
         pad_id: fills up x.
-    Yields:
-        x, y: (B, T) int64 on the CPU. Rows and positions that fill up a batch have y == -100; a
-        rank without windows yields nothing.
+    Returns:
+        EvalBatches: x, y: (B, T) int64 on the CPU. Rows and positions that fill up a batch have
+        y == -100; a rank without windows has no batches.
     Raises:
         UserError: fewer than 2 tokens.
     """
@@ -184,7 +184,9 @@ def eval_batches(
     if 0 < max_tokens < len(tokens) - 1:
         count = min(len(windows), max(1, int(max_tokens // targets)))
         windows = windows[np.arange(count) * len(windows) // count]
-    return _eval_batches(tokens, windows[rank::world_size], context, micro_batch, pad_id)
+    windows = windows[rank::world_size]
+    batches = _eval_batches(tokens, windows, context, micro_batch, pad_id)
+    return EvalBatches(batches, -(-len(windows) // micro_batch))
 
 
 def random_batches(
@@ -196,7 +198,7 @@ def random_batches(
     seed: Sequence[int],
     rank: int,
     world_size: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> "EvalBatches":
     """Windows that begin anywhere, drawn with replacement: a function of `seed` alone.
 
     Args:
@@ -207,8 +209,8 @@ def random_batches(
         seed: integers of 32 bits.
         rank: this process; it takes every `world_size`-th batch.
         world_size: processes that share the batches.
-    Yields:
-        x, y: (B, T) int64 on the CPU.
+    Returns:
+        EvalBatches: x, y: (B, T) int64 on the CPU.
     Raises:
         UserError: fewer than T + 1 tokens.
     """
@@ -219,10 +221,27 @@ def random_batches(
         )
     stream = np.random.RandomState(list(seed))
     starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
-    for row in starts[rank::world_size]:
-        windows = np.stack([tokens[start : start + context + 1] for start in row.tolist()])
-        both = torch.from_numpy(windows.astype(np.int64))
-        yield both[:, :-1], both[:, 1:]
+    rows = starts[rank::world_size]
+    return EvalBatches((_windows(tokens, row.tolist(), context) for row in rows), len(rows))
+
+
+class EvalBatches:
+    """Evaluation batches (x, y), made as they are asked for, with their number as `len`."""
+
+    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _windows(tokens: np.ndarray | Tokens, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+    windows = np.stack([tokens[start : start + context + 1] for start in starts])
+    both = torch.from_numpy(windows.astype(np.int64))
+    return both[:, :-1], both[:, 1:]
 
 
 def _eval_batches(

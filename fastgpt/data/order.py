@@ -1,4 +1,4 @@
-"""Which tokens each training sample holds: a pure function of (seed, epoch, index).
+"""Order of training samples: which tokens each holds, a pure function of (seed, epoch, index).
 
 A sample is up to T+1 tokens, [start, stop) of one corpus. How an epoch is laid out:
 

@@ -1,4 +1,4 @@
-"""What a shard must be beyond its header: ids of the vocabulary, and the bytes that were written.
+"""Checks of a shard beyond its header: ids of the vocabulary, and the bytes that were written.
 
 A whole read of every shard takes a while, so what was found is remembered: a shard is read again
 only when its size or its time of change is another one.
@@ -24,7 +24,7 @@ from fastgpt.errors import UserError
 from fastgpt.storage import cache_dir, cores, write_atomically
 
 BLOCK_BYTES = 4 * 2**20
-"""What one CRC covers: small enough to say where a shard is damaged."""
+"""Bytes that one CRC covers, few enough to say where a shard is damaged."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Shard:
     path: Path
     sha256: str | None = None
     crc32: tuple[int, ...] | None = None
-    """Of each `BLOCK_BYTES` of the file, header included."""
+    """CRC-32 of each `BLOCK_BYTES` of the file, header included."""
 
 
 def checksums(path: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
 
 
 def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
-    """Where documents begin: the first token, and each end-of-text token, which precedes one.
+    """Finds the beginnings of documents: the first token, and each end-of-text token.
 
     Returns:
         (documents,) int64, increasing, memory-mapped from the cache after the first time.

@@ -153,7 +153,7 @@ def fwd_tile(F: int) -> dict[str, int]:
 
 
 def bwd_tile(F: int, kind: str) -> dict[str, int]:
-    """Of the backward: 8 elements a thread, so that 4 programs of 8 warps fit a multiprocessor.
+    """Block sizes and warps of the backward: 8 elements a thread, and 4 programs a multiprocessor.
 
     At most 60 registers are used, by swiglu, with two sums and two biases, 98 where nothing bounds
     them; bounded to 80 it spills none, and 3 programs fit.
@@ -162,7 +162,7 @@ def bwd_tile(F: int, kind: str) -> dict[str, int]:
 
 
 def bwd_programs(device: torch.device, config: dict[str, int]) -> int:
-    """As many as run at once."""
+    """The number of programs that run at once."""
     return multiprocessors(device) * (2048 // (config["maxnreg"] * config["num_warps"]))
 
 

@@ -50,7 +50,7 @@ def linear_cross_entropy_ref(
 # --- chunks of tokens -----------------------------------------------------------------------------
 
 CHUNK_BYTES = {"cuda": 420 << 20, "cpu": 64 << 20}
-"""Of logits at a time: of GPT-2's 50,304, 4096 tokens in bf16 on a GPU.
+"""Bytes of logits in memory at a time: on a GPU 4096 tokens of GPT-2's 50,304 logits in bf16.
 
 On a CPU every logit counts as fp32: 256 tokens, more than which are no faster in bf16 either.
 """
@@ -64,9 +64,9 @@ class Settings(NamedTuple):
     of_weight: bool
     of_bias: bool
     dtype: torch.dtype
-    """Of the matrix products."""
+    """The dtype of the matrix products."""
     chunk_tokens: int
-    """0: as many as CHUNK_BYTES holds."""
+    """Tokens whose logits are computed at a time; 0: as many as CHUNK_BYTES holds."""
     valid_vocab: int
     ignore_index: int
     label_smoothing: float
@@ -81,7 +81,7 @@ class Settings(NamedTuple):
 SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens, {OPTIONS}"
 """`Settings` as a schema has them."""
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of x, weight and bias; empty where none is wanted."""
+"""Gradients of x, weight and bias; an empty tensor stands for one that is not wanted."""
 
 
 def tokens_at_a_time(M: int, V: int, dtype: torch.dtype, device: torch.device, asked: int) -> int:

@@ -165,10 +165,11 @@ def _decode_combine_kernel(
 
 LOG2E = math.log2(math.e)
 TILE_BYTES = 16 << 10
-"""Of the keys of a block. Two blocks of keys and values are then in flight, 64 KB, and two programs
-fit into an sm_80's 163 KB; 4.3 TB/s over 132 multiprocessors need 26 KB each to cover 800 ns."""
+"""Bytes of a block of keys. Two blocks of keys and values are then loaded ahead, 64 KB, and two
+programs fit into the 163 KB of an sm_80; 4.3 TB/s over 132 multiprocessors need 26 KB each to
+cover 800 ns."""
 PROGRAMS = 2
-"""On a multiprocessor at once."""
+"""Programs that run on a multiprocessor at once."""
 MAX_SPLITS = 128
 
 # --- configurations -------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def bwd_tile(n: int) -> dict[str, int]:
 
 
 def bwd_programs(device: torch.device, warps: int) -> int:
-    """As many as run at once at 128 registers a thread: 16 warps a multiprocessor."""
+    """Programs that run at once: 16 warps a multiprocessor, at 128 registers a thread."""
     return multiprocessors(device) * max(1, 16 // warps)
 
 

@@ -139,8 +139,10 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, d
 
 
 def fingerprint(config: Config) -> str:
-    """Of all that decides the machine code but the compiler: sources and what they are compiled
-    for. Comments, docstrings and lines that moved do not count.
+    """A hash of all that decides the machine code but the compiler.
+
+    These are the sources and what they are compiled for; comments, docstrings and the place of a
+    line do not count.
     """
     text = repr((config.declared, specialised(config.launch), sources(config.launch.kernel)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

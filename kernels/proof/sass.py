@@ -96,9 +96,9 @@ class Loop:
     start: int
     units: dict[str, int]
     bytes: int
-    """To and from global memory by loads and stores of a warp, none of its lanes masked."""
+    """Bytes that a warp loads from and stores to global memory, with none of its lanes masked."""
     flops: int
-    """Of the tensor cores; 0 where the instruction does not tell its shape (sm_100)."""
+    """FLOPs of the tensor cores; 0 where the instruction does not tell its shape (sm_100)."""
 
 
 @dataclass(frozen=True, slots=True)

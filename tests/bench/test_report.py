@@ -7,6 +7,7 @@ import pytest
 from bench import goals, records, report
 from bench.cases import cases
 from bench.goals import Goal, judge, seconds
+from fastgpt.errors import UserError
 
 DEVICE = "NVIDIA H200"
 ROOF = {"matmul": 790e12, "copy": 4.3e12}
@@ -46,7 +47,12 @@ def written(tmp_path, *rows, name="2026-01-01-abc.jsonl"):
 
 
 def text_of(tmp_path, *rows, **name):
-    return report.write(written(tmp_path, *rows, **name), tmp_path / "docs").read_text()
+    return text_in(report.write(written(tmp_path, *rows, **name), tmp_path / "docs"))
+
+
+def text_in(page):
+    """The text of the page, and of those of the ops."""
+    return "".join(path.read_text() for path in (page, *page.parent.glob("benchmarks/*.md")))
 
 
 def line_of(text, *parts):
@@ -66,7 +72,7 @@ def test_rows_have_ratios_goals_and_a_link_to_their_record(tmp_path):
     assert ">= 1.15 x sdpa-flash: +9%" in ours
     assert ">= 0.95 x sdpa-cudnn: -5%" in ours
     assert ">= 1.1 x flex: flex could not be run" in ours
-    assert "[record](../bench/results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
+    assert "[record](../../results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
     assert "| **sdpa-cudnn** |" in line_of(text, "fwd | **sdpa-cudnn**")
 
 
@@ -127,8 +133,8 @@ def test_the_same_records_give_the_same_files(tmp_path):
         report.write(results, tmp_path / name)
         files.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("**/*.*")})
     assert files[0] == files[1]
-    pngs = [f"nvidia-h200-{plot}.png" for plot in ("attention", "roofline", "step")]
-    assert sorted(files[0]) == ["benchmarks.md", *pngs]
+    plots = [f"nvidia-h200-{plot}.png" for plot in ("attention", "roofline", "step")]
+    assert sorted(files[0]) == ["benchmarks.md", "nvidia-h200-attention.md", *plots]
 
 
 def test_records_of_stages_races_and_data_are_shown(tmp_path):
@@ -154,6 +160,65 @@ def test_without_records_there_is_nothing_to_say(tmp_path):
 def test_the_records_of_the_repository_are_read(tmp_path):
     text = report.write(records.RESULTS, tmp_path).read_text()
     assert {f"## {row['device']}" for row in records.read()} <= set(text.splitlines())
+
+
+def test_the_page_begins_with_ours_beside_the_best_peer(tmp_path):
+    rows = [op_row("ours", 2e-3), op_row("eager", 3e-3), op_row("flex", 2.5e-3)]
+    rows += [op_row("ours", 1e-3, which="both"), op_row("eager", 1.5e-3, which="both")]
+    rows += [step_row("fastgpt", 0.1, 1e5, 1e9), step_row("nanogpt", 0.2, 5e4, 1e9)]
+    page = report.write(written(tmp_path, *rows), tmp_path / "docs").read_text()
+    first, second = [x for x in page.splitlines() if x.startswith("|")][2:4]
+    assert first == "| step/gpt2-124m/B=64 | 100 | nanogpt | 200 | 2.00x | 50% (MFU) |"
+    assert second.startswith("| attention/gpt2-124m/bf16 both | 1 | eager | 1.5 | 1.50x | ")
+
+
+# --- local and published --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Folders of records, one of them committed, and of documents."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "DOCS", tmp_path / "docs")
+    written(tmp_path, op_row("ours", 0.2e-3, run="r0"))
+    return tmp_path
+
+
+def measure(checkout, *rows):
+    local = written(checkout / "local", *rows)
+    return local.rename(checkout / "results" / "local")
+
+
+def test_local_records_have_a_page_of_their_own(checkout, capsys):
+    local = measure(checkout, op_row("ours", 0.1e-3))
+    report.main([])
+    text = text_in(local / "benchmarks.md")
+    assert "| 0.1 (" in line_of(text, "fwd | ours")
+    assert "(../nvidia-h200/2026-01-01-abc.jsonl)" in text
+    assert capsys.readouterr().out == f"{local}/benchmarks.md\n"
+    assert not (checkout / "docs").exists()
+    assert [row["run"] for row in records.read()] == ["r0"]
+
+
+def test_publishing_moves_them_beside_the_committed_ones(checkout):
+    local = measure(checkout, op_row("ours", 0.1e-3))
+    report.main(["--publish"])
+    text = text_in(checkout / "docs" / "benchmarks.md")
+    assert "| 0.1 (" in line_of(text, "fwd | ours")
+    assert "(../../results/nvidia-h200/2026-01-01-abc.jsonl)" in text
+    assert [row["run"] for row in records.read()] == ["r0", "r1"]
+    assert records.read(local) == []
+
+
+def test_what_was_refused_is_not_published(checkout):
+    about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
+    local = measure(
+        checkout, {"kind": "refused", **about, "implementation": "ours", "reason": "wrong"}
+    )
+    with pytest.raises(UserError, match="is not published: attention/gpt2-124m/bf16: wrong"):
+        report.main(["--publish"])
+    assert len(records.read()) == len(records.read(local)) == 1
+    assert not (checkout / "docs").exists()
 
 
 # --- goals ----------------------------------------------------------------------------------------

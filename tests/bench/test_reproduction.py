@@ -55,13 +55,21 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
 
 def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
     own = parse(["lecture-head"])
-    assert expected(replace(own, model=replace(own.model, vocab_size=65))) == (
+    assert expected(replace(own, model=replace(own.model, vocab_size=65)), "shakespeare") == (
         "val loss 2.41 at step 4500 (published)"
     )
-    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.source x.txt"):
-        said = expected(parse(["lecture-head", *flags.split()]))
+    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
+        said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
         assert said.startswith("where the recipe ends with its own settings: val loss 2.41")
-    assert expected(parse(["gpt2-124m-modern"])) == "where this recipe ends is not known yet"
+    modern = parse(["gpt2-124m-modern"])
+    assert expected(modern, "fineweb") == "where this recipe ends is not known yet"
+
+
+def test_no_loss_is_promised_on_other_data():
+    assert expected(parse(["gpt2-124m"]), "fineweb").startswith("val loss 3.27 on FineWeb")
+    assert expected(parse(["gpt2-124m"]), "builtin") == "where it ends on builtin is not known"
+    book = parse(["lecture-head", "--data.source", "book.txt"])
+    assert expected(book, "book.txt") == "where it ends on book.txt is not known"
 
 
 @pytest.mark.parametrize(
@@ -101,11 +109,13 @@ def command(shakespeare, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
     page = tmp_path / "page.md"
     page.write_text(f"by hand\n{BEGIN}\nold\n{END}\nalso by hand\n")
+    monkeypatch.setattr(reproduce, "PAGE", page)
 
     def run(*flags: str) -> str:
-        place = ["--runs", str(tmp_path / "runs"), "--page", str(page), "--device", "cpu"]
+        place = ["--runs", str(tmp_path / "runs"), "--device", "cpu"]
         reproduce.main([*place, "--gpt-steps", "4", *flags])
-        return page.read_text()
+        folder = tmp_path if "--publish" in flags else tmp_path / "results" / "local"
+        return (folder / "page.md").read_text()
 
     return run
 
@@ -114,7 +124,7 @@ def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, m
     page = command("--only", "lecture-bigram")
     assert page.startswith(f"by hand\n{BEGIN}\n")
     assert page.endswith(f"{END}\nalso by hand\n")
-    [path] = (tmp_path / "results").glob("*/*.jsonl")
+    [path] = (tmp_path / "results" / "local").glob("*/*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["config"]["seed"] for row in rows] == [1, 2]
     assert [row["config"]["steps"] for row in rows] == [4, 4]
@@ -129,9 +139,16 @@ def test_what_was_trained_is_recorded_and_not_trained_again(command, tmp_path, m
     assert command("--only", "G") == page
     with pytest.raises(TypeError, match="not callable"):  # it would train
         command("--only", "G", "--again")
+    assert "old" in (tmp_path / "page.md").read_text()
+    assert command("--only", "G", "--publish") == page
+    assert [p.name for p in (tmp_path / "results").glob("*/*.jsonl")] == [path.name]
+    assert not path.exists()
 
 
-def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(tmp_path):
+def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     config = parse(["lecture-head"])
     older = reproduce.settings(config)
     older["train"]["device"] = "cuda"
@@ -141,10 +158,10 @@ def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(t
             row = {"kind": reproduce.NAME, "run": str(changes)}
             row["config"] = {**older, "data": {**older["data"], **changes}}
             print(json.dumps(row), file=file)
-    row = reproduce.on_record(tmp_path, config)
+    row = reproduce.on_record(config)
     assert row is not None
     assert row["run"] == "{'eval_batches': 200}"
-    assert reproduce.on_record(tmp_path, replace(config, seed=1)) is None
+    assert reproduce.on_record(replace(config, seed=1)) is None
 
 
 def test_an_unknown_system_and_a_page_without_marks_are_named(command, tmp_path, monkeypatch):
@@ -156,7 +173,8 @@ def test_an_unknown_system_and_a_page_without_marks_are_named(command, tmp_path,
         command()
 
 
-def test_the_page_says_what_the_records_say():
+def test_the_page_says_what_the_records_say(monkeypatch):
+    monkeypatch.setattr(records, "LOCAL", "none")  # what this machine has measured since
     page = (reproduce.ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     rows = [row for row in records.read() if row["kind"] == reproduce.NAME]
     lengths = {row["config"]["steps"] for row in rows if row["system"] == "G"}

@@ -227,7 +227,7 @@ def test_what_is_timed_is_the_step_alone(small, step, monkeypatch):
 
 
 def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
-    """Of four the second is made wrong and the third is beyond `top`; the last is the shipped."""
+    """Of four tiles, one is made wrong, one is beyond `top`, and the last is the shipped one."""
     right = tune_measure.attention
 
     def wrong(*args, **options):

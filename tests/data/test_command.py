@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_shards(stories, corpus, shown):
 
 
 def test_histogram_counts_each_document_once(stories, corpus, shown):
-    out = shown(stories, "--windows", 0)
+    out = shown(stories, "--excerpts", 0)
     ends = np.flatnonzero(corpus.train[:] == corpus.tokenizer.eot_id)
     counted = np.diff([*ends, len(corpus.train)])
     bars = re.findall(r"^ +([\d,]+) to ([\d,]+) +(█*) +([\d,]+)$", out, re.MULTILINE)
@@ -101,18 +101,18 @@ def test_plot_is_drawn(stories, shown, tmp_path):
 
 
 def test_windows_are_decoded_tokens_of_the_place_they_name(stories, corpus, shown):
-    out = shown(stories, "--windows", 3, "--length", 12)
+    out = shown(stories, "--excerpts", 3, "--length", 12)
     places = re.findall(r"train, tokens ([\d,]+) to ([\d,]+)", out)
     assert len(set(places)) == 3
     for start, stop in (tuple(int(n.replace(",", "")) for n in place) for place in places):
         assert stop - start == 11
         assert corpus.tokenizer.decode(corpus.train[start : stop + 1]).strip() in out
-    assert shown(stories, "--windows", 3, "--length", 12) == out
-    assert shown(stories, "--windows", 3, "--length", 12, "--seed", 1) != out
+    assert shown(stories, "--excerpts", 3, "--length", 12) == out
+    assert shown(stories, "--excerpts", 3, "--length", 12, "--seed", 1) != out
 
 
 def test_text_that_looks_like_markup_is_shown_as_it_is(plain, shown):
-    out = shown(plain, "--windows", 1)
+    out = shown(plain, "--excerpts", 1)
     assert "[red]no[/red] [/] [bold] [red]" in out
     assert "end of text none" in out
 
@@ -159,7 +159,7 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
     ("argv", "said"),
     [
         (["nowhere"], "nowhere has no *train*.bin or *val*.bin: expected a manifest.json"),
-        (["{}", "--windows", "-1"], "--windows is -1: expected 0 or more"),
+        (["{}", "--excerpts", "-1"], "--excerpts is -1: expected 0 or more"),
         (["{}", "--length", "0"], "--length is 0: expected 1 or more"),
         (["{}", "--seed", "-1"], "--seed is -1"),
         (["{}", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),

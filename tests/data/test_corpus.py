@@ -3,6 +3,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -10,11 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from fastgpt.config import DataConfig, TrainConfig
 from fastgpt.data import prepare as preparing
-from fastgpt.data.prepare import open_corpus, prepare
+from fastgpt.data.prepare import open_corpus, prepare, sources
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
+from fastgpt.recipes import RECIPES, sample_prompt
 from fastgpt.storage import cache_dir
 from tests.data.sets import contents, read_ids, write_shard
 from tests.processes import python
@@ -30,8 +33,8 @@ def text_file(tmp_path):
     return path
 
 
-def opened(source, tokenizer="auto", val_fraction=0.1):
-    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction)
+def opened(source, tokenizer="auto", val_fraction=0.1, **options):
+    return open_corpus(str(source), tokenizer=tokenizer, val_fraction=val_fraction, **options)
 
 
 def entries():
@@ -86,22 +89,88 @@ def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
     assert text_of(corpus) == text
 
 
-def test_any_single_file_can_be_learnt_as_bytes(tmp_path):
-    path = tmp_path / "x.bin"
-    path.write_bytes(bytes(range(256)))
-    corpus = opened(path, val_fraction=0.5)
-    assert corpus.train[:].tolist() + corpus.val[:].tolist() == list(range(256))
-    with pytest.raises(UserError, match=r"x\.bin is not UTF-8 \(byte 0x80 at offset 128\)"):
-        opened(path, tokenizer="chars")
-
-
-def test_skipped_files_are_told(tmp_path, caplog):
+def test_skipped_files_and_tables_are_told_once(tmp_path, caplog):
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text(TEXT)
-    (tmp_path / "notes" / "b.bin").write_bytes(b"\0")
-    source = opened(tmp_path / "notes").manifest["source"]
+    (tmp_path / "notes" / "a.csv").write_text(TEXT)
+    (tmp_path / "notes" / "b.txt").write_bytes(b"\0" * 99)
+    for _ in range(2):
+        source = opened(tmp_path / "notes").manifest["source"]
     assert (source["files"], source["skipped_files"]) == (1, 1)
-    assert "notes: 1 files read, 1 skipped" in caplog.text
+    skipped, table = caplog.messages
+    complaint = f"{tmp_path}/notes/b.txt is not text (100% control characters from offset 0 on)"
+    assert f"notes: 1 file read, 1 skipped, the first because {complaint}" in skipped
+    assert f"{tmp_path}/notes/a.csv is read as plain text, with its commas" in table
+
+
+def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
+    expected = opened(text_file)
+    text_file.write_text(TEXT, encoding="utf-16")
+    with pytest.raises(UserError, match=r"it seems to be UTF-16, pass --encoding utf-16 "):
+        opened(text_file)
+    assert opened(text_file, encoding="UTF16").identity == expected.identity
+    text_file.write_text(TEXT, encoding="latin-1")
+    for name in ("cp1252", "iso-8859-7"):
+        found = opened(text_file, "chars", encoding=name)
+        assert text_of(found) == TEXT.encode("latin-1").decode(name)
+    assert len(entries()) == 4
+
+
+@pytest.mark.parametrize("name", ["utf-9", "rot13", "undefined", "\0", ""])
+def test_unknown_encoding_is_named_before_anything_is_read(name):
+    with pytest.raises(
+        UserError, match=r"^encoding .* is unknown: expected one of Python's text en"
+    ):
+        opened("missing", encoding=name)
+
+
+@pytest.mark.parametrize("source", ["builtin", "x.jsonl", "prepared"])
+def test_encoding_of_what_is_no_text_file_is_refused(text_file, tmp_path, source):
+    (tmp_path / "x.jsonl").write_text("{}")
+    prepare(str(text_file), tmp_path / "prepared")
+    with pytest.raises(UserError, match=r"^encoding cp1252: .* expected text files"):
+        opened(source if source == "builtin" else tmp_path / source, encoding="cp1252")
+
+
+def test_shakespeare_is_not_downloaded_while_its_tokens_are_cached(tmp_path, monkeypatch):
+    text = tmp_path / "mine" / sources.SHAKESPEARE_FILE
+    text.parent.mkdir()
+    text.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
+    monkeypatch.setenv("FASTGPT_DATA", str(text.parent))
+    expected = opened("shakespeare")
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sources, "published_file", mock.Mock(side_effect=UserError("no network")))
+    assert opened("shakespeare").path == expected.path
+    for other in ({"tokenizer": "bytes"}, {"val_fraction": 0.2}):
+        with pytest.raises(UserError, match="no network"):
+            opened("shakespeare", **other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "prompt"),
+    [
+        ("baby", {}, "def "),
+        ("shakespeare-cpu", {}, "\n"),
+        ("baby", {"data": DataConfig(source="x.txt")}, "words of a"),
+        ("shakespeare-cpu", {"data": DataConfig(source="x.txt")}, "words of a"),
+        ("baby", {"data": DataConfig(source="x.txt"), "train": TrainConfig(sample_prompt="")}, ""),
+    ],
+)
+def test_samples_continue_words_of_the_corpus_on_other_data(tmp_path, recipe, changes, prompt):
+    (tmp_path / "x.txt").write_text("é" * 11 + " words of a book, and more", encoding="utf-8")
+    config = replace(RECIPES[recipe][1], **changes)
+    assert sample_prompt(config, opened(tmp_path / "x.txt", val_fraction=0.76)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "length"),
+    [("天地玄黃" * 99, 1, 16), ("one\n\ntwo\nsix\n" * 99, 3, 11), ("\n" * 99, 0, 1)],
+)
+def test_first_words_are_whole_and_of_the_text(tmp_path, text, words, length):
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    found = opened(tmp_path / "x.txt", "chars", val_fraction=0.5).first_words()
+    assert found in text
+    assert (len(found.split()), len(found)) == (words, pytest.approx(length, abs=1))
 
 
 def test_split_counts_characters_and_bytes_are_known(text_file):

@@ -82,7 +82,7 @@ def test_global_batches_are_the_same_for_any_ranks_accumulation_and_resume(case,
 def test_global_batches_follow_the_stream_and_shares_weigh_targets_alike(
     case, world_size, accumulation, rows
 ):
-    """As a step adds them up: micro-batch means, times their shares, averaged over the ranks."""
+    """A step adds up means of micro-batches, times their shares, and averages over the ranks."""
     make, corpora, context = case
     got, _, shares = read(case, 3, world_size=world_size, accumulation=accumulation, rows=rows)
     samples = make().take(3 * rows * world_size * accumulation).tolist()

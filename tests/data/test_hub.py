@@ -91,7 +91,7 @@ def test_commit_is_known_if_the_addresses_tell_it(load):
 def test_column_without_text_is_named(load, field):
     load(train={"id": [1], "text": ["a"]})
     source = find_source("hf:one/set", field=field)
-    complaint = rf"hf:one/set has no column '{field}' of text; it has: id .*, text"
+    complaint = rf"hf:one/set has no column '{field}' of text: .*--field .columns: id .*, text"
     with pytest.raises(UserError, match=complaint):
         texts(source)
 

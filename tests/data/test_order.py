@@ -15,7 +15,7 @@ DOCUMENTS = np.cumsum([0, *(3 + 7 * i % 40 for i in range(39))])
 NUM_TOKENS = int(DOCUMENTS[-1]) + 15
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=30)
-"""Of the documents of a corpus."""
+"""Lengths of the documents of a corpus."""
 
 
 def order_of(align="none", sampling="epoch", seed=1, context=10):

@@ -1,16 +1,19 @@
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
 import requests
 
-from fastgpt import prepare
-from fastgpt.data.prepare import batches, open_corpus
-from tests.data.sets import contents, split_ids, write_documents
+from fastgpt import display, prepare
+from fastgpt.data.prepare import batches, files, open_corpus
+from tests.data.sets import contents, split_ids, texts, write_documents
 from tests.processes import ROOT, python
 from tests.trainer.runs import one_line_error
 
@@ -46,8 +49,8 @@ def test_prints_what_it_wrote(text_file, main, capsys):
 
 
 def test_every_flag_reaches_the_preparation(tmp_path, main, capsys):
-    texts = [f"document {i}" for i in range(1500)]
-    source = write_documents(tmp_path / "x.jsonl", texts, field="body")
+    documents = [f"document {i}" for i in range(1500)]
+    source = write_documents(tmp_path / "x.jsonl", documents, field="body")
     out = main(source, "--field", "body", "--val-fraction", "0.25", "--shard-tokens", "900",
                "--tokenizer", "chars", "--workers", "3")  # fmt: skip
     manifest = json.loads((out / "manifest.json").read_text())
@@ -83,7 +86,7 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", r"x\.jsonl line 2 has no text in field 'text'"),
+        ("", r"x\.jsonl line 2: field 'text' is a number, expected a string"),
         (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
         ("--vocab-size 5", "vocab_size 5 for the tokenizer bytes"),
@@ -100,6 +103,48 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     assert re.search(said, one_line_error(capsys, main, *argv))
 
 
+@pytest.mark.parametrize(
+    ("out", "flags", "said"),
+    [
+        ("file/out", "", "cannot write .*file/out: "),
+        ("out", "--workers 0", "workers is 0"),
+        ("out", "--val-fraction 2", "val_fraction must lie between 0 and 1"),
+    ],
+)
+def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys, out, flags, said):
+    (tmp_path / "file").touch()
+    assert re.search(said, one_line_error(capsys, partial(main, out=out), "hf:no", *flags.split()))
+
+
+@pytest.mark.parametrize(("tokenizer", "least"), [("bytes", 2e9), ("gpt2", 0.25e9)])
+def test_disk_too_full_for_the_tokens_is_named_before_the_text_is_read(
+    tmp_path, main, capsys, monkeypatch, tokenizer, least
+):
+    (tmp_path / "x.txt").write_text(TEXT)
+    os.truncate(tmp_path / "x.txt", 10**9)  # a hole, which is never read
+    free = mock.Mock(free=least - 1e6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr(files, "SNIFFED_BYTES", len(TEXT))
+    error = one_line_error(capsys, main, tmp_path / "x.txt", "--tokenizer", tokenizer)
+    assert f"needs at least {least / 1e6:,.0f} MB, but {least / 1e6 - 1:,.0f} MB are free" in error
+
+
+def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, capsys):
+    clock = mock.Mock(return_value=0.0)
+    monkeypatch.setattr(display.time, "monotonic", clock)
+    shown = display.PrepareProgress()
+    for seconds, tokens, share in ((60, 0, 0.5), (71, 1, 0.5), (82, 220, 0.6), (93, 330, 0.65)):
+        clock.return_value = seconds
+        shown(tokens, share)
+    said = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert said == [
+        "50.0%, 0 tokens, 0 tokens/s",
+        "50.0%, 1 tokens, 0 tokens/s",
+        "60.0%, 220 tokens, 10 tokens/s, about 88 s left",
+        "65.0%, 330 tokens, 10 tokens/s, about 77 s left",
+    ]
+
+
 @pytest.mark.parametrize("argv", [[], ["x.txt"], ["x.txt", "--out", "o", "--workers", "many"]])
 def test_wrong_command_line_exits_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -109,8 +154,8 @@ def test_wrong_command_line_exits_with_usage(argv, capsys):
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 10_000)
-    texts = [f"document {i} " + "and so on " * 40 for i in range(3000)]
-    source = write_documents(tmp_path / "x.jsonl", texts)
+    documents = [f"document {i} " + "and so on " * 40 for i in range(3000)]
+    source = write_documents(tmp_path / "x.jsonl", documents)
     flags = ["--tokenizer", "bytes", "--val-fraction", "0.3", "--workers", "1"]
     slow = (
         "import sys, time; from fastgpt import prepare\n"
@@ -144,7 +189,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
 
     offline = mock.Mock(side_effect=requests.ConnectionError("no route to host"))
     monkeypatch.setattr(requests.Session, "get", offline)
-    error = one_line_error(capsys, main, write_documents(tmp_path / "x.jsonl", ["one", "two"]))
+    error = one_line_error(capsys, main, write_documents(tmp_path / "x.jsonl", texts(1500)))
     assert re.search("cannot download .*no route to host.* vocab.bpe.* put into .*mine", error)
     assert not (tmp_path / "out").exists()
 

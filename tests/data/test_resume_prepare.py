@@ -187,11 +187,11 @@ def test_file_that_was_read_may_not_change(preparing, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"tokenizer": "chars"}, "tokenizer was 'bytes'"),
-        ({"val_fraction": 0.4}, "val_fraction was 0.3"),
-        ({"shard_tokens": 900}, "shard_tokens was 800"),
-        ({"separator": "--"}, "source was "),
-        ("another", "source was .*, it was of 1 files, now other ones"),
+        ({"tokenizer": "chars"}, "--tokenizer was 'bytes', now 'chars'"),
+        ({"val_fraction": 0.4}, "--val-fraction was 0.3, now 0.4"),
+        ({"shard_tokens": 900}, "--shard-tokens was 800"),
+        ({"separator": "--"}, "--separator was None, now '--'"),
+        ("another", "source was .*, it was of 1 file, now other ones"),
     ],
 )
 def test_other_request_for_what_was_begun_is_refused(
@@ -206,6 +206,17 @@ def test_other_request_for_what_was_begun_is_refused(
         preparing(**changed)
     assert contents(tmp_path / "out.incomplete") == before
     assert contents(preparing()) == contents(preparing("whole"))
+
+
+def test_what_failed_in_its_first_step_does_not_block_its_correction(
+    interrupted, preparing, tmp_path
+):
+    given = write_documents(tmp_path / "y.jsonl", DOCUMENTS, field="content")
+    with pytest.raises(UserError, match=r"line 1 has no field 'text': .* --field .*id, content"):
+        preparing(given=given)
+    interrupted(0, given=given, field="content", tokenizer="chars")  # that has been trained
+    options = {"given": given, "field": "content", "tokenizer": "bytes"}
+    assert contents(preparing(**options)) == contents(preparing("whole", **options))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +235,7 @@ def test_other_request_for_what_was_all_but_done_never_gets_its_data(
         before_each(patch, owner, name, die)
         with pytest.raises(KeyboardInterrupt):
             preparing()
-    with pytest.raises(UserError, match=r"holds another preparation .tokenizer was 'bytes'"):
+    with pytest.raises(UserError, match=r"holds another preparation .--tokenizer was 'bytes'"):
         preparing(tokenizer="chars")
     # what was done is neither lost nor done again
     done = contents(preparing())

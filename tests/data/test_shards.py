@@ -137,7 +137,7 @@ def mapped_bytes():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("count", [1, 4])
 def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
-    """Of 64 MiB that are read all over; a read maps 64 KiB to 2 MiB, as the page cache lies."""
+    """A file of 64 MiB is read all over; each read maps 64 KiB to 2 MiB of the page cache."""
     monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
     ones = np.ones(2**25 // count)
     tokens = Tokens([write_shard(tmp_path / f"{i}.bin", ones) for i in range(count)])

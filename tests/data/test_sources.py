@@ -146,13 +146,13 @@ def test_unknown_source_is_named(source, complaint):
 
 def test_sources_with_nothing_to_read_are_named(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match=r"empty\.txt' is empty"):
+    with pytest.raises(UserError, match=r"empty\.txt': no text in it; it is empty$"):
         find_source(str(tmp_path / "empty.txt"))
     with pytest.raises(UserError, match="the separator is empty"):
         find_source(str(tmp_path / "empty.txt"), separator="")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".hidden").write_text("x")
-    with pytest.raises(UserError, match=r"folder' is empty.*1 hidden"):
+    with pytest.raises(UserError, match=r"folder': no text in it; 1 file skipped: .*hidden is hid"):
         find_source(str(tmp_path / "folder"))
     (tmp_path / "folder" / "fineweb_train_000001.bin").write_text("x")
     with pytest.raises(UserError, match=r"folder has token shards already.*--data\.source"):

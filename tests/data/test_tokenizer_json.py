@@ -65,7 +65,7 @@ def test_wordpiece_keeps_case_and_marks_the_unknown(wordpiece):
 
 
 def test_characters_leave_room_for_words():
-    """Of a text with more characters than the vocabulary has tokens."""
+    """The text has more characters than the vocabulary has tokens."""
     text = "".join(map(chr, range(0x4E00, 0x5200))) + "dog cat " * 50
     tokenizer = make_tokenizer("wordpiece", lambda: [text], vocab_size=300)
     assert tokenizer.vocab_size <= 300

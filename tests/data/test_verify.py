@@ -75,7 +75,7 @@ def test_any_flipped_bit_is_found_where_it_is(tmp_path_factory, byte, bit, sha25
 
 
 def test_another_file_of_right_blocks_is_told_by_its_sha256(shard):
-    """As if a manifest's two kinds of sums were of two files."""
+    """A manifest whose two kinds of checksums are of two files is told from a right one."""
     other = Shard(path=shard.path, sha256="0" * 64, crc32=shard.crc32)
     check_shard(other, 1_000, sha256=False)
     with pytest.raises(UserError, match=rf"train_000003\.bin: sha256 {shard.sha256}, expected 000"):

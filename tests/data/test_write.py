@@ -108,12 +108,20 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 @pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
-def test_split_that_leaves_nothing_is_refused(prepared, tmp_path, name, fraction, missing):
-    with pytest.raises(UserError, match=f"^val_fraction .* of x .* leaves nothing to {missing}$"):
+def test_split_that_leaves_nothing_is_refused_before_anything_is_tokenized(
+    prepared, monkeypatch, name, fraction, missing
+):
+    monkeypatch.setattr(write, "encode", None)
+    count = {"x.jsonl": "200 documents", "x.txt": r"[\d,]+ bytes"}[name]
+    said = rf"^val_fraction .* of x \({count}\) leaves nothing to {missing}: pass a "
+    with pytest.raises(UserError, match=said):
         prepared(name=name, tokenizer="bytes", val_fraction=fraction)
-    [unfinished] = tmp_path.glob("out*")
-    assert unfinished.suffix == ".incomplete"
-    assert not (unfinished / "progress.json").exists()  # another fraction is not refused
+
+
+def test_text_too_short_for_a_split_says_what_it_takes(prepared):
+    for name, said in (("x.jsonl", r"\(1 document\).*least 2 d"), ("x.txt", r"\(3 b.*least 4 b")):
+        with pytest.raises(UserError, match=said):
+            prepared(["abc"], name=name, tokenizer="bytes", val_fraction=0.5)
 
 
 # --- documents among tokens -----------------------------------------------------------------------

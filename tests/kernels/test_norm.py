@@ -134,7 +134,7 @@ def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
 
 
 def test_a_second_derivative_through_the_dispatcher_raises(device):
-    """As in selective checkpointing and FLOP counters, whose modes see both passes."""
+    """Selective checkpointing and FLOP counters use dispatch modes, which see both passes."""
     x = awkward(3, 8, device=device).requires_grad_()
     with conformance.Calls() as calls:
         (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)

@@ -60,7 +60,7 @@ def before_each(monkeypatch, owner, name, action):
 
 @contextmanager
 def files_of_at_most(size):
-    """As a full disk does, this refuses whatever passes so many bytes in a file."""
+    """Simulates a full disk: no file can grow beyond this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

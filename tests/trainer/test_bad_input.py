@@ -1,5 +1,6 @@
 """Whatever a person gets wrong is answered in one line that says what was given and expected."""
 
+import json
 import os
 import shlex
 import sys
@@ -41,6 +42,14 @@ def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_torchrun_is_given_the_line_to_end_its_own_report_with(error, tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    line = error(["babby"]).rstrip()
+    message = json.loads(path.read_text())["message"]
+    assert (message["message"], message["extraInfo"]["py_callstack"]) == (line, line)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [("", "empty"), ("0123456789abcde", "one window"), ("x", "val_fraction")],
@@ -54,8 +63,8 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
     ("argv", "said"),
     [
         ("babby", ("'babby'", "'baby'")),
-        ("gpt2", ("'gpt2'", "gpt2-124m")),
-        ("qqqq", ("'qqqq'", "baby", "shakespeare-cpu", "gpt2-1558m")),
+        ("gpt2", ("did you mean 'gpt2-124m' or 'gpt2-124m-modern' or 'gpt2-355m' or",)),
+        ("qqqq", ("'qqqq'", "--list-recipes")),
         ("baby --model.num-layer 4", ("'--model.num-layer'", "'--model.num-layers'")),
         ("baby --model.num_layrs=4", ("'--model.num_layrs'", "'--model.num-layers'")),
         ("baby --stepz 4", ("'--stepz'", "'--steps'")),
@@ -185,7 +194,7 @@ def test_what_a_resume_cannot_change(error, fit, flags, said):
 
 
 def test_other_characters_under_the_same_number(error, fit, tiny, text):
-    """As many characters, so every shape fits: only the vocabulary itself tells them apart."""
+    """The number of characters is the same, so every shape fits: only the vocabulary differs."""
     flags = "--data.tokenizer chars --train.sample-prompt t --steps 1"
     fit(flags)
     text.write_text(text.read_text().replace("m", "x"))
@@ -227,7 +236,8 @@ def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
     assert line.startswith("error: step 6: not finite; at step 8 the training loss is nan")
     assert "not finite: the gradient of h.0.mlp.c_fc.weight; " in line
     good = tmp_path / "run" / "checkpoints" / "step_00000004"
-    assert line.endswith(f"the last good checkpoint is {good}\n")
+    assert f"; the last good checkpoint is {good}; to resume: {sys.executable} /" in line
+    assert line.endswith(f" --resume {tmp_path / 'run'}\n")
 
 
 def full(path):
@@ -240,22 +250,23 @@ def full(path):
 
 def test_full_disk_while_writing_a_sample(error, tiny, tmp_path):
     full(tmp_path / "run" / "samples.txt")
-    assert "samples.txt: No space left" in error(tiny())
+    samples = tmp_path / "run" / "samples.txt"
+    assert f"no space left on the disk of {samples}; the last good" in error(tiny())
 
 
 def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
     no_space = OSError(28, "No space left on device")
     monkeypatch.setattr("fastgpt.trainer.write_atomically", mock.Mock(side_effect=no_space))
-    assert "manifest.json: No space left" in error(tiny())
+    assert "manifest.json" in (line := error(tiny()))
+    assert line.startswith("error: no space left on the disk of ")
 
 
 def test_full_disk_while_drawing_the_curves_ends_no_run(tiny, tmp_path, capsys):
     full(tmp_path / "run" / "loss.png")
     Trainer(parse(tiny())).fit()
     out = capsys.readouterr().out
-    assert "done: " in out
-    assert "warning: cannot write" in out
-    assert "loss.png: No space left" in out
+    assert "done after step 8: " in out
+    assert "warning: no space left on the disk of " in out
 
 
 # --- resuming, damaged or confused ----------------------------------------------------------------

@@ -48,6 +48,8 @@ def test_what_is_saved_is_read_back(folder):
     assert saved.weights["wte.weight"].tolist() == [5.0] * 8
     assert saved.state["loader"] == {"epoch": 0, "index": 5}
     assert content(saved.path) == sorted([*FILES, "checkpoint.json"])
+    modes = {path.stat().st_mode for path in saved.path.iterdir()}
+    assert len(modes) == 1, "others may read either all of it or nothing"
 
 
 def test_the_best_is_a_copy_where_files_cannot_be_linked(folder):
@@ -138,6 +140,13 @@ def test_a_crash_between_any_two_lines_leaves_whole_checkpoints_and_no_litter_fo
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def wrapped(error):
+    """As PyTorch's writer raises it."""
+    outer = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    outer.__context__ = error
+    return outer
+
+
 def fails_with(error, *, partly=None):
     def fail(*args, **_):
         if partly is not None:
@@ -155,13 +164,14 @@ def fails_with(error, *, partly=None):
             fails_with(SafetensorError(f"I/O error: {NO_SPACE}"), partly=lambda args: args[1]),
         ),
         ("torch.save", fails_with(RuntimeError(NO_SPACE.strerror))),
+        ("torch.save", fails_with(wrapped(NO_SPACE))),
         ("pathlib.Path.write_text", fails_with(NO_SPACE, partly=lambda args: args[0])),
         ("os.fsync", fails_with(NO_SPACE)),
         ("pathlib.Path.rename", fails_with(NO_SPACE)),
         ("pathlib.Path.mkdir", fails_with(NO_SPACE)),
     ],
 )
-def test_full_disk_is_an_error_that_names_the_last_good_checkpoint(
+def test_full_disk_is_said_plainly_and_costs_no_earlier_checkpoint(
     folder, monkeypatch, where, fail
 ):
     good = save(folder, 1)
@@ -169,10 +179,8 @@ def test_full_disk_is_an_error_that_names_the_last_good_checkpoint(
     with pytest.raises(UserError) as caught:
         save(folder, 2)
     monkeypatch.undo()
-    message = str(caught.value)
-    assert "No space left" in message
-    assert message.endswith(f"the last good checkpoint is {good}")
-    assert "\n" not in message
+    said = f"no space left on the disk of {folder}: the checkpoint of step 2 is not saved"
+    assert str(caught.value) == said
     assert content(folder) == [good.name]
     assert checkpoint.load(good).step == 1
 
@@ -181,7 +189,7 @@ def test_full_disk_is_an_error_that_names_the_last_good_checkpoint(
 def test_real_failed_writes_are_reported(folder, numbers):
     """A limit of 60 kB on files is a full disk that needs no disk: state.pt is longer by 1 kB."""
     good = save(folder, 1)
-    complaint = r"of step 2 in .*: .*File too large.*step_00000001$"
+    complaint = r"of step 2 in .*: .*File too large.*$"
     with files_of_at_most(60_000), pytest.raises(UserError, match=complaint):
         save(folder, 2, numbers=numbers)
     assert content(folder) == [good.name]
@@ -190,7 +198,8 @@ def test_real_failed_writes_are_reported(folder, numbers):
 def test_training_stops_on_a_full_disk_with_what_it_had(tiny, tmp_path, monkeypatch):
     full_the_second_time = mock.Mock(wraps=torch.save, side_effect=[mock.DEFAULT, NO_SPACE])
     monkeypatch.setattr(torch, "save", full_the_second_time)
-    with pytest.raises(UserError, match=r"step 8 .*No space left.*step_00000004$"):
+    said = rf"no space left .*step 8 is not saved; .*step_00000004; to resume: .*{tmp_path}/run$"
+    with pytest.raises(UserError, match=said):
         Trainer(parse(tiny())).fit()
     assert content(tmp_path / "run" / "checkpoints") == ["best", "step_00000004"]
     assert (tmp_path / "run" / "loss.png").exists()
@@ -260,7 +269,7 @@ def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
     capfd.readouterr()
     fit("--resume auto")
     out = capfd.readouterr().out
-    [warning] = [line for line in out.splitlines() if line.startswith("warning: ")]
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: checkpoint ")]
     assert "step_00000008 is damaged: model.safetensors" in warning
     assert "steps 4 to 8" in out
     assert checkpoint.load(run / "checkpoints" / "step_00000008").step == 8

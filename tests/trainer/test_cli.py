@@ -1,27 +1,21 @@
 """The command line: a recipe, then a flag for every field."""
 
-import re
-from dataclasses import fields, is_dataclass
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fastgpt.cli import parse
-from fastgpt.config import Config, from_json, to_json
+from fastgpt import device, interpreter
+from fastgpt.cli import check_duration, parse
+from fastgpt.config import from_json, to_json
+from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
+from tests.processes import ROOT
 
 TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
-
-
-def flag_names(section, prefix=""):
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from flag_names(value, f"{prefix}{field.name}.")
-        elif field.name not in ("recipe", "eot_id"):  # set by the recipe's name, by the data
-            yield prefix + field.name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -61,25 +55,6 @@ def test_spellings_of_a_field(spelling):
     assert parse(["baby", *spelling.split()]).model.num_layers == 3
 
 
-def test_help_explains_every_field_and_lists_the_recipes(capsys, monkeypatch):
-    """tyro takes the text from the string below the field, which is easily forgotten."""
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        parse(["--help"])
-    assert stopped.value.code == 0
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-    for name in flag_names(Config()):
-        flag = f"--{name.replace('_', '-')}"
-        at = next(i for i, line in enumerate(lines) if line.split(" ")[0].strip(",") == flag)
-        # what may take a value is wrapped below the flag; then comes the text, and its default last
-        text = " ".join(lines[at + 1 : at + 3])
-        assert re.search(r"(^|[}] )[`\w][^{}]* ", text.split("(default")[0]), flag
-    words = " ".join(" ".join(lines).split())
-    for recipe, (about, _) in RECIPES.items():
-        assert f" {recipe} {about} " in words
-    assert "--recipe" not in words
-
-
 def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
     """GPT-2's whole vocabulary, so that the model is the one that real data will need."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))
@@ -88,8 +63,41 @@ def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkey
     argv = f"gpt2-124m {small} {data} --steps 1 --train.sample-tokens 0 --train.precision fp32"
     Trainer(parse([*argv.split(), "--run-dir", str(tmp_path / "run")])).fit()
     out = capfd.readouterr().out
-    [warning] = [line for line in out.splitlines() if line.startswith("warning: ")]
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: no ")]
     assert f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {tmp_path}" in warning
     assert "built-in corpus as bytes" in warning
     weights = load_file(tmp_path / "run/checkpoints/step_00000001/model.safetensors")
     assert weights["wte.weight"].shape == (50_257, 8)
+
+
+@pytest.mark.parametrize("command", ["train.py baby", "-m fastgpt.sample RUN", "-m bench --quick"])
+def test_a_python_without_torch_is_named_with_what_to_run(command):
+    argv = [sys.executable, "-ES", *command.split()]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    start = f"error: {sys.executable} (Python {sys.version.split()[0]}) has no torch; run "
+    assert done.stderr.startswith(start)
+    assert done.stderr.endswith(f".venv/bin/python -ES {command}\n")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(("there", "first"), [(True, "run venv/"), (False, "run `make setup`")])
+def test_an_environment_that_is_missing_is_to_be_made_first(there, first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
+    monkeypatch.setattr(interpreter, "VENV_PYTHON", tmp_path / "venv" / "python")
+    if there:
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / "python").touch()
+    with pytest.raises(SystemExit, match=first):
+        interpreter.require_torch()
+
+
+def test_a_run_of_more_than_a_day_on_a_cpu_needs_force(monkeypatch):
+    monkeypatch.setattr(device, "peak_flops", lambda *_: (0.4e12, 1.0))
+    monkeypatch.setattr(device, "shares", lambda *_: 1.0)
+    with pytest.raises(UserError) as refused:
+        check_duration(parse(["gpt2-124m", "--train.device", "cpu"]))
+    assert str(refused.value).startswith("gpt2-124m would take at least 230.9 days on this CPU (")
+    assert "--steps 82 or fewer, or --force" in str(refused.value)
+    for argv in ("gpt2-124m --steps 82", "gpt2-124m --force", "shakespeare-char", "baby", "pubmed"):
+        check_duration(parse([*argv.split(), "--train.device", "cpu"]))

@@ -33,7 +33,7 @@ from tests.trainer.models import (
 
 
 def loss_and_gradients(net, model: GPT, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-    """Of a model, or of what was compiled from it."""
+    """Loss and gradients of a model, or of what was compiled from it."""
     torch.manual_seed(3)  # the same dropout for each
     loss = net(tokens, targets)
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]

@@ -1,6 +1,8 @@
 """A run that was cut short, in whatever way, goes on to the very bits of one that was not."""
 
 import json
+import os
+import platform
 import random
 import re
 import shlex
@@ -10,14 +12,19 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt import checkpoint
 from fastgpt.cli import parse
-from fastgpt.display import Display
+from fastgpt.distributed import Stopped, StopSignal
+from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import MetricsLog, read_records
+from fastgpt.model import GPT
+from fastgpt.run import RunLock
+from fastgpt.sample import load_run
 from fastgpt.trainer import Trainer
 from tests.processes import ROOT, python
 from tests.trainer.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
@@ -49,13 +56,129 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
     assert outcome(fit(flags, "--resume auto")) == unbroken(flags)
 
 
-def test_told_to_stop_before_the_first_step(fit, unbroken, monkeypatch):
-    with monkeypatch.context() as patch:
-        before_each(patch, Display, "start", lambda *_: terminate())
-        run = fit(STEPS)
-    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0]
-    Trainer(parse(["--resume", str(run)])).fit()
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
+    fit, unbroken, tmp_path, monkeypatch, capfd, resume
+):
+    run, logs = tmp_path / "run", []
+    flags = ["--resume", "auto", "--run-dir", str(run)]
+    if resume == "path":
+        flags = ["--resume", str(run)]
+    for attempt in range(2):
+        at_step(monkeypatch, 2, crash)
+        with pytest.raises(Crash):
+            Trainer(parse(flags)).fit() if attempt else fit(STEPS)
+        logs.append((run / "metrics.jsonl").read_bytes())
+    capfd.readouterr()
+    Trainer(parse(flags)).fit()
+    said = f"{run} has no checkpoint yet: starting from its first step; what it has logged is kept"
+    assert f"warning: {said} in {run}/abandoned_2\n" in capfd.readouterr().out
     assert outcome(run) == unbroken()
+    for folder, log in zip(("abandoned_1", "abandoned_2"), logs):
+        assert (run / folder / "metrics.jsonl").read_bytes() == log
+        assert len(list((run / folder).glob("events.out.*"))) == 1
+    assert len(list(run.glob("events.out.*"))) == 1
+
+
+def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manifest(
+    fit, monkeypatch, capfd
+):
+    monkeypatch.setattr(sys, "argv", ["first"])
+    run = fit("--steps 4")
+    first = json.loads((run / "manifest.json").read_text())
+    assert (first["command"], first["resumed_from_step"]) == (["first"], None)
+    monkeypatch.setattr(sys, "argv", ["second"])
+    fit("--steps 6 --optim.lr 0.1 --resume auto")
+    out = capfd.readouterr().out
+    assert f"\nresumed     from {run}/checkpoints/step_00000004, step 4\n" in out
+    assert "\nchanged     steps 4 -> 6, optim.lr 0.004 -> 0.1\n" in out
+    assert "finished" not in out
+    Trainer(parse(["--resume", str(run)])).fit()
+    out = capfd.readouterr().out
+    assert "\nchanged     no setting\n" in out
+    assert "\nthis run is finished: it has taken its 6 steps\n" in out
+    assert out.endswith(f" --resume {run} --steps 12\n")
+    manifest = json.loads((run / "manifest.json").read_text())
+    resumes = manifest.pop("resumes")
+    assert manifest == first
+    starts = [(entry["command"], entry["resumed_from_step"]) for entry in resumes]
+    assert starts == [(["second"], 4), (["second"], 6)]
+
+
+@pytest.mark.parametrize(
+    ("forward", "saved"),
+    [(2, 0), (8, 0), (20, 1), (39, 4)],
+    ids=["first-evaluation", "first-step", "second-step", "evaluation"],
+)
+def test_stop_signal_is_answered_before_the_next_forward(
+    fit, unbroken, monkeypatch, capfd, forward, saved
+):
+    """5 forwards are an evaluation here, and 8 a step."""
+    calls = []
+
+    def interrupt(*_, **__):
+        calls.append(1)
+        if len(calls) == forward:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
+    with monkeypatch.context() as patch:
+        before_each(patch, GPT, "forward", interrupt)
+        run = fit(f"{STEPS} --train.micro-batch 1")
+    signal.signal(signal.SIGINT, before)
+    assert len(calls) == forward
+    last = checkpoint.steps_on_disk(run / "checkpoints")[-1]
+    assert last == checkpoint.step_path(run / "checkpoints", saved)
+    out = capfd.readouterr().out
+    assert "SIGINT: stopping after this micro-step or evaluation batch, and saving; again" in out
+    assert f"stopped after step {saved}, saved in {last}\nto resume: {sys.executable} /" in out
+    Trainer(parse(["--resume", str(run)])).fit()
+    assert outcome(run) == unbroken("--train.micro-batch 1")
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, None)]
+)
+def test_second_signal_ends_the_process(number, ends):
+    """SIGTERM by the system, even within an operation of PyTorch's."""
+    stop = StopSignal([].append)
+    try:
+        signal.raise_signal(number)
+        if ends is None:
+            assert signal.getsignal(number) is signal.SIG_DFL
+        else:
+            with pytest.raises(ends):
+                signal.raise_signal(number)
+    finally:
+        stop.restore()
+
+
+def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit), shown_in_one_line():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_ranks_meet_before_one_leaves():
+    """Only where all of them come by: a rank that went on alone would wait for the others."""
+    stop = StopSignal([].append)
+    stop.restore()
+    met = []
+    world = mock.Mock(sum=lambda asked: met.append(int(asked)) or asked + 1)
+    stop.check(world, ranks_meet=False)
+    assert met == []
+    with pytest.raises(Stopped):  # another rank was asked
+        stop.check(world, ranks_meet=True)
+    world.sum = lambda asked: met.append(int(asked)) or asked
+    stop.check(world, ranks_meet=True)
+    stop.received = signal.SIGTERM
+    with pytest.raises(Stopped):
+        stop.check(world, ranks_meet=False)
+    assert met == [0, 0, 1]
 
 
 def test_dropout_is_at_work(fit, unbroken):
@@ -93,7 +216,6 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     assert [r["step"] for r in after if "val_loss" in r] == [0, 4, 8, 12]
     shown = EventAccumulator(str(run)).Reload().Scalars("train_loss")
     assert [event.step for event in shown] == list(range(1, 13))
-    assert json.loads((run / "manifest.json").read_text())["resumed_from_step"] == 4
 
 
 def test_resume_needs_no_flags_but_the_run(fit, unbroken, monkeypatch):
@@ -151,8 +273,7 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
     fit(STEPS, "--steps 6")
     text.write_text(text.read_text() + "and so on, for another while.")
     fit(STEPS, "--resume auto")
-    assert "warning: " in (out := capfd.readouterr().out)
-    assert "was trained on other tokens" in out
+    assert "warning: the data changed since " in capfd.readouterr().out
 
 
 def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
@@ -167,6 +288,36 @@ def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
     assert best > 5, "choose flags with which the best checkpoint comes after the resume"
     for path in (whole, run):
         assert checkpoint.load(path / "checkpoints" / "best").step == best
+
+
+# --- one process at a time ------------------------------------------------------------------------
+
+
+def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit, tiny):
+    run = fit("--steps 4")
+    before = (run / "metrics.jsonl").read_bytes()
+    first = Trainer(parse(tiny("--resume auto --steps 8")))
+    holder = rf"is in use by process {os.getpid()} on {re.escape(platform.node())}, which trains"
+    with pytest.raises(UserError, match=holder):
+        Trainer(parse(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
+    with pytest.raises(UserError, match=holder):  # of a run that has no directory yet, say
+        RunLock(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    load_run(run)
+    first.fit()
+    Trainer(parse(tiny("--resume auto --steps 9"))).fit()
+
+
+def test_dead_holder_of_this_host_is_recognised_and_one_of_another_named(tmp_path):
+    holder = tmp_path / ".holder"
+    holder.write_text(f"process 12 on {platform.node()}")
+    RunLock(tmp_path).release()
+    assert not holder.exists()
+    holder.write_text("process 12 on elsewhere")
+    with pytest.raises(UserError, match=rf"process 12 on elsewhere, .* delete {holder} and"):
+        RunLock(tmp_path)
+    holder.unlink()
+    RunLock(tmp_path).release()
 
 
 # --- real processes -------------------------------------------------------------------------------
@@ -190,15 +341,15 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
-    line = out.splitlines()[-1]
-    match = re.fullmatch(r"stopped after step (\d+); to go on: python (train\.py .*)", line)
-    assert match, line
+    match = re.search(r"\nstopped after step (\d+), saved in .*\nto resume: (.*)\n$", out)
+    assert match, out
     step, command = int(match[1]), shlex.split(match[2])
+    assert command[:2] == [sys.executable, str(ROOT / "train.py")]
     [saved] = checkpoint.steps_on_disk(run / "checkpoints")
     assert (checkpoint.load(saved).step, saved.name) == (step, f"step_{step:08d}")
-    done = python(*command, "--steps", step + 5, "--optim.schedule", "constant")
+    done = python(*command[1:], "--steps", step + 5, "--optim.schedule", "constant")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"done: {run}"
+    assert f"\ndone after step {step + 5}: {run}\n" in done.stdout
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5
 
 

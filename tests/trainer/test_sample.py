@@ -44,6 +44,7 @@ def test_samples_of_each_prompt_stand_together(sample):
         (("--prompt", "the", "--prompt", "the€"), "--prompt is 'the€': character '€' (U+20AC)"),
         (("--prompt", "the", "--prompt", ""), "--prompt is '': the prompt is empty"),
         (("--prompt", "the", "--decode", "triton"), None),
+        (("--max-tokens", "9"), "unknown argument '--max-tokens'; did you mean '--tokens'?"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
         (("--tokens", "1" + 11 * "0"), "--n is 1, --tokens is 100000000000: expected 268,435,456"),
         (("--tokens", "1", "--n", str(2**28 + 1)), "--n is 268435457, --tokens is 1: expected"),

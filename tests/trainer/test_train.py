@@ -25,6 +25,7 @@ from fastgpt import checkpoint, device, distributed
 from fastgpt.cli import parse
 from fastgpt.config import ModelConfig, OpsConfig, from_json
 from fastgpt.data.loader import IGNORED, eval_batches
+from fastgpt.display import Display
 from fastgpt.engine import Engine
 from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
@@ -73,8 +74,16 @@ def test_a_batch_that_leaves_half_of_a_micro_batch_unused_is_worth_a_warning(
     assert ("divide into micro-batches of 2 at most" in capfd.readouterr().out) == warned
 
 
+def test_evaluations_and_saves_show_how_far_they_are(fit, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Display, "doing", lambda _, what="": shown.append(what))
+    fit("--steps 1 --train.micro-batch 2")
+    evaluation = ["evaluating 1/3", "evaluating 2/3", "evaluating 3/3"]
+    assert shown == [*evaluation, "", "saving", *evaluation, "sampling", ""]
+
+
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
-    """Nor do saves: with dropout, a random number drawn or a mode left behind would show."""
+    """With dropout, a random number drawn or a mode left behind by a save would show, too."""
     runs = [
         fit(f"--model.dropout 0.2 --eval-every {every} --run-dir {tmp_path / every}")
         for every in ("2", "0")
@@ -177,7 +186,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 
     before_each(monkeypatch, GPT, "forward", wait)
     before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
-    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: 1e9)
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
     for r in read_records(fit(flags) / "metrics.jsonl"):
         if "tok_per_s" in r:
@@ -258,7 +267,7 @@ def test_everything_is_there_and_nothing_else(fit):
     names = {path.name for path in run.iterdir()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
-    expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png"
+    expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png .lock"
     assert names - events == set(expected.split())
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000004", "step_00000008", "best"}
@@ -317,6 +326,7 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
 
 def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--log-every 2")])
+    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))  # as on an idle machine
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
@@ -324,7 +334,7 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     assert [line.split("  ")[0] for line in lines[:10]] == heads.split()
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
-    assert "655 + 73" in lines[3]
+    assert "655 training + 73 validation tokens (bytes tokenizer)" in lines[3]
     shown = [line for line in lines if line.startswith("step")]
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert len(shown) == len(records)
@@ -332,7 +342,12 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
         loss = record.get("train_loss", record.get("val_loss"))
         assert f"loss {loss:.4f}" in line
     assert "--- sample ---" in lines
-    assert lines[-1] == f"done: {tmp_path / 'run'}"
+    end = [
+        f"done after step 8: {tmp_path / 'run'}",
+        f"to sample from it: {sys.executable} -m fastgpt.sample {tmp_path / 'run'}",
+        f"to train longer: {sys.executable} {ROOT / 'train.py'} --resume {tmp_path / 'run'}",
+    ]
+    assert [line.split(" --steps")[0] for line in lines[-3:]] == end
     assert err == ""
     assert "\x1b" not in out, "colours and bars are for terminals"
 

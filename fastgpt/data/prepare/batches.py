@@ -1,4 +1,4 @@
-"""Texts gathered into batches, and a batch turned into tokens.
+"""Gathers texts into batches, and turns a batch into tokens.
 
 Batches are cut by the text alone: reading on from the end of one gives the same next ones.
 """
@@ -23,15 +23,15 @@ BATCH_CHARACTERS = 2**19
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Between two batches."""
+    """Place in a source between two batches."""
 
     file: int = 0
     row: int = 0
-    """Of that file; see `read_pieces`."""
+    """Row of that file; see `read_pieces`."""
     done: int = 0
-    """How much of that file is behind, in the units of `source_size`."""
+    """Amount of that file that has been read, in the units of `source_size`."""
     length: int = 0
-    """Characters (bytes, if read raw) behind."""
+    """Number of characters (bytes, if read raw) read so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Part:
 
     text: str | bytes
     begins: bool
-    """A document begins here."""
+    """Whether a document begins here."""
     split: str | None
-    """None: the document's own hash says."""
+    """Split of the text; None: the document's own hash says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Encoded:
 
     tokens: dict[str, np.ndarray]
     num_bytes: dict[str, int]
-    """UTF-8 behind the tokens."""
+    """Bytes of UTF-8 that the tokens stand for."""
     documents: dict[str, int]
     digest: bytes
     """Sha256 of the texts."""
@@ -60,7 +60,7 @@ class Encoded:
 def batches(
     source: Source, place: Place, *, raw: bool, tail_starts: int | None
 ) -> Iterator[tuple[list[Part], Place]]:
-    """The texts of a source from `place` on, and the place after each batch.
+    """Gathers the texts of a source from `place` on; yields batches and the place after each.
 
     Args:
         source: from `find_source`.
@@ -94,7 +94,7 @@ def _split(piece: Piece, length: int, source: Source, tail_starts: int | None) -
 def encode(
     parts: list[Part], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
 ) -> Encoded:
-    """Tokens of a batch; an end-of-text token goes before each document.
+    """Tokenizes a batch; an end-of-text token goes before each document.
 
     Args:
         parts: from `batches`.
@@ -109,7 +109,7 @@ def encode(
         text = part.text
         data = text if isinstance(text, bytes) else text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
-        split = part.split or ("val" if _draw(data) < val_fraction else "train")
+        split = part.split or SPLITS[held_out(data, val_fraction)]
         ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
         if isinstance(text, str) and not ends:
             text, data = text + "\n", data + b"\n"
@@ -132,6 +132,7 @@ def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype, copy=False)
 
 
-def _draw(data: bytes) -> float:
-    """A number in [0, 1) that only the document decides: copies of it fall on the same side."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
+def held_out(document: bytes, fraction: float) -> bool:
+    """Tells by its hash whether a document is held out, so that all copies are treated alike."""
+    draw = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
+    return draw < fraction

@@ -1,4 +1,4 @@
-"""A source's texts, piece by piece: in order, in bounded memory, and from any place on.
+"""Reads a source's texts piece by piece: in order, in bounded memory, and from any place on.
 
 A piece is a document, or a part of a long one. Long texts are cut before a space between two
 letters, or where there is none before white space that follows something else. GPT-2's BPE gives
@@ -6,7 +6,6 @@ the parts the tokens of the whole, and so do the patterns of later GPTs at the f
 a tokenizer that puts a mark before each text it is given (Metaspace) has one more in each part.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import BinaryIO
 from fastgpt.data.prepare.files import CHUNK_BYTES, File, opened, pyarrow
 from fastgpt.data.prepare.hub import open_split
 from fastgpt.data.prepare.sources import Source
+from fastgpt.data.prepare.text import UTF_8, TextDecoder
 from fastgpt.errors import UserError
 
 MAX_PIECE = 2**24
@@ -33,23 +33,23 @@ class Piece:
     """A part of a source."""
 
     text: str | bytes
-    """Bytes where the source is read raw."""
+    """Content: text, or bytes of UTF-8 where the source is read raw."""
     begins: bool
-    """A document begins here."""
+    """Whether a document begins here."""
     file: int
-    """Which of the source's files it is of."""
+    """Index of its file in the source."""
     row: int
-    """Where that file goes on after this piece: what `read_pieces` takes as `row`."""
+    """Row of the file after this piece, for `read_pieces`."""
     done: int
     """How much of that file is behind it, in the units of `source_size`."""
 
 
 def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> Iterator[Piece]:
-    """The pieces of a source from (file, row) on.
+    """Reads the pieces of a source from (file, row) on.
 
     Args:
         source: from `find_source`.
-        raw: texts without a separator come as bytes, whatever they hold.
+        raw: texts without a separator come as bytes of UTF-8.
         file: index into `source.files`.
         row: from an earlier `Piece`.
     Raises:
@@ -73,7 +73,7 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
     Returns:
         Its length, in bytes if it is read raw, else in characters; and the sha256 of its bytes.
     Raises:
-        UserError: a file cannot be read, or is not UTF-8 and not read raw.
+        UserError: a file cannot be read, or is not text in the source's encoding.
     """
     length, digest = 0, hashlib.sha256()
     for piece in read_pieces(source, raw=raw):
@@ -87,7 +87,7 @@ _Row = tuple[str | bytes, bool, int, int]
 
 
 def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
-    """What follows after `row`, or more than that where it costs nothing to read it again."""
+    """Reads what follows after `row`, or more where it costs nothing to read it again."""
     if file.format == "parquet":
         return _parquet(file, source.field, row)
     if file.format == "hub":
@@ -95,8 +95,8 @@ def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
     if file.format == "jsonl":
         return _json_lines(file, source.field, row)
     if source.separator is not None:
-        return _separated(file, source.separator)
-    return _text(file, raw, source.ends_lines)
+        return _separated(file, source.encoding, source.separator)
+    return _text(file, source.encoding, raw, source.ends_lines)
 
 
 def _size(file: File) -> int:
@@ -106,11 +106,12 @@ def _size(file: File) -> int:
 # --- texts ----------------------------------------------------------------------------------------
 
 
-def _text(file: File, raw: bool, ends_lines: bool) -> Iterator[_Row]:
+def _text(file: File, encoding: str, raw: bool, ends_lines: bool) -> Iterator[_Row]:
     with opened(file.path) as (stream, on_disk):
         last: str | bytes = ""
         number = 0
-        parts = _blocks(stream) if raw else _cut(_decoded(stream, file.path))
+        blocks = _decoded(stream, file.path, encoding)
+        parts = _utf_8(blocks, encoding) if raw else _cut(text for _, text in blocks)
         for number, part in enumerate(parts, start=1):
             last = part
             yield part, number == 1, number, on_disk.tell()
@@ -119,16 +120,17 @@ def _text(file: File, raw: bool, ends_lines: bool) -> Iterator[_Row]:
             yield newline, False, number + 1, on_disk.tell()
 
 
-def _separated(file: File, separator: str) -> Iterator[_Row]:
+def _separated(file: File, encoding: str, separator: str) -> Iterator[_Row]:
     """Documents between separators, without the newlines around them."""
     with opened(file.path) as (stream, on_disk):
-        parts = _between(_decoded(stream, file.path), separator, file.path)
+        blocks = (text for _, text in _decoded(stream, file.path, encoding))
+        parts = _between(blocks, separator, file.path)
         for number, document in enumerate(parts, start=1):
             yield document.strip("\r\n"), True, number, on_disk.tell()
 
 
 def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
-    """What lies between separators. Each block is looked through once, with the few characters
+    """Splits a text at separators. Each block is looked through once, with the few characters
     before it that may begin a separator."""
     overlap = len(separator) - 1
     parts, carry, size, number = [], "", 0, 0
@@ -148,33 +150,22 @@ def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
     yield "".join((*parts, carry))
 
 
-def _blocks(stream: BinaryIO) -> Iterator[bytes]:
-    while block := stream.read(CHUNK_BYTES):
-        yield block
-
-
-def _decoded(stream: BinaryIO, path: str) -> Iterator[str]:
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
+def _decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes, str]]:
+    """Blocks of a file, each with the characters that it completes."""
+    decoder, block = TextDecoder(path, encoding), b" "
+    while block:
         block = stream.read(CHUNK_BYTES)
-        waiting = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            place = offset - waiting + error.start
-            raise UserError(
-                f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset"
-                f" {place:,}); the bytes tokenizer reads texts as they are"
-            ) from error
-        offset += len(block)
-        if text:
-            yield text
-        if not block:
-            return
+        yield block, decoder.decode(block, final=not block)
+
+
+def _utf_8(blocks: Iterator[tuple[bytes, str]], encoding: str) -> Iterator[bytes]:
+    for block, text in blocks:
+        if data := block if encoding == UTF_8 else text.encode(errors="replace"):
+            yield data
 
 
 def _cut(texts: Iterator[str]) -> Iterator[str]:
-    """The same text in parts that end where a word does."""
+    """Cuts a text into parts that end where a word does."""
     rest = ""
     for text in texts:
         rest += text
@@ -189,7 +180,7 @@ def _cut(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """The last place in `text` to cut before; 0 if there is none."""
+    """Finds the last place in `text` to cut before; 0 if there is none."""
     place = len(text)
     while (place := text.rfind(" ", 1, place)) > 0:
         if text[place - 1].isalpha() and text[place + 1 : place + 2].isalpha():
@@ -218,14 +209,31 @@ def _field_of(line: bytes, field: str, place: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error})") from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if text is None and isinstance(record, dict) and field in record:
+        if not line.lstrip().startswith(b"["):
+            reason = f"is not JSON, expected one object per line ({error})"
+            raise UserError(f"{place} {reason}") from error
+        record = []  # it goes on in other lines
+    if not isinstance(record, dict):
+        what = "a JSON array" if isinstance(record, list) else _kind_of(record)
+        raise UserError(f"{place} is {what}; write one object per line")
+    if field not in record:
+        found = ", ".join(record) or "none"
+        raise UserError(
+            f"{place} has no field {field!r}: pass the one that holds the text with --field"
+            f" (fields: {found})"
+        )
+    text = record[field]
+    if text is None:
         return ""  # as an empty field of Parquet
     if not isinstance(text, str):
-        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{place} has no text in field {field!r}; it has: {found}")
+        raise UserError(f"{place}: field {field!r} is {_kind_of(text)}, expected a string")
     return _without_surrogates(text)
+
+
+def _kind_of(value: object) -> str:
+    """Names the type of a JSON value, with its article."""
+    kinds = {str: "a string", bool: "a boolean", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "null" if value is None else "a number")
 
 
 def _without_surrogates(text: str) -> str:
@@ -263,7 +271,10 @@ def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
 def _check_column(kinds: dict[str, str], field: str, path: str) -> None:
     if kinds.get(field) not in ("string", "large_string", "string_view"):
         found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise UserError(f"{path} has no column {field!r} of text; it has: {found}")
+        raise UserError(
+            f"{path} has no column {field!r} of text: pass the one that holds the text with --field"
+            f" (columns: {found})"
+        )
 
 
 def _hub(file: File, field: str, row: int) -> Iterator[_Row]:

@@ -1,4 +1,4 @@
-"""Files of text on disk: which ones a path means, what is in them, and how they are opened."""
+"""Finds and opens files of text on disk, and tells what is in them."""
 
 import glob
 import gzip
@@ -7,12 +7,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
+from fastgpt.data.prepare.text import UTF_8, TextDecoder, check_format
 from fastgpt.data.shards import FORMATS as SHARD_MAGICS
 from fastgpt.errors import UserError
 
@@ -27,9 +28,9 @@ COMPRESSED = (".gz", ".zst")
 SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 OTHER_ARCHIVES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".npy", ".npz", ".pt")
 CHUNK_BYTES = 2**18
-"""What is read of a file at a time."""
+"""Bytes that are read of a file at a time."""
 SNIFFED_BYTES = 2**20
-"""How much of a file tells whether it is text."""
+"""Bytes at the beginning of a file that tell whether it is text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class File:
     """A path; for the hub `hf:owner/name...`."""
     format: Literal["text", "jsonl", "parquet", "hub"]
     split: Literal["train", "val"] | None = None
-    """Where it belongs, if its name says so."""
+    """Split that it belongs to, if its name says so."""
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def pyarrow():
-    """The package, which only Parquet and Zstandard need.
+    """Imports the package, which only Parquet and Zstandard need.
 
     Raises:
         UserError: it is not installed.
@@ -86,54 +87,63 @@ def pyarrow():
     return pyarrow
 
 
-def named_files(name: str) -> tuple[list[File], int]:
-    """The file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
+def named_files(name: str, encoding: str = UTF_8) -> tuple[list[File], list[str]]:
+    """Finds the file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
 
     Returns:
-        The files (none is an empty list), and how many of a pattern's were passed over.
+        The files (none is an empty list), and why others that match the pattern were skipped.
 
     Raises:
-        UserError: it holds no text that is known here, or texts and documents at once.
+        UserError: the one file is not text, or a pattern matches texts and documents at once.
     """
     path = str(Path(name).expanduser())
     if os.path.isfile(path):
         _refuse(path)
-        return [File(path=path, format=_format(path))], 0
+        file = File(path=path, format=_format(path))
+        if file.format == "text" and (reason := _not_text(path, encoding)):
+            raise UserError(reason)
+        return [file], []
     paths = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     for found in paths:
         _refuse(found)
-    kept = [p for p in paths if os.path.getsize(p) and (_format(p) != "text" or _is_text(p))]
-    files = [File(path=p, format=_format(p)) for p in kept]
+    reasons = {p: f"{p} is empty" for p in paths if not os.path.getsize(p)}
+    reasons |= _not_texts((p for p in paths if _format(p) == "text"), encoding)
+    files = [File(path=p, format=_format(p)) for p in paths if p not in reasons]
     formats = {file.format == "text" for file in files}
     if len(formats) > 1:
         raise UserError(f"{name!r} matches both texts and documents: expected one kind")
     files, left_out = _with_splits(files)
-    return files, len(paths) - len(kept) + left_out
+    return files, [*reasons.values(), *left_out]
 
 
-def folder_files(root: Path) -> tuple[list[File], int]:
-    """The files of documents (JSON lines, Parquet) below a folder if it has any, else its texts.
+def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[str]]:
+    """Finds the documents (JSON lines, Parquet) below a folder if it has any, else its texts.
 
     Returns:
-        Those that are not empty, sorted by POSIX path, and how many others were passed over:
-        hidden, binary, not UTF-8, of the other kind, or named as a test split.
+        Those that are not empty, sorted by POSIX path, and why others were skipped: hidden, not
+        text, of the other kind, or named as a test split.
 
     Raises:
         UserError: documents of which some are named as train or validation and some are not.
     """
     paths = _below(root)
-    visible = [str(p) for p in paths if not p.relative_to(root).name.startswith(".")]
-    documents = [p for p in visible if _format(p) != "text" and _kind(p) != ".json"]
+    reasons = {str(p): f"{p} is hidden" for p in paths if p.name.startswith(".")}
+    visible = [str(p) for p in paths if str(p) not in reasons]
+    documents = {p for p in visible if _format(p) != "text" and _kind(p) != ".json"}
     if not documents and all(map(_is_json_lines, visible)):
-        documents = visible  # as C4 comes; among other files .json is a project's settings
-    kept = documents or [p for p in visible if _is_text(p)]
+        documents = set(visible)  # as C4 comes; among other files .json is a project's settings
+    if documents:
+        others = (p for p in visible if p not in documents)
+        reasons |= {p: f"{p} is neither JSON lines nor Parquet, as other files are" for p in others}
+    else:
+        reasons |= _not_texts(visible, encoding)
     files = [
         File(path=path, format=_format(path) if documents else "text")
-        for path in kept
-        if os.path.getsize(path)
+        for path in visible
+        if path not in reasons and os.path.getsize(path)
     ]
     files, left_out = _with_splits(files)
-    return files, len(paths) - len(kept) + left_out
+    return files, [*reasons.values(), *left_out]
 
 
 def _refuse(path: str) -> None:
@@ -146,7 +156,7 @@ def _refuse(path: str) -> None:
 
 
 def _is_json_lines(path: str) -> bool:
-    """Whether a file is named .json and begins with an object in one line."""
+    """Tells whether a file is named .json and begins with an object in one line."""
     if _kind(path) != ".json":
         return False
     try:
@@ -177,26 +187,27 @@ def _format(path: str) -> Format:
     return FORMATS.get(_kind(path), "text")
 
 
-def _with_splits(files: Sequence[File]) -> tuple[list[File], int]:
-    """`files` with the splits that their paths say, if train and validation are both among them;
-    and how many were left out, since they are for testing."""
+def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
+    """Adds the splits that the paths say to `files`, if train and validation are both among them;
+    returns them, and why others were left out: they are for testing."""
     folder = os.path.commonpath([os.path.dirname(file.path) for file in files]) if files else ""
     splits = [_split_of(os.path.relpath(file.path, folder or ".").lower()) for file in files]
     if not {"train", "val"} <= set(splits):
-        return list(files), 0
+        return list(files), []
     if None in splits:
         if files[0].format == "text":
-            return list(files), 0  # a project's sources: train.py beside val.py
+            return list(files), []  # a project's sources: train.py beside val.py
         unnamed = files[splits.index(None)].path
         raise UserError(
             f"{unnamed} is named neither train nor validation, as other files are: give them apart"
         )
     named = [replace(file, split=split) for file, split in zip(files, splits) if split != "test"]
-    return named, len(files) - len(named)
+    tests = [file.path for file, split in zip(files, splits) if split == "test"]
+    return named, [f"{path} is named as a test split" for path in tests]
 
 
 def _split_of(path: str) -> str | None:
-    """What the name says, or else the nearest folder."""
+    """Returns the split that the file's name says, or else the nearest folder's."""
     for part in reversed(path.split(os.sep)):
         words = {SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part) if word in SPLIT_NAMES}
         if words:
@@ -204,19 +215,23 @@ def _split_of(path: str) -> str | None:
     return None
 
 
-def _is_text(path: str) -> bool:
-    """Whether a file, unpacked, begins as UTF-8 text does."""
+def _not_texts(paths: Iterable[str], encoding: str) -> dict[str, str]:
+    """Returns the files that are not text, and why."""
+    return {path: reason for path in paths if (reason := _not_text(path, encoding))}
+
+
+def _not_text(path: str, encoding: str) -> str | None:
+    """Says why a file, unpacked, does not begin as text does; None if it does."""
     try:
         with opened(path) as (stream, _):
-            data = stream.read(SNIFFED_BYTES)
-    except UserError:
+            head = stream.read(SNIFFED_BYTES)
+    except UserError as error:
         if path.lower().endswith(COMPRESSED):
-            return False  # its name says compressed, its content does not
+            return str(error)  # its name says compressed, its content does not
         raise
-    if b"\0" in data:
-        return False
     try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        return len(data) == SNIFFED_BYTES and error.start > len(data) - 4  # a character cut in two
-    return True
+        check_format(path, head)
+        TextDecoder(path, encoding).decode(head, final=len(head) < SNIFFED_BYTES)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,4 +1,4 @@
-"""What somebody asks to have prepared, and how far that is."""
+"""Requests for a preparation, and the progress of one."""
 
 import hashlib
 import json
@@ -10,19 +10,25 @@ from typing import Any
 from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
 from fastgpt.data.prepare.batches import Encoded, Place
 from fastgpt.data.prepare.sources import Source
+from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.shards import MAX_TOKENS
 from fastgpt.data.tokenizers import KINDS, SIZED
 from fastgpt.data.tokenizers.base import tokenizer_file
 from fastgpt.data.verify import file_stamp
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 100_000_000
-"""As llm.c's and modded-nanogpt's."""
+"""Number of tokens in a shard, as in llm.c's and modded-nanogpt's."""
 
 
 LEARNT = ("chars", *SIZED)
 """Tokenizers for which the source is read before its tokens are made."""
+
+OPTIONS = (
+    "tokenizer", "vocab_size", "val_fraction", "separator", "field", "encoding", "shard_tokens",
+)  # fmt: skip
+"""Settings that are given by a flag of that name."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +41,21 @@ class Request:
     tokenizer: str
     """A kind, or the path of a `tokenizer.json`."""
     vocab_size: int | None = None
-    """Of a tokenizer that is trained; None: its default."""
+    """Vocabulary size of a tokenizer that is trained; None: its default."""
     val_fraction: float
-    """What is held out: of the text, or of the documents; files named so have their own split."""
+    """Fraction held out of the text or documents; files named train and val keep their split."""
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"val_fraction must lie between 0 and 1, not {self.val_fraction}")
-        if not 1 <= self.shard_tokens <= MAX_TOKENS:
-            raise UserError(f"shard_tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+        check_settings(self.val_fraction, self.shard_tokens)
 
     def facts(self) -> dict[str, Any]:
-        """All that decides the outcome, as JSON holds it: files by path, size and time."""
+        """Returns all that decides the outcome, as JSON holds it: files by path, size and time."""
         values = asdict(self)
         files = values["source"].pop("files")
+        values["source"]["skipped"] = len(self.source.skipped)
+        if self.source.encoding == UTF_8:  # what was prepared before there was a choice stays valid
+            del values["source"]["encoding"]
         values["files"] = [
             [*file.values(), *([] if file["format"] == "hub" else file_stamp(file["path"]))]
             for file in files
@@ -60,13 +66,23 @@ class Request:
         return json.loads(json.dumps({"format_version": FORMAT_VERSION, **values}))
 
 
+def check_settings(val_fraction: float, shard_tokens: int, workers: int | None = None) -> None:
+    """Raises `UserError` for a value that cannot be, whatever the source is."""
+    if not 0 < val_fraction < 1:
+        raise UserError(f"val_fraction must lie between 0 and 1, not {val_fraction}")
+    if not 1 <= shard_tokens <= MAX_TOKENS:
+        raise UserError(f"shard_tokens is {shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}: expected 1 or more")
+
+
 def _no_tokens() -> dict[str, int]:
     return dict.fromkeys(SPLITS, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a request is: all that is kept of it but the tokens themselves."""
+    """Progress of a request: all that is kept of it but the tokens themselves."""
 
     place: Place = field(default_factory=Place)
     digest: str = ""
@@ -77,7 +93,7 @@ class Progress:
     documents: dict[str, int] = field(default_factory=_no_tokens)
 
     def after(self, result: Encoded, place: Place) -> "Progress":
-        """With one more batch. A new object: an interrupt must not leave half of the counts."""
+        """Adds a batch. The object is new, since an interrupt must not leave half of the counts."""
         return Progress(
             place=place,
             digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
@@ -88,7 +104,7 @@ class Progress:
 
 
 def load_progress(out: Path, request: Request) -> Progress | None:
-    """What an earlier call left; None where it left nothing.
+    """Reads the progress of an earlier call; None where it left nothing worth keeping.
 
     Raises:
         UserError: it was another request's.
@@ -100,27 +116,36 @@ def load_progress(out: Path, request: Request) -> Progress | None:
     progress = saved["progress"]
     found = Progress(**{**progress, "place": Place(**progress["place"])})
     facts, before = request.facts(), saved["request"]
-    changed = [
-        f"{name} was {_short(before.get(name))}"
-        for name in facts
-        if name != "files" and facts[name] != before.get(name)
-    ]
+    old, new = before.get("files", []), facts["files"]
+    changed = _changed(before, facts)
+    if [f[:3] for f in old] != [f[:3] for f in new]:
+        changed.append(f"it was of {counted(len(old), 'file')}, now other ones")
     # documents that are yet to be read may be mended without losing what is done, unless the whole
     # source is read before any token is made
     reads_once = request.source.split != "tail" and request.tokenizer not in LEARNT
-    behind = found.place.file if reads_once else len(facts["files"])
-    old, new = before.get("files", []), facts["files"]
-    if [f[:3] for f in old] != [f[:3] for f in new]:
-        changed.append(f"it was of {len(old)} files, now other ones")
+    behind = found.place.file if reads_once else len(new)
     changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
+    if changed and found.place == Place():
+        return None
     if changed:
         raise UserError(
-            f"{out} holds another preparation ({', '.join(changed)}): ask for the same to go on"
-            " with it, or remove it"
+            f"{out} holds another preparation ({', '.join(changed)}): pass what it had to resume"
+            " it, or remove it to begin anew"
         )
     if old[behind : behind + 1] != new[behind : behind + 1] and found.place.row:
         logger.warning("%s was changed: it is read on from row %d", old[behind][0], found.place.row)
     return found
+
+
+def _changed(before: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Lists the settings that differ, as they are given on the command line."""
+    old, new = ({"encoding": UTF_8} | values | values["source"] for values in (before, facts))
+    names = {"given": "source"} | {name: f"--{name}".replace("_", "-") for name in OPTIONS}
+    return [
+        f"{names.get(name, name)} was {_short(old.get(name))}, now {_short(new[name])}"
+        for name in new
+        if name not in ("source", "name", "files") and old.get(name) != new[name]
+    ]
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Where text comes from, by name or by path, as a list of files; and where files are kept.
+"""Finds the files of a source by its name or path.
 
 Two kinds of corpora. A *text* is files read one after the other (the built-in corpus, shakespeare,
 a text file, a folder of them); its end is held out. A set of *documents* (JSON lines, Parquet,
@@ -17,7 +17,8 @@ from typing import Literal
 from fastgpt.data.download import published_file
 from fastgpt.data.prepare.files import File, folder_files, named_files
 from fastgpt.data.prepare.hub import hub_files
-from fastgpt.errors import UserError, unknown_name
+from fastgpt.data.prepare.text import UTF_8, text_encoding
+from fastgpt.errors import UserError, counted, unknown_name
 from fastgpt.storage import data_dir
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -35,7 +36,7 @@ HUB = {
 }
 """Named sets of documents: hf:owner/name[/configuration][@revision]."""
 SEPARATORS = {"tinystories": "<|endoftext|>"}
-"""What stands between documents where a named set is on disk as text."""
+"""Separators of the documents of a named set that is on disk as text."""
 NAMES = ("builtin", "shakespeare", *HUB)
 
 # Tests and what pip puts there are not the library; encodings and pydoc_data are nearly all
@@ -55,22 +56,24 @@ STDLIB_MIN_BYTES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a corpus is made from."""
+    """Files of text, and how to read them."""
 
     name: str
     """Short and fit for a file name."""
     given: str
     """The name or path by which it was asked for."""
     files: tuple[File, ...]
-    """In the order in which they are read."""
+    """Files in the order in which they are read."""
     separator: str | None = None
-    """What stands between the documents of a text; None: a file is one document."""
+    """Text between the documents of a file; None: a file is one document."""
     field: str = "text"
     """The field or column that holds the text (JSON lines, Parquet, the hub)."""
     ends_lines: bool = False
     """A newline is added to files that lack it: a folder's next file must not continue a line."""
-    skipped: int = 0
-    """Files of a folder that were left out: hidden, binary, not UTF-8, or of another kind."""
+    encoding: str = UTF_8
+    """Encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
+    skipped: tuple[str, ...] = ()
+    """Reasons why files of a folder or a pattern were skipped, a message for each."""
     python: str | None = None
     """The Python version whose library this is; None for every other source."""
     revision: str | None = None
@@ -78,28 +81,39 @@ class Source:
 
     @property
     def split(self) -> Literal["named", "tail", "hash"]:
-        """What is held out: files named so, the end of the text, or documents by hash."""
+        """Way of holding out text: files named so, the end of the text, or documents by hash."""
         if self.files[0].split is not None:
             return "named"
         return "tail" if self.plain else "hash"
 
     @property
     def plain(self) -> bool:
-        """Texts as they are, not sets of documents."""
+        """Whether these are texts as they are, not sets of documents."""
         return self.separator is None and all(file.format == "text" for file in self.files)
 
 
-def find_source(source: str, *, separator: str | None = None, field: str = "text") -> Source:
-    """The files behind a name or a path.
+def find_source(
+    source: str, *, separator: str | None = None, field: str = "text", encoding: str = UTF_8
+) -> Source:
+    """Finds the files of a name or a path.
 
     Args:
         source: one of `NAMES`, `hf:owner/name[/configuration][@revision]`, a file, a folder, or a
             pattern with `*`, `?` or `**`.
-        separator: what stands between the documents of a text.
+        separator: text between the documents of a file.
         field: the field or column that holds the text.
+        encoding: of text files, as Python names it.
     Raises:
-        UserError: nothing of that name, nothing in it, or a download that failed.
+        UserError: nothing of that name, no text in it, or a download that failed.
     """
+    encoding = text_encoding(encoding)
+    found = _find(source, separator, field, encoding)
+    if encoding != UTF_8 and (source in NAMES or any(f.format != "text" for f in found.files)):
+        raise UserError(f"encoding {encoding}: {source} is always UTF-8, expected text files")
+    return found
+
+
+def _find(source: str, separator: str | None, field: str, encoding: str) -> Source:
     if not source:
         raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
     if separator == "":
@@ -118,7 +132,7 @@ def find_source(source: str, *, separator: str | None = None, field: str = "text
         return _named_set(source, separator, field)
     if source.startswith(HUB_PREFIX):
         return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]), field)
-    found = _local(source)
+    found = _local(source, encoding)
     return replace(found, separator=separator, field=field)
 
 
@@ -159,11 +173,11 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 
 def _named_set(name: str, separator: str | None, field: str) -> Source:
-    """The files that someone has put into the data folder, else the hub's data set."""
+    """Finds the files that someone has put into the data folder, else the hub's data set."""
     folder = data_dir() / name
     if folder.is_dir():
         return replace(
-            _local(str(folder)), separator=separator or SEPARATORS.get(name), field=field
+            _local(str(folder), UTF_8), separator=separator or SEPARATORS.get(name), field=field
         )
     return _hub(HUB[name], name, field)
 
@@ -173,7 +187,7 @@ def _hub(source: str, name: str, field: str) -> Source:
     return Source(name=name, given=source, files=files, field=field, revision=revision)
 
 
-def _local(source: str) -> Source:
+def _local(source: str, encoding: str) -> Source:
     path = Path(source).expanduser()
     if path.is_dir():
         if any(path.glob("*train*.bin")):
@@ -181,26 +195,25 @@ def _local(source: str) -> Source:
                 f"{path} has token shards already: give it as it is to --data.source;"
                 " only text is prepared"
             )
-        files, skipped = folder_files(path)
+        files, skipped = folder_files(path, encoding)
         name, ends_lines = path.resolve().name, True
     else:
-        files, skipped = named_files(source)
+        files, skipped = named_files(source, encoding)
         name, ends_lines = path.name, len(files) > 1
-        if skipped and not files:
-            raise UserError(f"corpus {source!r}: none of the {skipped} files is text")
-        if not files and (len(path.parts) > 1 or path.suffix):
+        if not files and not skipped and (len(path.parts) > 1 or path.suffix):
             raise UserError(f"corpus {source!r}: no such file or folder")
-        if not files:
+        if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        hint = f" ({skipped} hidden, binary or non-UTF-8 skipped)" if skipped else ""
-        raise UserError(f"corpus {source!r} is empty: no text in it{hint}")
+        why = f"{counted(len(skipped), 'file')} skipped: {skipped[0]}" if skipped else "it is empty"
+        raise UserError(f"corpus {source!r}: no text in it; {why}")
     return Source(
         name=_file_name(name),
         given=source,
         files=tuple(files),
         ends_lines=ends_lines,
-        skipped=skipped,
+        encoding=encoding,
+        skipped=tuple(skipped),
     )
 
 

@@ -9,6 +9,7 @@ the shards back to that point and goes on from there. The manifest is written la
 import itertools
 import json
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import numpy as np
 
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
 from fastgpt.data.download import sha256_of
-from fastgpt.data.prepare.batches import Encoded, Place, batches, encode
+from fastgpt.data.prepare.batches import Encoded, Place, batches, encode, held_out
 from fastgpt.data.prepare.documents import read_pieces, scan, source_size
 from fastgpt.data.prepare.request import (
     PROGRESS,
@@ -30,6 +31,7 @@ from fastgpt.data.prepare.request import (
     Request,
     load_progress,
 )
+from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.shards import HEADER_BYTES, shard_header, token_dtype
 from fastgpt.data.tokenizers import (
     SIZED,
@@ -40,13 +42,16 @@ from fastgpt.data.tokenizers import (
     make_tokenizer,
 )
 from fastgpt.data.verify import checksums
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, counted, writing
 from fastgpt.storage import cores, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8
-"""Of the beginning of a source, which is all that bpe and wordpiece learn from: their memory grows
+"""Characters at the beginning of a source that bpe and wordpiece learn from: their memory grows
 with the distinct words."""
+
+MOST_BYTES_PER_TOKEN = 8
+"""Bytes of text that a token stands for on average, at the very most."""
 
 
 def write_directory(
@@ -57,7 +62,7 @@ def write_directory(
     report: Report | None = None,
     save_every_s: float = 5.0,
 ) -> None:
-    """Writes what is requested to `out`, going on with what an earlier call left there.
+    """Writes what is requested to `out`, resuming what an earlier call left there.
 
     Args:
         request: what to prepare.
@@ -71,8 +76,6 @@ def write_directory(
         UserError: something in the source, the tokenizer or the split cannot work, or the disk is
             full; what was done is kept for the next call.
     """
-    if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}: expected 1 or more")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         for path in out.glob(".*.json-*"):
@@ -84,8 +87,21 @@ def write_directory(
         _Directory(request, out, progress, workers or cores(), report, save_every_s).run()
 
 
+def check_space(request: Request, out: Path) -> None:
+    """Raises `UserError` where not even the fewest tokens that the texts can become have room."""
+    files, encoding = request.source.files, request.source.encoding
+    texts = sum(os.path.getsize(file.path) for file in files if file.format == "text")
+    raw = request.tokenizer == ByteTokenizer.kind and encoding == UTF_8
+    least = 2 * texts / (1 if raw else MOST_BYTES_PER_TOKEN)
+    free = shutil.disk_usage(out).free
+    if least > free:
+        raise UserError(
+            f"{out} needs at least {least / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are free there"
+        )
+
+
 class _Directory:
-    """The work of `write_directory`, and how far it is."""
+    """Work of `write_directory`, and its progress."""
 
     def __init__(
         self,
@@ -102,9 +118,15 @@ class _Directory:
         self.raw = request.tokenizer == ByteTokenizer.kind
         self.before = list(itertools.accumulate(source_size(self.source), initial=0))
         self.tail_starts, self.sha256 = None, None
+        if progress is None:
+            check_space(request, out)
         if self.source.split == "tail":
             length, self.sha256 = scan(self.source, raw=self.raw)
             self.tail_starts = int(length * (1 - request.val_fraction))
+            unit = "byte" if self.raw else "character"
+            self._check_split(self.tail_starts, length - self.tail_starts, least=2, unit=unit)
+        elif self.source.split == "hash" and progress is None:
+            self._check_split(*self._first_documents(), least=1, unit="document")
         self.tokenizer = self._tokenizer(fresh=progress is None)
         self.progress = progress or Progress()
         dtype = token_dtype(self.tokenizer.vocab_size)
@@ -115,7 +137,7 @@ class _Directory:
         self.saved = time.monotonic()
 
     def _tokenizer(self, *, fresh: bool) -> Tokenizer:
-        """The one of the earlier call, else a new one, trained where it has to be."""
+        """Loads the tokenizer of the earlier call, else makes one, trained where it has to be."""
         if not fresh:
             return load_tokenizer(self.out / TOKENIZER_FILE)
         tokenizer = make_tokenizer(
@@ -123,6 +145,27 @@ class _Directory:
         )
         tokenizer.save(self.out / TOKENIZER_FILE)
         return tokenizer
+
+    def _first_documents(self) -> tuple[int, int]:
+        """Reads documents until each split has one; returns how many each has got."""
+        counts = [0, 0]
+        for piece in read_pieces(self.source, raw=False):
+            assert isinstance(piece.text, str)
+            counts[held_out(piece.text.encode(), self.request.val_fraction)] += 1
+            if all(counts):
+                break
+        return counts[0], counts[1]
+
+    def _check_split(self, train: int, val: int, *, least: int, unit: str) -> None:
+        """Refuses a split that leaves nothing, before anything is tokenized."""
+        total, advice = train + val, f"expected at least {2 * least} {unit}s"
+        for found, verb, change in ((train, "train on", "smaller"), (val, "validate on", "larger")):
+            if found < least:
+                raise UserError(
+                    f"val_fraction {self.request.val_fraction} of {self.source.name}"
+                    f" ({counted(total, unit)}) leaves nothing to {verb}:"
+                    f" {advice if total < 2 * least else f'pass a {change} one'}"
+                )
 
     def _texts(self) -> Iterator[str]:
         length, sized = 0, self.request.tokenizer in SIZED
@@ -184,20 +227,17 @@ class _Directory:
         self.saved = time.monotonic()
 
     def _finish(self) -> None:
-        documents = sum(self.progress.documents.values())
-        for split, verb in (("train", "train on"), ("val", "validate on")):
-            if self.progress.tokens[split] < 2:
-                (self.out / PROGRESS).unlink()  # nothing to go on with: another fraction is due
-                raise UserError(
-                    f"val_fraction {self.request.val_fraction} of {self.source.name} ({documents:,}"
-                    f" documents) leaves nothing to {verb}"
-                )
+        try:
+            self._check_split(**self.progress.tokens, least=2, unit="token")
+        except UserError:
+            (self.out / PROGRESS).unlink()  # nothing to resume: another fraction is due
+            raise
         splits = {split: self._complete(split) for split in SPLITS}
         content = json.dumps(self._manifest(splits), indent=1) + "\n"
         write_atomically(self.out / MANIFEST, content.encode())
 
     def _complete(self, split: str) -> dict[str, Any]:
-        """Completes a split's shards; what the manifest says of them."""
+        """Completes a split's shards, and returns what the manifest says of them."""
         paths = self.writers[split].finish()
         with ThreadPoolExecutor(self.workers) as pool:
             sums = pool.map(checksums, paths)
@@ -223,7 +263,8 @@ class _Directory:
             "source": {
                 "given": source.given,
                 "files": len(source.files),
-                "skipped_files": source.skipped,
+                "skipped_files": len(source.skipped),
+                "encoding": source.encoding,
                 "revision": source.revision,
                 "held_out": source.split,
             },
@@ -262,7 +303,7 @@ class ShardWriter:
         return self.out / f"{self.split}_{number:06d}.bin"
 
     def _cut_back(self, tokens: int) -> None:
-        """To the first `tokens` tokens, whatever was written after them."""
+        """Cuts the shards back to the first `tokens` tokens, whatever was written after them."""
         full, rest = divmod(tokens, self.shard_tokens)
         for path in self.out.glob(f"{self.split}_*.bin"):
             if path.name > self._path(full).name or (path == self._path(full) and not rest):
@@ -311,12 +352,12 @@ class ShardWriter:
             sync(self.file)
 
     def counts(self) -> list[int]:
-        """Tokens in each shard."""
+        """Returns the number of tokens in each shard."""
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def finish(self) -> list[Path]:
-        """Completes the last shard; all of them, in order."""
+        """Completes the last shard, and returns the paths of all, in order."""
         if self.file is not None:
             self._close(self.tokens % self.shard_tokens)
         return [self._path(number) for number in range(len(self.counts()))]

@@ -1,4 +1,4 @@
-"""The tokenizers by name and by file.
+"""Tokenizers, by name and by file.
 
 A tokenizer is saved as a `tokenizer.json` beside the data and the weights it belongs to. Ours have
 a "kind" in it; any other is Hugging Face's, which has a "model". `gpt2` and `huggingface` are
@@ -51,7 +51,7 @@ def check_kind(kind: str, vocab_size: int | None = None) -> None:
 def make_tokenizer(
     kind: str, texts: Callable[[], Iterable[str]] | None, *, vocab_size: int | None = None
 ) -> Tokenizer:
-    """A new tokenizer.
+    """Makes a new tokenizer.
 
     Args:
         kind: one of `KINDS`, else the path of a `tokenizer.json` or of a folder with one.
@@ -105,7 +105,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
-    """True if `save` would write the same content for both."""
+    """Compares two tokenizers by what `save` would write."""
     return json.loads(a.to_json()) == json.loads(b.to_json())
 
 

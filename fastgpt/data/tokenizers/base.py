@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and what several of them use."""
+"""Interface of tokenizers, and functions that several of them use."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Converter of text to token ids and back.
 
     Decoding shows an id that stands for nothing as U+FFFD: a sample must never end a training run.
     """
 
     kind: str
-    """What `make_tokenizer` calls it; of a foreign `tokenizer.json`, its model in lower case."""
+    """Name in `make_tokenizer`; of a foreign `tokenizer.json`, its model in lower case."""
     vocab_size: int
     """Ids run from 0 to `vocab_size - 1`."""
     eot_id: int | None

@@ -30,7 +30,7 @@ _LONG_RUN = re.compile(f"[{_SPACE}]{{10000,}}(?=[{_SPACE}][^{_SPACE}])")
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 tokens.
+    """Byte-level BPE with GPT-2's 50,257 tokens.
 
     The text `<|endoftext|>` is encoded as the ordinary text it is; only `eot_id` ends a document.
     Round trip: every text without lone surrogates, which become U+FFFD.
@@ -59,7 +59,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def published(cls) -> "GPT2Tokenizer":
-        """From OpenAI's two files: in `data_dir()`, else in `cache_dir()`, else downloaded there.
+        """Builds it from OpenAI's two files in `data_dir()` or `cache_dir()`, else downloads them.
 
         Raises:
             UserError: `encoder.json` or `vocab.bpe` is another file of that name, or is missing
@@ -82,7 +82,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def from_base64(cls, tokens: Iterable[str]) -> "GPT2Tokenizer":
-        """From what `to_json` wrote."""
+        """Builds it from what `to_json` wrote."""
         return cls([base64.b64decode(token) for token in tokens])
 
     def encode(self, text: str) -> np.ndarray:
@@ -100,7 +100,7 @@ class GPT2Tokenizer(Tokenizer):
         return ids.astype(np.uint16)
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """As the documents one by one, in one call: each return to Python waits for its lock."""
+        """Encodes all documents in one call; each return to Python would wait for its lock."""
         if any(EOT in text for text in texts):
             return super().encode_documents(texts)
         joined = "".join(part for text in texts for part in (EOT, text))

@@ -32,7 +32,7 @@ EOT_TOKENS = (
 
 
 class JsonTokenizer(Tokenizer):
-    """Whatever a Hugging Face `tokenizer.json` describes.
+    """Tokenizer that a Hugging Face `tokenizer.json` describes.
 
     Special tokens in a text are encoded as the ordinary text they are, none are added, and nothing
     is cut or padded, whatever the file asks for. Round trip: as far as the file's own steps allow;

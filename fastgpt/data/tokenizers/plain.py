@@ -11,7 +11,7 @@ from fastgpt.errors import UserError
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8.
+    """Tokenizer whose tokens are the 256 bytes of UTF-8.
 
     Round trip: every text without lone surrogates, which UTF-8 cannot hold: they become `?`.
     """
@@ -38,7 +38,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The distinct characters of a text, in code point order.
+    """Tokenizer whose tokens are the distinct characters of a text, in code point order.
 
     Round trip: every text made of those characters.
     """

@@ -13,7 +13,7 @@ Step = Callable[[], Sequence[Tensor]]
 """Outputs and gradients of an op, of the same tensors in every call."""
 
 one_at_a_time = pytest.mark.xdist_group("memory")
-"""Of tests that `need` much memory: one worker has them all."""
+"""Marks tests that `need` much memory: one worker runs them all."""
 
 
 def need(gib: int) -> None:

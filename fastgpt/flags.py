@@ -1,0 +1,223 @@
+"""Command lines: tyro parses the flags, behind a short --help and near names for unknown flags.
+
+A command is a dataclass. Its field names are the flags, and the text below a field is its help.
+"""
+
+import difflib
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from docstring_parser import parse_from_object
+
+import fastgpt
+from fastgpt.errors import UserError
+
+T = TypeVar("T")
+WIDTH = 80
+NO_BREAK = "\N{NO-BREAK SPACE}"
+"""Space at which a line is not wrapped, so that no default stands alone on a line."""
+ANSWERED = ("--help", "-h", "--help-all", "--version")
+"""Flags that print something and exit."""
+MORE = "--help-all lists every flag, --version the version."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One flag of a command, as its dataclass describes it."""
+
+    path: str
+    """Name of the field, such as `model.num_layers`."""
+    text: str
+    default: Any
+    section: str
+    """Docstring of the dataclass that has the field."""
+    choices: tuple[Any, ...]
+    positional: bool
+
+    @property
+    def name(self) -> str:
+        """Name as the help shows it: `--model.num-layers`, `--model.[no-]tied`, `RUN`."""
+        if self.positional:
+            return self.path.upper()
+        section, dot, last = self.path.replace("_", "-").rpartition(".")
+        return f"--{section}{dot}{'[no-]' * isinstance(self.default, bool)}{last}"
+
+    @property
+    def spellings(self) -> list[str]:
+        """Names that are accepted: two for a switch, none for a positional argument."""
+        if self.positional:
+            return []
+        return list(dict.fromkeys(self.name.replace("[no-]", no) for no in ("", "no-")))
+
+    @property
+    def summary(self) -> str:
+        """First sentence of the help, and the default."""
+        return re.split(r"(?<=\.)\s+", self.text)[0] + self._default()
+
+    @property
+    def help(self) -> str:
+        """Whole help, the choices and the default."""
+        choices = f" {{{', '.join(map(str, self.choices))}}}" if self.choices else ""
+        return self.text + choices + self._default()
+
+    def _default(self) -> str:
+        if self.default is MISSING:
+            return "" if self.positional else f"{NO_BREAK}(required)"
+        if self.default in (None, "", ()):
+            return ""
+        plain = not isinstance(self.default, str) or self.default.isprintable()
+        return f"{NO_BREAK}[{self.default if plain else repr(self.default)}]"
+
+
+def parse(
+    kind: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    first: Sequence[str],
+    usage: str = "",
+    default: T | None = None,
+    about: str = "",
+    more: str = MORE,
+) -> T:
+    """Parses `argv` into a `kind`; --help, --help-all and --version print and exit.
+
+    Args:
+        kind: the command's dataclass.
+        argv: the arguments, without the command's own name.
+        prog: the command's name.
+        first: fields that the short help shows, such as `model.num_layers`.
+        usage: what follows the command's name; by default the positional arguments and flags.
+        default: the values of flags that are not given; by default the dataclass's.
+        about: first paragraph of the help; by default the dataclass's docstring.
+        more: last paragraph of the short help.
+
+    Raises:
+        UserError: there is no such flag.
+    """
+    flags = list(flags_of(kind, default))
+    if "--version" in argv:
+        print(f"fastgpt {fastgpt.__version__}")
+        sys.exit()
+    if "--help-all" in argv or "--help" in argv or "-h" in argv:
+        start = [f"usage: {prog} {usage or _usage(flags)}", wrapped(about or kind.__doc__ or "")]
+        rest = _all(flags) if "--help-all" in argv else [_summaries(flags, first), wrapped(more)]
+        print("\n\n".join([*start, *rest]))
+        sys.exit()
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    found, unknown = tyro.cli(kind, prog=prog, args=argv, return_unknown_args=True, **options)
+    if unknown:
+        raise unknown_flag(unknown[0].split("=")[0], flags)
+    return found
+
+
+def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]:
+    """Yields the flags of a dataclass and of the dataclasses in it."""
+    texts = {p.arg_name: p.description or "" for p in parse_from_object(kind).params}
+    hints = get_type_hints(kind, include_extras=True)
+    own = [field for field in fields(kind) if not _marked(hints[field.name], tyro.conf.Suppress)]
+    for field in own:
+        hint, value = hints[field.name], getattr(default, field.name, _default(field))
+        if is_dataclass(value):
+            yield from flags_of(type(value), value, f"{prefix}{field.name}.")
+        else:
+            yield Flag(
+                path=prefix + field.name,
+                text=" ".join(texts.get(field.name, "").split()),
+                default=value,
+                section=kind.__doc__ or "",
+                choices=get_args(hint) if get_origin(hint) is Literal else (),
+                positional=_marked(hint, tyro.conf.Positional),
+            )
+
+
+def _marked(hint: Any, marker: Any) -> bool:
+    return marker in getattr(hint, "__metadata__", ())
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Wraps a paragraph at 80 columns, or at the width of a narrower terminal."""
+    width = min(WIDTH, shutil.get_terminal_size().columns)
+    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    text = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, **options)
+    return text.replace(NO_BREAK, " ")
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Lays out names with a text beside each."""
+    rows = list(rows)
+    column = min(max(len(name) for name, _ in rows), 24) + 4
+    lines = []
+    for name, text in rows:
+        beside = wrapped(text, " " * column)
+        name = f"  {name}"
+        fits = len(name) + 2 <= column
+        lines.append(f"{name:<{column}}{beside[column:]}" if fits else f"{name}\n{beside}")
+    return "\n".join(lines)
+
+
+def _usage(flags: Sequence[Flag]) -> str:
+    positional = [flag for flag in flags if flag.positional]
+    names = [f.name if f.default is MISSING else f"[{f.name}]" for f in positional]
+    return " ".join([*names, "[--FLAG VALUE ...]"])
+
+
+def _summaries(flags: Sequence[Flag], first: Sequence[str]) -> str:
+    by_path = {flag.path: flag for flag in flags}
+    return table([(by_path[path].name, by_path[path].summary) for path in first])
+
+
+def _all(flags: Sequence[Flag]) -> list[str]:
+    """Paragraphs of --help-all: one for each section, with the whole help of its flags."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for flag in flags:
+        sections.setdefault(flag.section, []).append((flag.name, flag.help))
+    if len(sections) == 1:  # its docstring is the command's, which stands above
+        return [table(rows) for rows in sections.values()]
+    return [f"{wrapped(section)}\n{table(rows)}" for section, rows in sections.items()]
+
+
+# --- near names -----------------------------------------------------------------------------------
+
+
+def unknown_flag(given: str, flags: Iterable[Flag]) -> UserError:
+    """Error for a flag that does not exist; it names those that may have been meant."""
+    near = " or ".join(repr(name) for name in near_flags(given, flags))
+    hint = f"did you mean {near}?" if near else "--help-all lists every flag"
+    return UserError(f"unknown argument {given!r}; {hint}")
+
+
+def near_flags(given: str, flags: Iterable[Flag]) -> list[str]:
+    """Finds the flags that may have been meant by one that does not exist.
+
+    They are those with the same last part (--lr: --optim.lr), else of similar spelling, else with
+    all its words in their help (--learning-rate), of which the two shortest are taken.
+    """
+    flags = list(flags)
+    wanted = given.lstrip("-").replace("_", "-")
+    names = {name[2:]: name for flag in flags for name in flag.spellings}
+    last = wanted.rpartition(".")[2]
+    if same := [name for short, name in names.items() if short.rpartition(".")[2] == last]:
+        return same
+    if close := difflib.get_close_matches(wanted, names, n=1, cutoff=0.7):
+        return [names[close[0]]]
+    ends = {short.rpartition(".")[2] for short in names}
+    if close := difflib.get_close_matches(last, ends, n=1, cutoff=0.7):
+        return [name for short, name in names.items() if short.rpartition(".")[2] == close[0]]
+    words = set(last.split("-"))
+    texts = ((flag.spellings, re.findall(r"\w+", flag.summary.lower())) for flag in flags)
+    found = [(len(text), names[0]) for names, text in texts if names and words <= set(text)]
+    return [name for _, name in sorted(found)[:2]]

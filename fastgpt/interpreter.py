@@ -1,0 +1,23 @@
+"""The check that this Python has torch. It must import nothing that may be missing."""
+
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+def require_torch() -> None:
+    """Exits with one line that names this Python, and the one to use, if torch is missing."""
+    if find_spec("torch") is not None:
+        return
+    arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]
+    python = min(str(VENV_PYTHON), os.path.relpath(VENV_PYTHON), key=len)
+    command = shlex.join([python, *arguments])
+    usable = VENV_PYTHON.exists() and Path(sys.executable) != VENV_PYTHON
+    first = "" if usable else f"`make setup` in {ROOT}, then "
+    version = ".".join(map(str, sys.version_info[:3]))
+    sys.exit(f"error: {sys.executable} (Python {version}) has no torch; run {first}{command}")

@@ -1,0 +1,115 @@
+"""Writes `docs/architecture.md` from the code itself: `python -m tests.architecture`.
+
+The files of the core in reading order, each with its length and what it says of itself, and a
+picture of who imports whom. `tests/test_architecture.py` fails where the page is not current.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+PARTS = {
+    "A run, from the command line to the last checkpoint": (
+        "train", "fastgpt/cli", "fastgpt/config", "fastgpt/recipes", "fastgpt/trainer",
+        "fastgpt/engine", "fastgpt/distributed",
+    ),
+    "The model and its optimizers": (
+        "fastgpt/model", "fastgpt/positions", "fastgpt/ops", "fastgpt/optim", "fastgpt/schedule",
+    ),
+    "The kernels: attention stands for the others": (
+        "kernels/runtime", "kernels/attention/op",
+        "kernels/attention/forward", "kernels/attention/backward",
+    ),
+    "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
+    "What a run leaves behind": (
+        "fastgpt/checkpoint", "fastgpt/run", "fastgpt/metrics", "fastgpt/evaluate",
+        "fastgpt/generate",
+    ),
+}  # fmt: skip
+CORE = [name for names in PARTS.values() for name in names]
+
+
+def page() -> str:
+    """The whole page."""
+    lines = sum(length(name) for name in CORE)
+    text = (
+        "# Architecture\n\n"
+        "Written by `python -m tests.architecture` from the code. This is the core of fastgpt,"
+        f" {len(CORE)} files\nand {lines:,} lines, in the order in which they are best read;"
+        " docs/design.md says why it is built so.\n"
+    )
+    for title, names in PARTS.items():
+        text += f"\n## {title}\n\n| file | lines | what it is |\n|---|---|---|\n"
+        for name in names:
+            link = f"[{name}.py](../{name}.py)"
+            text += f"| {link} | {length(name)} | {summary(name)} |\n"
+    return f"{text}\n## Who imports whom\n\n{picture()}"
+
+
+def picture() -> str:
+    """A diagram in Mermaid's language; what another file of the core imports already is left out,
+    so that an arrow can be a path of several."""
+    imports = {name: imported(name) for name in CORE}
+    text = "```mermaid\nflowchart TD\n"
+    for i, (title, names) in enumerate(PARTS.items()):
+        text += f'  subgraph p{i}["{title}"]\n'
+        text += "".join(f'    {key(name)}["{name}.py"]\n' for name in names)
+        text += "  end\n"
+    for name, found in imports.items():
+        beyond = {far for near in found for far in reached(near, imports) - {near}}
+        text += "".join(f"  {key(name)} --> {key(x)}\n" for x in CORE if x in found - beyond)
+    return f"{text}```\n"
+
+
+def reached(name: str, imports: dict[str, set[str]]) -> set[str]:
+    """The file itself, and all that it imports at once or through others."""
+    found, todo = {name}, [name]
+    while todo:
+        todo += (new := imports[todo.pop()] - found)
+        found |= new
+    return found
+
+
+def imported(name: str) -> set[str]:
+    """The files of the core that a file of it imports."""
+    modules = set(modules_imported(name))
+    return {x for x in CORE if x.replace("/", ".").replace("kernels", "fastgpt.kernels") in modules}
+
+
+def modules_imported(name: str) -> Iterator[str]:
+    package = name.replace("kernels", "fastgpt/kernels").split("/")
+    for node in ast.walk(ast.parse(source(name))):
+        match node:
+            case ast.Import(names=names):
+                yield from (x.name for x in names)
+            case ast.ImportFrom(module=module, level=level, names=names):
+                above = package[: len(package) - level] if level else []
+                base = ".".join([*above, *filter(None, [module])])
+                yield base
+                yield from (f"{base}.{x.name}" for x in names)
+
+
+def summary(name: str) -> str:
+    """The first sentence of a file's docstring."""
+    text = ast.get_docstring(ast.parse(source(name))) or ""
+    first = re.split(r"(?<=[.:])\s", text.replace("\n", " "), maxsplit=1)[0]
+    return text.split("\n\n")[0].replace("\n", " ") if first.endswith(":") else first
+
+
+def length(name: str) -> int:
+    return source(name).count("\n")
+
+
+def source(name: str) -> str:
+    return (ROOT / f"{name}.py").read_text(encoding="utf-8")
+
+
+def key(name: str) -> str:
+    return name.replace("/", "_")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,55 @@
+"""The commands that people are told to type: those of the Makefile, README, CONTRIBUTING and docs.
+
+They are taken from the files, so that none is forgotten, and each is made short: `test_commands`
+runs them.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("make", "python", "torchrun", "fastgpt-train", "fastgpt-sample", "fastgpt-prepare")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command as it stands on a page."""
+
+    text: str
+    page: str
+    line: int
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def commands() -> list[Command]:
+    """Every command, once: of the Makefile's targets, then of the pages."""
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    found = [Command(f"make {target}", "Makefile", 0) for target in targets]
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        found += [Command(text, name, line) for line, text in commands_in(page.read_text())]
+    return list({command.text: command for command in reversed(found)}.values())[::-1]
+
+
+def commands_in(page: str) -> Iterator[tuple[int, str]]:
+    """(line, command) of a page in Markdown: lines of code blocks, and code within sentences."""
+    blocks = re.split(r"^```.*\n", page, flags=re.M)
+    line = 1
+    for i, block in enumerate(blocks):
+        if i % 2:  # inside of a block
+            text = re.sub(r"\\\n\s*", lambda m: " " * len(m[0]), block)
+            pieces = [(m.start(), m[0]) for m in re.finditer(r"^.+$", text, re.M)]
+        else:
+            pieces = [(m.start(), m[1]) for m in re.finditer(r"`([^`]+)`", block)]
+        for start, piece in pieces:
+            piece = " ".join(re.split(r"\s+#\s", piece)[0].removeprefix("$ ").split())
+            if piece.split(" ")[0] in PROGRAMS and " " in piece:
+                yield line + block.count("\n", 0, start), piece
+        line += block.count("\n") + 1

@@ -1,0 +1,16 @@
+"""The page about the architecture is what the code gives."""
+
+from tests import architecture
+
+
+def test_the_page_is_current():
+    assert architecture.PAGE.read_text(encoding="utf-8") == architecture.page(), (
+        "run python -m tests.architecture"
+    )
+
+
+def test_imports_of_the_core_are_seen():
+    found = architecture.imported("fastgpt/trainer")
+    assert {"fastgpt/engine", "fastgpt/checkpoint", "fastgpt/run"} <= found
+    assert architecture.imported("kernels/attention/forward") == {"kernels/runtime"}
+    assert "kernels/attention/forward" in architecture.imported("kernels/attention/backward")

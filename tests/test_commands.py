@@ -1,0 +1,153 @@
+"""Each command of the Makefile, README, CONTRIBUTING and docs does what it says, made short.
+
+`make test-full ARGS=tests/test_commands.py` runs them; they are slow for `make test`.
+"""
+
+import gzip
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tyro
+
+from fastgpt import cli
+from tests.commands import ROOT, commands, commands_in
+
+pytestmark = pytest.mark.slow
+
+RUN = "runs/baby-20261120-101500"
+TINY = (
+    " --steps 1 --eval-every 0 --model.num-layers 1 --model.context 16 --train.batch-tokens 256"
+    " --data.eval-tokens 64 --data.final-eval-tokens 64 --train.sample-tokens 1"
+    " --train.device cpu"
+)
+# What makes a command short: text that is replaced, or, where the pattern ends the command, added.
+SHORTER = [
+    (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
+    (r"(train\.py|fastgpt-train|^make train)( .*)?--epochs \S+", r"\1\2"),
+    (r"^(torchrun.*)=8", r"\1=2"),
+    (r"^(python train\.py|torchrun)((?! --(help|resume)).)*$", rf"\g<0>{TINY}"),
+    (r"^make train$", rf"make train ARGS='{TINY}'"),
+    (r"^make (test|test-full)\b(.*)$", r"make \1\2 ARGS='-n0 -m \"\" tests/test_layering.py'"),
+    (r"^make parity$", "make parity ARGS='-n0 tests/trainer/test_cuda.py'"),
+    (r"^make mutants$", "make mutants ARGS='--count 0'"),
+    (r"^make bench$", "make bench ARGS='--only dropout/*/fp32 --sizes tiny --rounds 2 --out out'"),
+    (r"^make bench-regress.*$", "make bench-regress ARGS='-k layer_norm/tiny'"),
+    (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
+    (r"^make tune$", "make tune ARGS='--static --arch 80 --only \"D=32 bf16 fwd\" --top 1'"),
+    (r"^make clean$", f"make -f {ROOT}/Makefile clean"),
+    (r"--tokens \d+", "--tokens 2"),
+    (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
+    (r"^(python -m kernels\.aot.*)$", r"\1 --arch 90 --only 'norm no-weight'"),
+    (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
+    (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
+    (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
+    (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
+    (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
+    (r"^python -m bench.tune$", r"\g<0> --static --arch 80 --only 'D=32 bf16 fwd' --top 1"),
+]
+# Not run here, each with the reason; the arguments are checked all the same.
+EXEMPT = {
+    r"make gpu": "needs a GPU",
+    r"make lint": ".ci/run runs it before the tests",
+    r"make setup EXTRAS=": "downloads packages",
+    r"python -m fastgpt.prepare fineweb-edu": "downloads 10 billion tokens",
+    r"python train.py (tinystories-char|pubmed)": "needs texts that are not here",
+    r"python -m bench.race": "needs a checkout of nanoGPT",
+    r"torchrun .* --no-python": "needs an installed package: tests/test_package.py installs one",
+}
+FOUND = commands()
+
+
+def exempt(command: str) -> str | None:
+    return next((why for pattern, why in EXEMPT.items() if re.match(pattern, command)), None)
+
+
+def shortened(command: str) -> str:
+    for pattern, short in SHORTER:
+        command = re.sub(pattern, short, command)
+    return command
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder that looks like a checkout, with the files that the commands name."""
+    for name in ("train.py", "Makefile", "pyproject.toml", "fastgpt", "kernels", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("bench", "docs"):  # commands write there
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
+    text = "the cat sat on the mat, and the dog sat on the log.\n" * 40
+    for name in ("mybook.txt", "stories.txt"):
+        (tmp_path / name).write_text(text + "<|endoftext|>\n" + text)
+    (tmp_path / "dump").mkdir()
+    with gzip.open(tmp_path / "dump" / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for _ in range(200))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command: str) -> str:
+    """What the command prints; it must end well."""
+    words = shlex.split(command)
+    if words[0] == "python":
+        words[0] = sys.executable
+    elif words[0] == "make":
+        words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
+    elif words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        words,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def last_line(printed: str) -> str:
+    return printed.rstrip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, id=c.text) for c in FOUND if not exempt(c.text)]
+)
+def test_it_ends_well_and_says_so(command, checkout):
+    if RUN in (short := shortened(command.text)):
+        run(shortened(f"python train.py baby --data.source mybook.txt --run-dir {RUN}"))
+    if "data/mine" in short and "--out" not in short:
+        run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")
+    assert last_line(run(short)), f"{command.page}:{command.line}: it says nothing"
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, id=c.text) for c in FOUND if exempt(c.text)])
+def test_the_arguments_of_what_cannot_run_here_are_right(command, checkout):
+    words = command.words
+    module = words[2] if words[1] == "-m" else ""
+    if words[0] == "make":
+        subprocess.run([*words, "-n", f"--file={ROOT}/Makefile", "VENV=none"], check=True)
+    elif module:
+        parser = {"bench.race": "Race", "fastgpt.prepare": "Arguments"}[module]
+        tyro.cli(getattr(importlib.import_module(module), parser), args=words[3:])
+    else:
+        start = next(i for i, word in enumerate(words) if "train" in word)
+        cli.parse(words[start + 1 :])
+
+
+def test_a_reason_stands_for_a_command_that_there_is():
+    for pattern in EXEMPT:
+        assert any(re.match(pattern, command.text) for command in FOUND), pattern
+
+
+def test_commands_are_found_in_blocks_and_sentences():
+    page = "Say `make a`, `no`.\n```\n$ make b  # why\npython c \\\n  --d 1\nout\n```\n`make`\n"
+    assert [*commands_in(page)] == [(1, "make a"), (3, "make b"), (4, "python c --d 1")]
