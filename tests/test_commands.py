@@ -26,7 +26,7 @@ TINY = (
     " --train.device cpu"
 )
 DROPOUT = "--only dropout/*/fp32 --sizes tiny --rounds 2"
-SLOT = '--static --arch 80 --only "fwd 16 bits D=16 plain" --top 1'
+SLOT = '--static --arch 80 --only "sm_80 fwd 16 bits D=16,32 plain" --top 1'
 # What makes a command short: text that is replaced, or, where the pattern ends the command, added.
 SHORTER = [
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
@@ -56,6 +56,13 @@ SHORTER = [
     (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
+# How the last line begins, where it tells that all went well.
+LAST = {
+    r"(python train.py|torchrun|make train)(?!.* --help)": "to train longer: ",
+    r"python -m fastgpt.prepare": "wrote .*/data/",
+    r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
+    r"make (test|test-full)( |$)": r"\d+ passed",
+}
 # Not run here, each with the reason; the arguments are checked all the same.
 EXEMPT = {
     r"make gpu": "needs a GPU",
@@ -131,7 +138,9 @@ def test_it_ends_well_and_says_so(command, checkout):
         run(shortened(f"python train.py baby --data.source mybook.txt --run-dir {RUN}"))
     if "data/mine" in short and "--out" not in short:
         run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")
-    assert last_line(run(short)), f"{command.page}:{command.line}: it says nothing"
+    last = last_line(run(short))
+    expected = next((last for pattern, last in LAST.items() if re.match(pattern, short)), ".")
+    assert re.match(expected, last), f"{command.page}:{command.line}: {last}"
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, id=c.text) for c in FOUND if exempt(c.text)])
