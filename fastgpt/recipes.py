@@ -1,4 +1,4 @@
-"""Recipes, which are named settings of a run: `python train.py NAME`."""
+"""Recipes, which are named settings of a run: `python train.py shakespeare-cpu`."""
 
 from dataclasses import replace
 

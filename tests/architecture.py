@@ -113,3 +113,4 @@ def key(name: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -50,6 +50,6 @@ def commands_in(page: str) -> Iterator[tuple[int, str]]:
             pieces = [(m.start(), m[1]) for m in re.finditer(r"`([^`]+)`", block)]
         for start, piece in pieces:
             piece = " ".join(re.split(r"\s+#\s", piece)[0].removeprefix("$ ").split())
-            if piece.split(" ")[0] in PROGRAMS and " " in piece:
+            if piece.split(" ")[0] in PROGRAMS and " " in piece and "[" not in piece:
                 yield line + block.count("\n", 0, start), piece
         line += block.count("\n") + 1
