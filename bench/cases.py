@@ -1,4 +1,4 @@
-"""What is measured: every op's `Spec`, at its sizes, beside its peers.
+"""Benchmark cases: every op's `Spec` at its sizes, beside its peers.
 
 Each size of an op in each dtype is a case: `attention/gpt2-124m/bf16`. The first size of an op is
 what `--quick` takes; those under "cpu-full" wait for `--full`. None is left out because somebody

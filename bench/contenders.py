@@ -287,7 +287,7 @@ class Contender:
             seconds += took.get(clock, []) if counts else []
 
     def figures(self) -> dict[str, Any]:
-        """Its figures, or the reason why it has none; they stand without its parts."""
+        """Figures of the contender, or why it has none; they are kept if its parts fail."""
         peak = self.ask("peak")
         if self.failed:
             return {"reason": self.failed}

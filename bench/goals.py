@@ -14,7 +14,7 @@ AT_LEAST = {"ratio": "x", "share": "of copy", "tok_per_s": "tok/s"}
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal: `kind` is one of AT_MOST or AT_LEAST."""
+    """A goal: `kind` is one of AT_MOST or AT_LEAST."""
 
     case: str
     which: str

@@ -177,7 +177,7 @@ STAGES = (
     Stage("step", 180, _step, "step", _steps),
     Stage("convergence", 60, _convergence),
 )
-"""Their budgets add up to 580 s."""
+"""The stages of `make gpu`, whose budgets add up to 580 s."""
 
 
 # --- records --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class MissingError(Exception):
 
 
 def always(call: Callable[..., Any]) -> Maker:
-    """What runs everywhere."""
+    """Peers that run on every device."""
     return lambda on: call
 
 

@@ -11,7 +11,7 @@ from fastgpt.config import ModelConfig
 
 
 class Cache:
-    """What `GPT.forward` needs of the tokens it was given before, in evaluation.
+    """Key/value cache: what `GPT.forward` keeps of earlier tokens, in evaluation.
 
     Rows may be of different lengths. Prompts of different lengths are padded on the right, which
     nothing before sees, and `lengths` is set to their own afterwards: what is beyond is written

@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
 
 
 def device_name(device: str) -> str:
-    """What a person calls it."""
+    """The device's name, with the number of threads on a CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -63,7 +63,7 @@ def device_name(device: str) -> str:
 
 
 def has_fast_bf16(device: str) -> bool:
-    """Whether the hardware multiplies bf16 itself (on CPUs: AVX-512 BF16 or AMX)."""
+    """True if the hardware multiplies bf16 itself (on CPUs: AVX-512 BF16 or AMX)."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -87,12 +87,12 @@ def autocast(device: str, precision: str) -> AbstractContextManager:
 
 
 def has_compiler() -> bool:
-    """Whether torch.compile finds the C++ compiler it builds its code with."""
+    """True if torch.compile finds a C++ compiler."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
 
 
 def pick_compile(asked: str, device: str) -> tuple[bool, str]:
-    """Whether to compile, and where that is not what was asked for, a line that says why."""
+    """Decides whether to compile; the line says why where that is not what was asked for."""
     if asked == "off" or (asked == "auto" and device == "cpu"):
         return False, ""
     if not has_compiler():
@@ -110,7 +110,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def shares(device: str, ranks: int) -> float:
-    """How many measured peaks `ranks` processes have: a GPU each, or the cores between them."""
+    """The peak of `ranks` processes over that of one: a GPU each, or the cores they share."""
     if device == "cuda":
         return float(ranks)
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))

@@ -1,4 +1,4 @@
-"""What a run measures and where it is written: metrics.jsonl, TensorBoard events, loss.png."""
+"""Metrics of a run, written to metrics.jsonl, TensorBoard events and loss.png."""
 
 import json
 import math
@@ -64,8 +64,10 @@ class MetricsLog:
             self.board = SummaryWriter(str(run_dir), purge_step=purge)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line of JSON, flushed, and each number but the step as a TensorBoard scalar (those of
-        a list as `name/0`, `name/1`, ...)."""
+        """Writes a line of JSON, and each number but the step as a TensorBoard scalar.
+
+        The numbers of a list are the scalars `name/0`, `name/1`, ...
+        """
         self.records.append(record)
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")

@@ -1,4 +1,4 @@
-"""How the model knows where a token stands: added to its embedding, or rotated into q and k.
+"""Position encodings: added to a token's embedding, or rotated into q and k.
 
 Shapes
     B batch, T tokens, C width, D head dim

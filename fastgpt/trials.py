@@ -28,7 +28,7 @@ WEIGHTS = ("weight", "bias", "residual")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the trial of a run depends on, beside the machine."""
+    """The sizes and settings on which a trial depends, beside the machine."""
 
     model: ModelConfig
     batch: int

@@ -48,7 +48,7 @@ Budget = dict[str, list[Any]]
 
 
 def judge(row: Row, budget: Budget) -> list[str]:
-    """What is wrong with a row."""
+    """Lists what is wrong with a row."""
     if row.error:
         return [f"does not compile: {row.error}"]
     problems = []
@@ -166,7 +166,7 @@ def select(args: argparse.Namespace) -> list[Config]:
 
 
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
-    """Whether the budget's row for it was recorded of something else, or there is none."""
+    """True if the budget has no row for the configuration, or one of other code."""
     row = recorded.get(str(config.arch), {}).get(config.key, [])
     return row[2:] != [fingerprint(config)]
 

@@ -1,4 +1,4 @@
-"""What the public ops check of their arguments before anything is launched."""
+"""Checks of the public ops' arguments, made before anything is launched."""
 
 import math
 

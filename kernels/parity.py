@@ -68,7 +68,7 @@ def errors(a: Tensor, true: Tensor) -> tuple[float, float]:
 def outputs_and_gradients(
     op: Op, inputs: Mapping[str, Tensor], dtype: torch.dtype, draw: Draw | None, **options: object
 ) -> dict[str, Tensor]:
-    """What `op` makes of `inputs` in `dtype`: `output 0`, ..., and `gradient of x` for each x.
+    """Runs `op` on `inputs` in `dtype`; its results are `output 0`, ..., `gradient of x`, ...
 
     Args:
         op: called as op(*inputs, **options); returns a tensor or several.

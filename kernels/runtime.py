@@ -1,4 +1,4 @@
-"""What every Triton op shares: where kernels run, how they are launched, how ops reach torch.
+"""The runtime of all Triton ops: where kernels run, how they are launched and registered.
 
 An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
@@ -22,14 +22,14 @@ from torch._C._functorch import peek_interpreter_stack
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 LAUNCHES: Counter[str] = Counter()
-"""How often each kernel was launched by this process; tests use it to see that one was."""
+"""Number of launches of each kernel in this process, which tests assert on."""
 
 
 # --- where ----------------------------------------------------------------------------------------
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of `device`: CUDA, or anything being interpreted."""
+    """True if Triton kernels run on tensors of `device`: CUDA, or anything being interpreted."""
     return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _recorder is not None
 
 
@@ -186,7 +186,7 @@ def define_op(
 
 
 def undisturbed(*args: Any) -> bool:
-    """Whether nothing but autograd would see a call with these arguments at torch's dispatcher.
+    """True if nothing but autograd would see a call with these arguments at torch's dispatcher.
 
     While launches are recorded nobody is asked: what is recorded is what runs where none listens.
     """
@@ -199,5 +199,5 @@ def undisturbed(*args: Any) -> bool:
 
 
 def _nobody_listens(args: tuple[Any, ...]) -> bool:
-    """Whether a call may go straight to the kernels."""
+    """True if a call may go straight to the kernels."""
     return undisturbed(*args) and runs_kernels(args[0].device)

@@ -53,7 +53,7 @@ class Spec:
     op: Callable[..., Any]
     """Ours, as the package exports it."""
     ref: Callable[..., Any]
-    """The same contract in plain PyTorch; the truth when it runs in fp64."""
+    """The reference: the op's contract in plain PyTorch, and the truth when it runs in fp64."""
     eager: Callable[..., Any]
     """PyTorch's own ops for it, whose error is the measure of everybody's."""
     inputs: Callable[[Problem, Make], dict[str, Tensor]]
@@ -65,7 +65,7 @@ class Spec:
     forms: Callable[[int], Iterator[Case]]
     """Every configuration that ships for an arch, to be compiled ahead of time."""
     work: Callable[[Problem, int], Work]
-    """What an op cannot do without, for so many bytes an element; see `Work`."""
+    """The least work of an op, given the bytes of an element; see `Work`."""
     problems: Mapping[str, Problem]
     """Small and awkward problems that reach every branch of the kernels; the first is typical."""
     sizes: Mapping[str, Mapping[str, Problem]]
@@ -74,16 +74,16 @@ class Spec:
     structural: tuple[str, ...] = ()
     """Labels of the problems at which everything but errors is checked; () is the first one."""
     growing: tuple[Problem, ...] = ()
-    """What calls change of the first problem that must not compile anything anew: neither the
+    """Changes of the first problem's sizes that must not compile anything anew: neither the
     first four in torch.compile, which takes a size of 0 or 1 for fixed, nor any the kernels."""
     empty: tuple[Problem, ...] = ()
-    """What makes the first problem one without rows."""
+    """Changes that make the first problem one without rows."""
     far: tuple[Problem, ...] = ()
-    """What makes the first problem one whose tensors have three rows, to lie 2**30 elements apart:
+    """Changes that give the first problem's tensors three rows, to lie 2**30 elements apart:
     the first dimension of size 3 that is not the last."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
-    """What the model runs on a CPU in place of `op`, if another form is faster there."""
+    """The form that the model runs on a CPU in place of `op`, if another is faster there."""
     overwritten: str = ""
     """The input whose memory `op` takes for its gradient, if its option `inplace_grad` is set."""
     probe: Callable[[str, Tensor], Tensor] = whole

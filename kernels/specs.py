@@ -1,4 +1,4 @@
-"""All that is proved, measured and compiled ahead of time: a line for each op's folder."""
+"""The list of all specs and shipped forms: a line for each op's folder."""
 
 from .attention.spec import SPECS as ATTENTION
 from .bias_act.spec import SPECS as BIAS_ACT

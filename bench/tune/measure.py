@@ -61,7 +61,7 @@ def make(form: tuple[int, str], bits: int, device: str, T: int | None = None) ->
 def complaints(
     step: str, settings: Settings, form: tuple[int, str], bits: int, device: str
 ) -> list[str]:
-    """What is wrong with the output and the three gradients, a line each."""
+    """Checks the output and the three gradients; returns a line for each error."""
     made = {**make(form, bits, device, CHECKED_T), "dropout_seed": 5}
     inputs = dict(zip("qkv", made.pop("qkv"), strict=True))
 

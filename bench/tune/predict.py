@@ -1,4 +1,4 @@
-"""What attention's machine code lets expect of its time, and beside it what was measured.
+"""Predicts the time of attention's kernels from their machine code, beside measured times.
 
 A kernel's time is what its loops' passes and its programs' fixed part take on all multiprocessors:
 
@@ -87,7 +87,7 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
 
 
 def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
-    """What a measurement must share with a compiled configuration to stand beside it."""
+    """The key by which a measurement is matched with a compiled configuration."""
     tile = (meta["BLOCK_M"], meta["BLOCK_N"], row.warps, row.stages, meta.get("maxnreg"))
     return row.arch, row.kernel, row.config, *tile
 

@@ -1,4 +1,4 @@
-"""Which configurations of attention's kernels come into question, and what becomes of them."""
+"""The search for configurations of attention's kernels: candidates, compiled and judged."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +22,13 @@ SIDES = {16: (32, 64, 128), 32: (16, 32, 64)}
 REGISTERS = 224
 """Registers of a thread that accumulators may take: a tile that needs more certainly spills."""
 KEPT = 4
-"""How many that are right in every form are looked for, and then tried with fewer registers."""
+"""Number of right candidates to look for; they are then tried with fewer registers."""
 Tick = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one row of a table is for."""
+    """The calls that one row of a table serves: step, bits, head dimensions, plain or masked."""
 
     step: str
     bits: int
@@ -90,7 +90,7 @@ class Candidate:
 
 
 def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings]:
-    """All combinations whose accumulators can fit into registers.
+    """Lists all combinations whose accumulators can fit into registers.
 
     Args:
         slot: what they are for.
@@ -109,7 +109,7 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
 
 
 def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
-    """What the compiler is given for each form of the slot."""
+    """The compiler's input for each form of the slot."""
     kernel, _ = STEPS[slot.step]
     dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
     found = []

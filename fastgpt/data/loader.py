@@ -31,7 +31,7 @@ IGNORED = -100
 PREFETCHED = 4
 """Micro-batches that may wait, ready: enough to ride over a slow read."""
 JOIN_TIMEOUT_S = 10
-"""How long closing waits for a batch that is being read; the thread is a daemon."""
+"""Seconds that closing waits for a batch that is being read; the thread is a daemon."""
 
 
 class Loader:

@@ -29,8 +29,10 @@ _tried: dict[str, dict[str, int]] = {}
 
 
 def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, int]:
-    """What launches `step` on tensors like `x`: BLOCK_M, BLOCK_N, num_warps, num_stages, and where
-    a bound on registers lets two blocks share a multiprocessor, maxnreg.
+    """The settings that launch `step` on tensors like `x`.
+
+    They are BLOCK_M, BLOCK_N, num_warps, num_stages, and maxnreg where a bound on registers lets
+    two blocks share a multiprocessor.
 
     Args:
         step: "fwd", "dq" or "dkv".
@@ -69,7 +71,7 @@ def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, i
 
 
 def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
-    """Whether a row's settings are for a call of (step, bits, D, plain)."""
+    """True if a row's settings are for a call of (step, bits, D, plain)."""
     for key, value in zip(KEYS, call, strict=True):
         named = row.get(key, value)
         if value not in (named if isinstance(named, list) else [named]):

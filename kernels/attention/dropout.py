@@ -1,4 +1,4 @@
-"""Which attention weights are dropped: a pure function of (seed, batch, head, query, key).
+"""The dropout mask of attention weights: a pure function of (seed, batch, head, query, key).
 
 The kernels' backward draws the mask again in place of reading it, from other tiles and in another
 order. One call of Philox gives four words, and four weights use them: with bit 3 of i and of j

@@ -40,7 +40,7 @@ L2_BYTES = 32 << 20  # for the keys and values in flight; an A100 has 40 MB, an 
 
 
 class Options(NamedTuple):
-    """What the ops take beside tensors of numbers; see `kernels.attention.attention`."""
+    """The options of the attention ops; see `kernels.attention.attention`."""
 
     starts: Tensor | None
     ends: Tensor | None
@@ -329,7 +329,7 @@ def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
 
 
 def together_in_cache(x: Tensor, heads_each: float, num_heads: int) -> int:
-    """How many heads take turns: a power of two whose two (T, D) tensors fit into the L2 cache."""
+    """The number of heads that take turns: a power of two whose (T, D) tensors fit into the L2."""
     each = 2 * x.shape[1] * x.shape[3] * x.element_size() * heads_each
     return min(num_heads, 1 << max(0, math.floor(math.log2(L2_BYTES / each))))
 

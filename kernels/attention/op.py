@@ -32,7 +32,7 @@ def attention_mask(
     doc_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor | None:
-    """Which key each query sees: True where it may look, None where it sees everything.
+    """The attention mask: True where a query sees a key, None where it sees every key.
 
     The last query stands beside the last key: distance = i + Tk - Tq - j, query i and key j.
 

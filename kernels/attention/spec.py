@@ -1,4 +1,4 @@
-"""What `attention` and `attention_packed` are proved and measured by."""
+"""Specs of `attention` and `attention_packed`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -133,7 +133,7 @@ def forms(arch: int) -> Iterator[Case]:
 
 
 def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
-    """All three kernels with the masks that `masks` names."""
+    """A form of all three kernels with the masks that `masks` names."""
     B, T, H = 16, 1024, 12  # GPT-2's: of these only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {

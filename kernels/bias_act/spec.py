@@ -1,4 +1,4 @@
-"""What `bias_act` is proved and measured by."""
+"""Specs of `bias_act`."""
 
 import math
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """What GPTs launch; relu is relu_squared without the square. The costliest kind in fp32."""
+    """Forms that GPTs launch; relu is relu_squared without the square, fp32 the costliest kind."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
         yield form(kind, 3072, bf16, fp32)

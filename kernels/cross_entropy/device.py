@@ -55,7 +55,7 @@ def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
 
 @triton.jit
 def _scale(scale_ptr, row, stride_sm, target):
-    """What multiplies a row's gradient; NaN for an impossible target."""
+    """The factor of a row's gradient; NaN for an impossible target."""
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + row * stride_sm).to(tl.float32)

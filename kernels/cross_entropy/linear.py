@@ -57,7 +57,7 @@ On a CPU every logit counts as fp32: 256 tokens, more than which are no faster i
 
 
 class Settings(NamedTuple):
-    """What the ops are given beside tensors and reduction, in the order of their schemas."""
+    """Arguments of the ops beside tensors and reduction, in the order of their schemas."""
 
     of_x: bool
     """The gradient of x is wanted."""

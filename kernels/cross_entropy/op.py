@@ -32,7 +32,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def count(targets: Tensor, ignore_index: int) -> Tensor:
-    """How many targets count, () fp32, without waiting for them."""
+    """The number of targets that count, () fp32, computed without a host sync."""
     return (targets != ignore_index).sum(dtype=torch.float32)
 
 
@@ -292,6 +292,6 @@ def cross_entropy(
 
 
 def _rows_apart(logits: Tensor) -> bool:
-    """Whether columns of (M, V) logits are contiguous and no two rows share memory."""
+    """True if columns of (M, V) logits are contiguous and no two rows share memory."""
     (M, V), (row, column) = logits.shape, logits.stride()
     return (column == 1 or V == 1) and (abs(row) >= V or M <= 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """What a row's loss depends on beside logits and target; see `kernels.cross_entropy`."""
+    """Options of a row's loss; see `kernels.cross_entropy`."""
 
     valid_vocab: int
     ignore_index: int = -100

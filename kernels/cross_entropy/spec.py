@@ -1,4 +1,4 @@
-"""What the losses are proved and measured by.
+"""Specs of the losses.
 
 A problem has the sizes M, V and, for a head, C; "ignored", if some targets are to be, "bias" if a
 head has one; all else is an option of the op.

@@ -57,7 +57,7 @@ def decode_attention_ref(
 
 
 def visible_places(Tq: int, Tmax: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
-    """Which places of its cache each query sees: bool (B, Tq, Tmax)."""
+    """The mask of cache positions that each query sees: bool (B, Tq, Tmax)."""
     places = torch.arange(Tmax, device=lengths.device)
     last = lengths.clamp(0, Tmax)[:, None] - Tq + torch.arange(Tq, device=lengths.device)
     seen = places <= last[..., None]

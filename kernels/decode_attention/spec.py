@@ -1,4 +1,4 @@
-"""What `decode_attention` is proved and measured by."""
+"""Spec of `decode_attention`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +73,7 @@ def block_table(s: Problem) -> Tensor:
 
 
 def unused_places(s: Problem) -> Tensor:
-    """Which places of the caches no query may use: bool (B, T) or (pages, page)."""
+    """The mask of cache positions that no query may use: bool (B, T) or (pages, page)."""
     B, T, page = s["B"], s["T"], s.get("page")
     lengths = s.get("lengths", (T,) * B)
     if not page:

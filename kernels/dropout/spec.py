@@ -1,4 +1,4 @@
-"""What `dropout` is proved and measured by: it is random, and has no kernel."""
+"""Spec of `dropout`, which is random and has no kernel."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the four normalisations are proved and measured by."""
+"""Specs of the four normalisations."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time, and what the compiler makes of it; `kernels.aot` judges it."""
+"""Compilation ahead of time: configurations and their machine code; `kernels.aot` judges it."""
 
 import ast
 import functools
@@ -43,7 +43,7 @@ Forms = Callable[[int], Iterator[Case]]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the compiler is given for one launch."""
+    """The compiler's input for one launch."""
 
     arch: int
     label: str
@@ -60,14 +60,14 @@ class Config:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What a table or a rule chose: configurations that differ in nothing here are one."""
+        """Settings chosen by a table or a rule; configurations equal in these are one."""
         chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
         return self.arch, self.kernel, *sorted(chosen.items())
 
 
 @dataclass(slots=True)
 class Row:
-    """What the compiler made of a `Config`."""
+    """The compiler's result for a `Config`."""
 
     kernel: str
     arch: int
@@ -179,7 +179,7 @@ def _without_comments(function: Callable[..., object]) -> str:
 # --- compile --------------------------------------------------------------------------------------
 
 _configs: list[Config] = []
-"""What `compile_all` compiles: its processes are forks, because a kernel cannot be sent to one."""
+"""Configurations for the forked processes of `compile_all`, as a kernel cannot be sent to one."""
 
 
 def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:

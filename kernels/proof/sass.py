@@ -38,7 +38,7 @@ def _cuobjdump() -> str:
 
 
 def tensor_core_instructions(sass: str) -> dict[str, int]:
-    """How often each tensor-core instruction occurs in SASS."""
+    """Counts each tensor-core instruction in SASS."""
     found = re.findall(r"\s((?:HGMMA|QGMMA|HMMA|UTC[A-Z]*MMA)\b)[\w.]*\s", sass)
     return dict(sorted(Counter(found).items()))
 
@@ -48,7 +48,7 @@ def tensor_core_instructions(sass: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one GPU does in a clock, in instructions of a warp for each multiprocessor.
+    """A GPU's throughput: warp instructions per clock and multiprocessor.
 
     CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's peak
     for fp16, summed in fp32, over multiprocessors and clock.
@@ -91,7 +91,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What one warp does in one pass through an innermost loop of a kernel."""
+    """Instructions of a warp in one pass through an innermost loop of a kernel."""
 
     start: int
     units: dict[str, int]
@@ -103,16 +103,16 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a loop can reach if memory and latency cost nothing."""
+    """The speed of a loop if memory and latency cost nothing."""
 
     bound: str
     blocks: int
     """Resident on one multiprocessor."""
     clocks: float
-    """For one pass of one block's warps."""
+    """Clocks of one pass of one block's warps."""
     alone: float
-    """The same, of a block that is alone: products and what is done with them take turns, and a
-    warp issues at most every DEPENDENT clocks."""
+    """Clocks of a pass where a block is alone on its multiprocessor: products and what is done with
+    them take turns, and a warp issues at most every DEPENDENT clocks."""
     tflops: float
     gbytes: float
 

@@ -1,4 +1,4 @@
-"""What `rotary` is proved and measured by."""
+"""Spec of `rotary`."""
 
 from collections.abc import Iterator
 

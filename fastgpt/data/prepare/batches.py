@@ -40,7 +40,7 @@ class Part:
 
     text: str | bytes
     begins: bool
-    """Whether a document begins here."""
+    """True if a document begins with this piece."""
     split: str | None
     """Split of the text; None: the document's own hash says."""
 

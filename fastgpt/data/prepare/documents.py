@@ -35,13 +35,13 @@ class Piece:
     text: str | bytes
     """Content: text, or bytes of UTF-8 where the source is read raw."""
     begins: bool
-    """Whether a document begins here."""
+    """True if a document begins with this piece."""
     file: int
     """Index of its file in the source."""
     row: int
     """Row of the file after this piece, for `read_pieces`."""
     done: int
-    """How much of that file is behind it, in the units of `source_size`."""
+    """The part of the file that is read so far, in the units of `source_size`."""
 
 
 def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> Iterator[Piece]:
@@ -63,7 +63,7 @@ def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> It
 
 
 def source_size(source: Source) -> list[int]:
-    """How much each file holds: bytes, on disk; rows, for the hub."""
+    """The size of each file: bytes on disk, rows for the hub."""
     return [_size(file) for file in source.files]
 
 

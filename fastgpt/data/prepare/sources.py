@@ -88,7 +88,7 @@ class Source:
 
     @property
     def plain(self) -> bool:
-        """Whether these are texts as they are, not sets of documents."""
+        """True for plain texts, False for sets of documents."""
         return self.separator is None and all(file.format == "text" for file in self.files)
 
 

@@ -110,7 +110,7 @@ def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
 
 
 def _restore(saved: dict[str, Any]) -> Tokenizer:
-    """One of ours, from the content of its file."""
+    """Makes one of our tokenizers from the content of its file."""
     kind = saved["kind"]
     if kind == "bytes":
         return ByteTokenizer()

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def to_json(self) -> str:
-        """All that `load_tokenizer` needs to have this tokenizer again."""
+        """The JSON-able state from which `load_tokenizer` makes this tokenizer again."""
         ...
 
     def save(self, path: Path) -> None:

@@ -33,7 +33,7 @@ class ByteTokenizer(Tokenizer):
         return known.astype(np.uint8).tobytes().decode(errors="replace")
 
     def to_json(self) -> str:
-        """Its kind is all there is."""
+        """The state is the kind alone: bytes need no vocabulary."""
         return json.dumps({"kind": self.kind})
 
 
@@ -84,6 +84,6 @@ class CharTokenizer(Tokenizer):
         return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def to_json(self) -> str:
-        """Its kind and the vocabulary."""
+        """The state is the kind and the vocabulary."""
         # one string per character: two lone surrogates in one string would be read back as one
         return json.dumps({"kind": self.kind, "chars": list(self.chars)})
