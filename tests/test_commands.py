@@ -16,6 +16,7 @@ import pytest
 
 from fastgpt import cli
 from tests.commands import ROOT, commands, commands_in
+from tests.data.sets import gpt2_files
 
 pytestmark = pytest.mark.slow
 
@@ -133,8 +134,13 @@ def last_line(printed: str) -> str:
 @pytest.mark.parametrize(
     "command", [pytest.param(c, id=c.text) for c in FOUND if not exempt(c.text)]
 )
-def test_it_ends_well_and_says_so(command, checkout):
-    if RUN in (short := shortened(command.text)):
+def test_it_ends_well_and_says_so(command, checkout, request):
+    short = shortened(command.text)
+    if re.search("shakespeare|lecture", short):
+        request.getfixturevalue("shakespeare")
+    if re.search("data/mine|bench.data", short):
+        gpt2_files()
+    if RUN in short:
         run(shortened(f"python train.py baby --data.source mybook.txt --run-dir {RUN}"))
     if "data/mine" in short and "--out" not in short:
         run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")

@@ -13,7 +13,7 @@ import requests
 
 from fastgpt import display, prepare
 from fastgpt.data.prepare import batches, files, open_corpus
-from tests.data.sets import contents, split_ids, texts, write_documents
+from tests.data.sets import contents, gpt2_files, split_ids, texts, write_documents
 from tests.processes import ROOT, python
 from tests.trainer.runs import one_line_error
 
@@ -120,6 +120,8 @@ def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys,
 def test_disk_too_full_for_the_tokens_is_named_before_the_text_is_read(
     tmp_path, main, capsys, monkeypatch, tokenizer, least
 ):
+    if tokenizer == "gpt2":
+        gpt2_files()
     (tmp_path / "x.txt").write_text(TEXT)
     os.truncate(tmp_path / "x.txt", 10**9)  # a hole, which is never read
     free = mock.Mock(free=least - 1e6)
