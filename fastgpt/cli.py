@@ -112,13 +112,10 @@ def _unknown_recipe(given: str) -> UserError:
 
 def _resume_flags(given: list[str]) -> tuple[str | None, Path | None]:
     """--resume and --run-dir, which decide the default values of all other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--run-dir", "--run_dir", type=Path)
-    try:
-        known, _ = parser.parse_known_args(given)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}") from error
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?")
+    parser.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
+    known, _ = parser.parse_known_args(given)
     return known.resume, known.run_dir
 
 

@@ -3,13 +3,17 @@
 A command is a dataclass. Its field names are the flags, and the text below a field is its help.
 """
 
+import contextlib
 import difflib
+import io
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -37,7 +41,8 @@ class Flag:
     default: Any
     section: str
     """Docstring of the dataclass that has the field."""
-    choices: tuple[Any, ...]
+    kind: Any
+    """Type of the field, such as `int | None`."""
     positional: bool
 
     @property
@@ -54,6 +59,11 @@ class Flag:
         if self.positional:
             return []
         return list(dict.fromkeys(self.name.replace("[no-]", no) for no in ("", "no-")))
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Values of a `Literal` field; empty for other types."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def summary(self) -> str:
@@ -80,7 +90,7 @@ def parse(
     argv: Sequence[str],
     *,
     prog: str,
-    first: Sequence[str],
+    first: Sequence[str] = (),
     usage: str = "",
     default: T | None = None,
     about: str = "",
@@ -92,14 +102,14 @@ def parse(
         kind: the command's dataclass.
         argv: the arguments, without the command's own name.
         prog: the command's name.
-        first: fields that the short help shows, such as `model.num_layers`.
+        first: fields that the short help shows, such as `model.num_layers`; by default all.
         usage: what follows the command's name; by default the positional arguments and flags.
         default: the values of flags that are not given; by default the dataclass's.
         about: first paragraph of the help; by default the dataclass's docstring.
         more: last paragraph of the short help.
 
     Raises:
-        UserError: there is no such flag.
+        UserError: a flag or value is unknown, missing or of the wrong type.
     """
     flags = list(flags_of(kind, default))
     if "--version" in argv:
@@ -107,14 +117,30 @@ def parse(
         sys.exit()
     if "--help-all" in argv or "--help" in argv or "-h" in argv:
         start = [f"usage: {prog} {usage or _usage(flags)}", wrapped(about or kind.__doc__ or "")]
-        rest = _all(flags) if "--help-all" in argv else [_summaries(flags, first), wrapped(more)]
+        full = "--help-all" in argv or not first
+        rest = _all(flags) if full else [_summaries(flags, first), wrapped(more)]
         print("\n\n".join([*start, *rest]))
         sys.exit()
     options: dict[str, Any] = {} if default is None else {"default": default}
-    found, unknown = tyro.cli(kind, prog=prog, args=argv, return_unknown_args=True, **options)
-    if unknown:
+    options |= {"prog": prog, "return_unknown_args": True}
+    result = _tyro(kind, argv, **options)
+    if result is None:
+        raise refused(argv, flags)
+    found, unknown = result
+    if unknown and unknown[0].startswith("-"):
         raise unknown_flag(unknown[0].split("=")[0], flags)
+    if unknown:
+        raise UserError(f"unexpected argument {unknown[0]!r}; expected a --flag")
     return found
+
+
+def _tyro(kind: Any, argv: Sequence[str], **options: Any) -> Any:
+    """Result of tyro, or None where it refuses the arguments; its own message is not shown."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(kind, args=argv, **options)
+    except SystemExit:
+        return None
 
 
 def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]:
@@ -132,7 +158,7 @@ def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]
                 text=" ".join(texts.get(field.name, "").split()),
                 default=value,
                 section=kind.__doc__ or "",
-                choices=get_args(hint) if get_origin(hint) is Literal else (),
+                kind=get_args(hint)[0] if hasattr(hint, "__metadata__") else hint,
                 positional=_marked(hint, tyro.conf.Positional),
             )
 
@@ -188,6 +214,40 @@ def _all(flags: Sequence[Flag]) -> list[str]:
     if len(sections) == 1:  # its docstring is the command's, which stands above
         return [table(rows) for rows in sections.values()]
     return [f"{wrapped(section)}\n{table(rows)}" for section, rows in sections.items()]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def refused(argv: Sequence[str], flags: Iterable[Flag]) -> UserError:
+    """Error for arguments that tyro refuses: the first wrong value, else what is missing."""
+    flags = list(flags)
+    by_name = {name: flag for flag in flags for name in flag.spellings}
+    starts = [i for i, given in enumerate(argv) if given.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(argv)]):
+        name, equals, value = argv[start].partition("=")
+        flag = by_name.get(name.replace("_", "-"))
+        values = [value] if equals else list(argv[start + 1 : end])
+        if flag is None or isinstance(flag.default, bool):
+            continue
+        if not values:
+            return UserError(f"{name} needs a value: expected {_expected(flag)}")
+        if not any(_tyro(tuple[flag.kind], values[:count]) for count in range(1, len(values) + 1)):
+            return UserError(f"{name}: expected {_expected(flag)}, got {' '.join(values)!r}")
+    given = {argv[i].partition("=")[0].replace("_", "-") for i in starts}
+    given |= {f.name for f in flags if f.positional and argv and argv[0] not in given}
+    needed = [f.name for f in flags if f.default is MISSING and not given & {f.name, *f.spellings}]
+    return UserError(
+        f"missing {' and '.join(needed) or 'argument'}; --help describes the arguments"
+    )
+
+
+def _expected(flag: Flag) -> str:
+    if flag.choices:
+        return f"one of {', '.join(map(str, flag.choices))}"
+    names = {int: "an integer", float: "a number", Path: "a path", str: "a text"}
+    kinds = [names[kind] for kind in (flag.kind, *get_args(flag.kind)) if kind in names]
+    return " or ".join([*kinds, *["None"] * (NoneType in get_args(flag.kind))]) or str(flag.kind)
 
 
 # --- near names -----------------------------------------------------------------------------------

@@ -147,11 +147,16 @@ def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, ca
     ]
 
 
-@pytest.mark.parametrize("argv", [[], ["x.txt"], ["x.txt", "--out", "o", "--workers", "many"]])
-def test_wrong_command_line_exits_with_usage(argv, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        prepare.main(argv)
-    assert stopped.value.code == 2
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("", "missing SOURCE and --out; --help describes the arguments"),
+        ("x.txt", "missing --out; --help describes the arguments"),
+        ("x.txt --out o --workers many", "--workers: expected an integer or None, got 'many'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(argv, said, capfd):
+    assert one_line_error(capfd, prepare.main, argv.split()) == f"error: {said}\n"
 
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkeypatch):
