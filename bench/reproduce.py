@@ -68,28 +68,35 @@ SYSTEMS = (
     System(
         "A", "lecture-bigram", "a table of bigrams",
         (
-            Target(10_100, 2.49, note="the notes print no validation loss; 2.49 is what other runs"
-                   " of these settings gave"),
+            Target(10_100, 2.49, note="the published text has no validation loss; 2.49 is what"
+                   " other people's runs of these settings gave"),
             # single batches scatter by 0.07
-            Target(10_100, 2.45, band=0.15, key="train_loss", note="one batch"),
+            Target(10_100, 2.45, band=0.15, key="train_loss", note="training loss of one batch"),
         ),
     ),
     System("B", "lecture-head", "one attention head", (Target(1000, 2.5303), Target(4500, 2.4084))),
     System("C", "lecture-multihead", "four heads", (Target(4500, 2.2858),)),
-    System("D", "lecture-feedforward", "and a feed-forward layer", (Target(4500, 2.2411),)),
-    System("E", "lecture-residual", "three blocks, residual", (Target(4500, 2.1174),)),
-    System("F", "lecture-layernorm", "and LayerNorm", (Target(4500, 2.0819),)),
     System(
-        "H", "lecture-gpt-small", "a GPT, 4 layers of 64",
+        "D", "lecture-feedforward", "four heads and a feed-forward layer",
+        (Target(4500, 2.2411),),
+    ),
+    System(
+        "E", "lecture-residual", "three blocks with residual connections",
+        (Target(4500, 2.1174),),
+    ),
+    System("F", "lecture-layernorm", "three blocks with LayerNorm", (Target(4500, 2.0819),)),
+    System(
+        "H", "lecture-gpt-small", "a GPT, 4 layers of width 64",
         (Target(5000, 1.82, note="from the lecture's own run"),), seeds=(1337,),
     ),
     System(
-        "G", "lecture-gpt", "a GPT, 6 layers of 192, dropout",
+        "G", "lecture-gpt", "a GPT, 6 layers of width 192, dropout",
         (Target(1000, 1.7604), Target(2000, 1.5939)), seeds=(1337,),
     ),
     System(
-        "G'", "lecture-gpt-full", "the same of 384, context 256",
-        (Target(5000, 1.48, note="not in the notes themselves"),), seeds=(1337,), on_cpu=False,
+        "G'", "lecture-gpt-full", "like G with width 384, context 256",
+        (Target(5000, 1.48, note="reported elsewhere, not in the published text"),),
+        seeds=(1337,), on_cpu=False,
     ),
 )  # fmt: skip
 
@@ -257,13 +264,13 @@ def render(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines += ["", *notes]
     if rows:
         minutes = sum(row["seconds"] for row in rows) / 60
-        lines += ["", f"In all {minutes:.1f} minutes, whole processes."]
+        lines += ["", f"All runs together took {minutes:.1f} minutes, start-up included."]
     return "\n".join(lines) + "\n"
 
 
 def _machines(rows: list[dict[str, Any]]) -> list[str]:
     found = {
-        f"On {row['device']}; PyTorch {row['versions']['torch']}, commit {row['commit']}."
+        f"Measured on {row['device']}; PyTorch {row['versions']['torch']}, commit {row['commit']}."
         for row in rows
     }
     return [*sorted(found), ""] if found else []

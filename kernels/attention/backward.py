@@ -8,7 +8,7 @@ One kernel walks over the keys of a tile of queries and writes dQ, the other ove
 tile of keys and writes dK and dV. Nothing is added up across programs, so there are no atomics and
 every run gives the same bits; the price is 7 matrix products a tile instead of 5. Dropout with
 mask M and keep scale c: dP becomes c M * dP and dV = (c M * P)^T dO; delta stays as it is. The
-derivation is in docs/kernels.md.
+derivation is in docs/kernels/attention.md.
 
 Shapes
     as in attention_fwd; dout, dq: (B, Tq, H, D)   dk, dv: (B, Tk, K, D)   delta: (B, H, Tq) fp32

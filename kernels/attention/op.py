@@ -5,7 +5,7 @@ Shapes
     q: (B, Tq, H, D)   k, v: (B, Tk, K, D)   out: (B, Tq, H, D)
 Source
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023,
-    arXiv:2305.13245.  Backward and traffic: docs/kernels.md.
+    arXiv:2305.13245.  Backward and traffic: docs/kernels/attention.md.
 
 On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `forward` and `backward` run;
 anywhere else the plain form does. A gradient of a gradient raises where the

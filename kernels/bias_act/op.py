@@ -10,7 +10,7 @@ Math
     relu          max(z, 0)
     relu_squared  max(z, 0)^2
     swiglu        silu(first half of z) * second half of z, silu(g) = g / (1 + exp(-g))
-    Derivatives and traffic: docs/kernels.md.
+    Derivatives and traffic: docs/kernels/bias_act.md.
 Source
     GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2.  SwiGLU: Shazeer 2020,
     arXiv:2002.05202, eq. 6.  ReLU squared: So et al. 2021, arXiv:2109.08668, section 4.

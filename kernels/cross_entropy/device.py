@@ -4,7 +4,7 @@ Shapes
     M = rows, V = columns, of which `valid` count.  logits, dlogits: (M, V)   targets: (M,) integers
     losses: (M,) fp32   stats: (2, M) fp32, the largest logit and log sum exp(logit - largest)
     scale: () or (M,) fp32, by which a row's gradient is multiplied
-The math is derived in docs/kernels.md.
+The math is derived in docs/kernels/cross_entropy.md.
 
 One program a row. Each of its lanes keeps a largest logit and a sum of its own, over ROWS x LANES
 elements at a time: what is rescaled, and what lanes tell each other, is then a small part of the

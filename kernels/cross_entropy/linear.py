@@ -6,7 +6,8 @@ Shapes
     their place.
 Source
     That the logits of all tokens need never exist: Wijmans et al. 2024, arXiv:2411.09009, who
-    compute them once more in the backward. Traffic and what did not help: docs/kernels.md.
+    compute them once more in the backward. Traffic and what did not help:
+    docs/kernels/linear_cross_entropy.md.
 
 A loss that is one number has gradients known but for a factor, so the forward computes them while
 it has the logits: three matrix products a chunk and not four; the backward multiplies by the

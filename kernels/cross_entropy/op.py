@@ -6,7 +6,7 @@ Math
     With z the logits of the columns below `valid_vocab`, capped to softcap * tanh(z / softcap)
     where a cap is given, and lse = log sum exp(z), a row's loss is
         lse - (1 - label_smoothing) z[target] - label_smoothing mean(z) + z_loss lse**2
-    Gradient, traffic and what one pass takes: docs/kernels.md.
+    Gradient, traffic and what one pass takes: docs/kernels/cross_entropy.md.
 Source
     Smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7.  z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311, section 5.  Softmax in one pass: Milakov & Gimelshein 2018, arXiv:1805.02867.

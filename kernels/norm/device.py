@@ -4,7 +4,7 @@ Shapes
     M = rows, N = features.  x, residual, y, total, dy, dtotal, dx, dresidual: (M, N)
     weight, bias: (N,)   stats: (2, M) fp32, mean and rstd; RMSNorm (1, M), rstd alone
     P = programs of the backward; partials of dweight and dbias: (P, N) fp32
-The math is derived in docs/kernels.md.
+The math is derived in docs/kernels/norm.md.
 
 A pointer that is None is a constant to the compiler, and the code behind it is not there; CENTRED
 is what LayerNorm has over RMSNorm. M and P are never specialised, and no pointer depends on them:

@@ -4,7 +4,7 @@ Shapes
     x, residual, y: (..., N)   weight, bias: (N,)
 Source
     LayerNorm: Ba, Kiros, Hinton 2016, arXiv:1607.06450, eq. 4.  RMSNorm: Zhang & Sennrich 2019,
-    arXiv:1910.07467, eq. 4.  Backward and traffic: docs/kernels.md.
+    arXiv:1910.07467, eq. 4.  Backward and traffic: docs/kernels/norm.md.
 
 On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `kernels.norm.device` run;
 anywhere else the plain form does. Statistics are fp32 and the weights may be: activations in bf16
