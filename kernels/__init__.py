@@ -1,4 +1,4 @@
-"""The fused ops of a GPT's training step, a folder each: `fastgpt.kernels`.
+"""Fused Triton ops for the training step of a GPT, one folder for each op: `fastgpt.kernels`.
 
 In each folder `op` has the public function, its checks and its plain PyTorch reference
 (`<op>_ref`), `device` the Triton kernels and what launches them.

@@ -1,4 +1,4 @@
-"""`import kernels` in the repository's root: the modules of fastgpt.kernels, not a second copy.
+"""Makes `import kernels`, run in the repository's root, give the modules of fastgpt.kernels.
 
 Python finds the folder `kernels/` there first, and under that name. Executed once more, its files
 would register every op with torch twice; so the name `kernels` only leads to `fastgpt.kernels`.
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class _Same(Loader):
-    """Loads `kernels.x` as the module fastgpt.kernels.x itself."""
+    """Loads `kernels.x` as the module fastgpt.kernels.x itself, not as a second copy."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.spec = spec
@@ -30,10 +30,10 @@ class _Same(Loader):
         return importlib.import_module(self.spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # importlib has just put the other name's there
+        module.__spec__ = self.spec  # importlib has just replaced it
 
     def get_code(self, name: str) -> CodeType:
-        """The code that `python -m kernels.x` runs."""
+        """Returns the code that `python -m kernels.x` runs."""
         return self.spec.loader.get_code(self.spec.name)  # pyright: ignore
 
 
@@ -42,7 +42,7 @@ class _Finder(MetaPathFinder):
         top, _, rest = name.partition(".")
         try:
             found = find_spec(f"{OURS}.{rest}") if top == "kernels" else None
-        except ModuleNotFoundError:  # the other distribution's, in a folder that we do not have
+        except ModuleNotFoundError:  # a folder of the other distribution
             return None
         return found and spec_from_file_location(
             name,
@@ -53,10 +53,11 @@ class _Finder(MetaPathFinder):
 
 
 def stand_in(path: list[str]) -> Callable[[str], Any]:
-    """Makes the package being imported as `kernels` stand for ours; returns its `__getattr__`.
+    """Makes the package that is imported as `kernels` stand for ours; returns its `__getattr__`.
 
     Args:
-        path: its `__path__`, to which the folder of another distribution's `kernels` is added.
+        path: `__path__` of that package; the folder of another distribution named `kernels` is
+            appended to it.
     """
     ours = importlib.import_module(OURS)
     for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""Compiles every shipped configuration of every kernel, without a GPU, and judges the machine code.
+"""Compiles every shipped configuration of every kernel, without a GPU, and checks the machine code.
 
     python -m kernels.aot [--arch 80 90 100] [--only TEXT ...] [--changed] [--static] [--json FILE]
 
@@ -7,15 +7,15 @@ records what they would launch on a device of that arch, so what is compiled her
 launched there: the same table look-ups, constexprs, warps, stages and specialisations. A case also
 declares which tensor-core instruction its matrix products must become.
 
-A configuration is what a table or a rule chose for a kernel on an arch: block sizes, warps, stages,
+A configuration is chosen by a table or a rule for a kernel on an arch: block sizes, warps, stages,
 a bound on registers. A form is a configuration compiled for one dtype and set of options.
 
-Exits 1 on a spilled register, on more shared memory than the arch has, on a kernel without its
-declared instruction, and on more registers or shared memory than recorded in kernels/proof/
+The exit status is 1 for a spilled register, more shared memory than the arch has, a kernel without
+its declared instruction, and more registers or shared memory than recorded in kernels/proof/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
 The budget also keeps a fingerprint of each form's sources and settings: --changed compiles the
-forms whose fingerprint is another, and beside them one of each kernel and arch. --static adds what
-each main loop asks of each unit and the ceiling that sets (kernels.proof.sass).
+forms whose fingerprint differs, and one form of each kernel and arch. --static adds the load of
+each unit in each main loop and the speed limit that follows (kernels.proof.sass).
 """
 
 import argparse
@@ -36,7 +36,7 @@ from .specs import FORMS
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory one block can have: CUDA C++ Programming Guide, compute capabilities."""
+"""Bytes of shared memory a block can have: CUDA C++ Programming Guide, compute capabilities."""
 BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 
@@ -44,11 +44,11 @@ BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 
 Budget = dict[str, list[Any]]
-"""`Row.key` -> [registers, shared bytes, fingerprint]."""
+"""Recorded limits: `Row.key` -> [registers, shared bytes, fingerprint]."""
 
 
 def judge(row: Row, budget: Budget) -> list[str]:
-    """Lists what is wrong with a row."""
+    """Lists what is wrong with a compiled configuration."""
     if row.error:
         return [f"does not compile: {row.error}"]
     problems = []
@@ -73,12 +73,14 @@ def triton_minor() -> str:
 
 
 def read_budgets(path: Path) -> dict[str, dict[str, Budget]]:
-    """{Triton's minor version: {arch: its budget}}."""
+    """Reads the recorded budgets: {minor version of Triton: {arch: budget}}."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def record(rows: Iterable[Row], path: Path) -> None:
-    """Writes what the rows use as the budget of this version of Triton; other keys stay."""
+    """Saves the resources that the rows use as the budget of this version of Triton; keeps other
+    keys.
+    """
     budgets = read_budgets(path)
     mine = budgets.setdefault(triton_minor(), {})
     for row in rows:
@@ -90,7 +92,7 @@ def record(rows: Iterable[Row], path: Path) -> None:
             ]
     path.parent.mkdir(exist_ok=True)
     text = json.dumps(budgets, indent=1, sort_keys=True)
-    text = re.sub(r'\[\s+(\d+),\s+(\d+),\s+("\w*")\s+\]', r"[\1, \2, \3]", text)  # a row a line
+    text = re.sub(r'\[\s+(\d+),\s+(\d+),\s+("\w*")\s+\]', r"[\1, \2, \3]", text)  # one line a row
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -114,7 +116,9 @@ def _aligned(lines: list[tuple[str, ...]]) -> str:
 
 
 def static_table(rows: Iterable[Row]) -> str:
-    """Instructions of a warp in one pass of each innermost loop, and the ceiling they set."""
+    """Lays out the instructions of a warp in one pass of each innermost loop, and the loop's
+    ceiling.
+    """
     units = (*UNITS, "alu", "uniform")
     lines = [("kernel", "arch", "configuration", "loop", *units,
               "blocks/SM", "warps/SM", "bound", "clocks", "TFLOP/s", "GB/s")]  # fmt: skip
@@ -140,14 +144,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
-    add("--only", nargs="+", default=[""], metavar="TEXT", help="rows that contain one")
-    add("--changed", action="store_true", help="one of each kernel and arch, and what changed")
-    add("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    add("--static", action="store_true", help="each main loop's units and ceiling")
-    add("--record", action="store_true", help="make the rows the budget")
-    add("--budget", type=Path, default=BUDGET, help="other than the shipped one")
-    add("--modules", nargs="+", metavar="NAME", help="compile these modules' `forms`, not ours")
-    add("--jobs", type=int, default=os.cpu_count(), help="compile at a time")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
+    add("--changed", action="store_true", help="what changed, and one form of each kernel")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    add("--static", action="store_true", help="show the speed limit of each main loop")
+    add("--record", action="store_true", help="save these rows as the new budget")
+    add("--budget", type=Path, default=BUDGET, help="file of the budget (default: the shipped one)")
+    add("--modules", nargs="+", metavar="NAME", help="compile the `forms` of these modules")
+    add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
     return parser.parse_args(argv)
 
 
@@ -166,7 +170,7 @@ def select(args: argparse.Namespace) -> list[Config]:
 
 
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
-    """True if the budget has no row for the configuration, or one of other code."""
+    """Returns True if the budget lacks the configuration or has another fingerprint for it."""
     row = recorded.get(str(config.arch), {}).get(config.key, [])
     return row[2:] != [fingerprint(config)]
 
@@ -174,7 +178,7 @@ def changed(config: Config, recorded: dict[str, Budget]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if INTERPRETING:
-        print("kernels.aot: unset TRITON_INTERPRET; the interpreter compiles nothing")
+        print("kernels.aot: unset TRITON_INTERPRET, because the interpreter compiles nothing")
         return 2
     configs = select(args)
     if not configs:

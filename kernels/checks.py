@@ -1,4 +1,4 @@
-"""Checks of the public ops' arguments, made before anything is launched."""
+"""Argument checks of the public ops, made before any kernel is launched."""
 
 import math
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""The floating dtypes that kernels take; all kernels compute in fp32."""
+"""Floating dtypes that the kernels accept; all kernels compute in fp32."""
 INTEGERS = (torch.int32, torch.int64)
 MAX_D = 256
-"""The largest head dimension."""
+"""Largest head dimension."""
 
 
 def padded(D: int) -> int:
-    """The columns of a tile that holds rows of D numbers: a power of two, and 16 at least."""
+    """Returns the columns of a tile that holds rows of D numbers: a power of two, at least 16."""
     return max(16, 1 << (D - 1).bit_length())
 
 
@@ -28,12 +28,9 @@ def check_like(
     """Raises ValueError unless x has this shape, one of `dtypes` and the device of another tensor.
 
     Args:
-        name: that x has in the message.
-        x: what is checked.
-        shape: expected.
-        dtypes: expected.
-        like: on whose device x is expected.
-        called: the name of `like`.
+        name: how the message calls x.
+        like: the tensor on whose device x is expected.
+        called: how the message calls `like`.
     """
     if x.shape != shape:
         raise ValueError(f"{name}: expected {tuple(shape)}, got {tuple(x.shape)}")
@@ -50,7 +47,7 @@ def check_float(
 ) -> None:
     """Raises ValueError unless x is fp32, fp16 or bf16, of `shape`, on the device of `like`.
 
-    `like` is the op's first argument, called x. For that one the dtype alone is checked: give
+    `like` is the op's first argument, called x. To check x itself, whose dtype alone matters, pass
     neither a shape nor `like`.
     """
     shape = x.shape if shape is None else shape
@@ -58,7 +55,7 @@ def check_float(
 
 
 def check_head(name: str, x: Tensor) -> None:
-    """Raises ValueError unless kernels take x (..., D): its dtype, and its head dimension D."""
+    """Raises ValueError unless the kernels accept the dtype and head dimension of x (..., D)."""
     if x.dtype not in DTYPES:
         raise ValueError(f"{name}: expected fp32, fp16 or bf16, got {x.dtype}")
     if not 1 <= x.shape[-1] <= MAX_D:
@@ -78,16 +75,16 @@ def check_qkv(
     Args:
         q: (B, Tq, H, D).
         k: (B, Tk, K, D) like q, where K divides H.
-        v: the same shape.
-        names: what messages call k and v.
-        paged: they are (pages, page, K, D) instead.
+        v: shape of `k`.
+        names: how the messages call k and v.
+        paged: k and v are (pages, page, K, D) instead.
     """
     if q.dim() != 4:
         raise ValueError(f"q: expected (B, Tq, H, D), got {tuple(q.shape)}")
     B, _, H, D = q.shape
     for name, x in zip(names, (k, v), strict=True):
         if x.dim() != 4 or x.shape[3] != D or x.shape != k.shape or not (paged or len(x) == B):
-            # written here alone: a size that becomes text is a constant to torch.compile
+            # formatted only here: torch.compile specialises on a size that becomes text
             first = "pages, page" if paged else f"{B}, Tk"
             raise ValueError(
                 f"{name}: expected ({first}, K, {D}) for q {tuple(q.shape)}, the same in "

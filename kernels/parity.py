@@ -1,12 +1,12 @@
-"""The one tolerance rule: an op may be about as far from the truth as PyTorch itself is.
+"""The tolerance rule of all checks: an op may be about as far from the truth as PyTorch itself is.
 
 The truth is the same computation in a wider dtype. For every output and every gradient:
 
     largest error       <= 2 x PyTorch's + one ulp of the largest true value
     relative L2 error   <= 1.5 x PyTorch's + half an ulp of 1
 
-so that nobody chooses a tolerance: `tests/parity.py` asserts it, and `bench` refuses a time to what
-breaks it. bf16 alone hides what is wrong by 1 %: test fp32 as well.
+so that no tolerance has to be chosen: `tests/parity.py` asserts the rule, and `bench` does not time
+an implementation that breaks it. bf16 alone hides errors of 1 %: test fp32 as well.
 """
 
 import math
@@ -18,13 +18,13 @@ from torch import Tensor
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 Draw = Callable[[int, Tensor], Tensor]
 
-# In fp32 the error is the order of summation and not the rounding of the result; PyTorch's may
+# In fp32 the error comes from the order of summation, not from rounding the result; PyTorch's may
 # happen to be 0. Eight ulp are 1e-6: four orders of magnitude below an error of 1 %.
 ULPS = {torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Distance from `value` to the next larger number of `dtype`."""
+    """Returns the distance from `value` to the next larger number of `dtype`."""
     tiny = torch.finfo(dtype).smallest_normal
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), tiny)))
 
@@ -35,13 +35,13 @@ def complaints(
     truth: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> list[str]:
-    """A line for each error beyond the rule; all three are from `outputs_and_gradients`.
+    """Returns a line for each error beyond the rule, from three results of `outputs_and_gradients`.
 
     Args:
-        got: of the op that is judged.
-        torchs: PyTorch's own, in `dtype`.
-        truth: in a wider dtype.
-        dtype: that the op was given.
+        got: results of the op that is checked.
+        torchs: PyTorch's own results, in `dtype`.
+        truth: results in a wider dtype.
+        dtype: dtype of the op's inputs.
     """
     wrong = []
     for name, true in truth.items():
@@ -59,7 +59,7 @@ def complaints(
 
 
 def errors(a: Tensor, true: Tensor) -> tuple[float, float]:
-    """(largest absolute, relative L2) error of `a`."""
+    """Returns the (largest absolute, relative L2) error of `a`."""
     difference = a.to(true.dtype) - true
     norm = true.norm().item()
     return difference.abs().max().item(), difference.norm().item() / (norm or 1.0)
@@ -72,10 +72,9 @@ def outputs_and_gradients(
 
     Args:
         op: called as op(*inputs, **options); returns a tensor or several.
-        inputs: all floating ones get a gradient, if one is drawn.
-        dtype: they are cast to it, strides kept: the op meets the very layout it was given.
-        draw: (number, output) -> the gradient that comes from above; None: of an op without.
-        options: handed on.
+        inputs: tensors; all floating ones get a gradient, if `draw` is given.
+        dtype: the inputs are cast to it, strides kept, so the op meets the layout it was given.
+        draw: (number, output) -> upstream gradient; None for an op without a backward.
     """
     leaves = {
         name: x.detach().to(dtype).requires_grad_(draw is not None) if x.is_floating_point() else x

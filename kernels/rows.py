@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as (M, N) with contiguous columns: a view wherever strides allow it, else a copy."""
+    """Returns x as (M, N) with contiguous columns: a view where strides allow it, else a copy."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def row_blocks(n: int, elements: int) -> tuple[int, int]:
-    """(columns, rows) of a block that spans `n` columns and has about `elements` elements."""
-    block_n = max(64, 1 << (n - 1).bit_length())  # no narrower: a size more is one more to prove
+    """Returns (columns, rows) of a block of about `elements` elements that spans `n` columns."""
+    block_n = max(64, 1 << (n - 1).bit_length())  # not narrower: each size must be tested
     return block_n, max(1, min(16, elements // block_n))
 
 

@@ -1,8 +1,8 @@
-"""The runtime of all Triton ops: where kernels run, how they are launched and registered.
+"""Runtime of all Triton ops: where kernels run, and how they are launched and registered.
 
 An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can record them in place of running them:
+launch through `launch` alone, which counts launches and can record them instead of running them:
 `kernels.aot` compiles exactly what it records. Nothing here imports triton, which macOS lacks.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-# Triton itself reads the variable when it is imported, so a later change of it means nothing.
+# Triton itself reads the variable when it is imported, so a later change has no effect.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 LAUNCHES: Counter[str] = Counter()
@@ -29,19 +29,19 @@ LAUNCHES: Counter[str] = Counter()
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """True if Triton kernels run on tensors of `device`: CUDA, or anything being interpreted."""
+    """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
     return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _recorder is not None
 
 
 def arch(device: torch.device) -> int:
-    """Compute capability as one number (90 for sm_90); 0 in the interpreter."""
+    """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
     if _recorder is not None:
         return _recorder.arch
     return _cuda(device.index)[0] if device.type == "cuda" else 0
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`; 2 in the interpreter, so that loops over rows loop."""
+    """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
     if _recorder is not None:
         return 132
     return _cuda(device.index)[1] if device.type == "cuda" else 2
@@ -54,7 +54,7 @@ def _cuda(index: int | None) -> tuple[int, int]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast wants of a matrix product of x; that of x where autocast is off."""
+    """Returns the dtype that autocast gives a matrix product of x; x's own if autocast is off."""
     kind = x.device.type
     if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -62,7 +62,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """A context in which products of tensors on x's device keep the dtype that they are given."""
+    """Returns a context in which products of tensors on x's device keep their inputs' dtype."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
@@ -71,7 +71,7 @@ def without_autocast(x: Tensor) -> torch.autocast:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A recorded launch: a `@triton.jit` function and what it was called with."""
+    """A recorded launch: a `@triton.jit` function and its arguments."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ _recorder: _Recorder | None = None
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
-    """Collects launches as if the device were of `arch`, and runs none; use with meta tensors."""
+    """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     global _recorder
     before, _recorder = _recorder, _Recorder(arch)
     try:
@@ -131,18 +131,18 @@ def define_op(
 ) -> Callable[..., Any]:
     """Registers an op with torch and returns the function that calls it with positional arguments.
 
-    A call crosses torch's dispatcher only where something listens there: torch.compile, fake
+    A call goes through torch's dispatcher only where something listens there: torch.compile, fake
     tensors, dispatch modes (selective checkpointing, FLOP counters). Otherwise it goes straight to
-    an autograd function of the same `setup_context` and `backward`, which costs the host less.
+    an autograd function with the same `setup_context` and `backward`, which takes less host time.
 
     Args:
         schema: "name(Tensor x, ...) -> (Tensor, ...)", as torch.library.define takes it; outputs
             must not alias inputs or each other.
         impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
-        fake: shapes, strides and dtypes of the outputs, for the same arguments.
+        fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
         setup_context: (ctx, inputs, output); saves what `backward` needs.
-        backward: (ctx, *gradients of the outputs, None where there is none), one gradient an
-            input; without it, a backward through the op raises.
+        backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
+            each input; without it, a backward through the op raises.
 
     Returns:
         Callable: the op.
@@ -186,9 +186,10 @@ def define_op(
 
 
 def undisturbed(*args: Any) -> bool:
-    """True if nothing but autograd would see a call with these arguments at torch's dispatcher.
+    """Returns True if only autograd would see a call with these arguments at torch's dispatcher.
 
-    While launches are recorded nobody is asked: what is recorded is what runs where none listens.
+    While launches are recorded this is True: a recording is of the code that runs without a
+    listener.
     """
     if _recorder is not None:
         return True
@@ -199,5 +200,5 @@ def undisturbed(*args: Any) -> bool:
 
 
 def _nobody_listens(args: tuple[Any, ...]) -> bool:
-    """True if a call may go straight to the kernels."""
+    """Returns True if a call may go straight to the kernels."""
     return undisturbed(*args) and runs_kernels(args[0].device)

@@ -1,4 +1,4 @@
-"""The list of all specs and shipped forms: a line for each op's folder."""
+"""List of all specs and shipped forms, with a line for each op's folder."""
 
 from .attention.spec import SPECS as ATTENTION
 from .bias_act.spec import SPECS as BIAS_ACT
@@ -15,4 +15,4 @@ SPECS: dict[str, Spec] = {
     for spec in specs
 }
 FORMS = tuple(dict.fromkeys(spec.forms for spec in SPECS.values()))
-"""The configurations that ship; see `Spec.forms`."""
+"""Functions that yield the configurations that ship; see `Spec.forms`."""

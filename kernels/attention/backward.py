@@ -1,4 +1,4 @@
-"""Attention's backward, which computes the weights again from the row statistics.
+"""Backward pass of attention, which computes the weights again from the row statistics.
 
 With P the weights, dP = dO V^T and delta = rowsum(dO * O):
 
@@ -17,7 +17,7 @@ Source
 """
 
 # pyright: reportGeneralTypeIssues=false
-# (it takes what a @triton.jit function returns to another for NoReturn)
+# (it infers NoReturn for the result of a nested @triton.jit call)
 
 import torch
 import triton
@@ -59,7 +59,7 @@ def _attention_bwd_dq_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, and delta, for which dO is at hand."""
+    """Computes dQ of one tile of queries, and delta, because dO is already loaded."""
     batch, h, bh, start_m = query_tile(Tq, num_heads, together, H, CAUSAL, BLOCK_M)
     k_ptr += batch * stride_kb + (h // GROUP) * stride_kh
     v_ptr += batch * stride_vb + (h // GROUP) * stride_vh
@@ -113,7 +113,10 @@ def _query_parts(
     start_n, batch, Tq, Tk, window, starts_ptr, ends_ptr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`tile_parts` of the queries that see a tile of keys; places until the last lines."""
+    """Returns `tile_parts` of the queries that see a tile of keys.
+
+    Until the last lines, queries are counted by their positions among the keys.
+    """
     first, last = start_n, tl.minimum(start_n + BLOCK_N, Tk) - 1
     shift = Tk - Tq
     lo, full_lo, full_hi, hi = shift, shift, Tk, Tk
@@ -148,9 +151,9 @@ def _attention_bwd_dkv_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys, summed over the query heads that share it."""
+    """Computes dK and dV of one tile of keys, summed over the query heads that share it."""
     K: tl.constexpr = H // GROUP
-    # Where causal, the first tiles are seen by most queries: heavy tiles start first as they are.
+    # With a causal mask the first tiles are seen by most queries, so heavy tiles start first.
     tile, bk = schedule(tl.cdiv(Tk, BLOCK_N), num_heads, together)
     batch, hk = bk // K, bk % K
     start_n = tile * BLOCK_N

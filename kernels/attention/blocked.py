@@ -1,4 +1,4 @@
-"""Causal attention as plain matrix products over blocks of queries: the fast way on a CPU.
+"""Causal attention as plain matrix products over blocks of queries, which is fast on a CPU.
 
 A block of queries meets only the keys up to its own end, so about half the square is never
 computed, and each block's scores stay in cache. PyTorch's fused CPU attention runs its products at
@@ -17,7 +17,7 @@ from .op import attention_mask
 
 
 def _blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
-    """(first key, first query, end) of each block; 64 rows (long T: 128) measured fastest."""
+    """Yields (first key, first query, end) of each block of 64 rows (128 for long T: measured)."""
     rows = 64 if T <= 512 else 128
     starts = range(0, T, rows)
     return [
@@ -99,21 +99,20 @@ def attention_blocked(
     dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """Causal self-attention on CPU tensors, forward and backward; `kernels.attention.attention_ref`
-    is its contract.
+    """Computes causal self-attention on CPU tensors; the result is that of `attention_ref`.
 
     Args:
         q: (B, T, H, D), fp32 | bf16 | fp16, any strides.
         k: (B, T, K, D), dtype of `q`; H is a multiple of K.
         v: (B, T, K, D), dtype of `q`.
         scale: factor on the scores; D**-0.5 by default.
-        window: see only the last `window` keys, the query's own place included.
+        window: a query sees the last `window` keys only, its own position included.
         dropout_p: probability with which each attention weight is dropped.
-        doc_ids: (B, T) integers, non-decreasing in each row; no look across documents.
+        doc_ids: (B, T) integers, non-decreasing in each row; queries see their own document only.
 
     Returns:
-        Tensor: (B, T, H, D), dtype of `q`. The weights are kept for the backward: B*H*T*T/2
-        elements or so.
+        Tensor: (B, T, H, D), dtype of `q`. The weights, about B*H*T*T/2 elements, are kept for the
+        backward.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or `k` has another length than `q`.

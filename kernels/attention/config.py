@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages of attention's kernels: tables in `tuning/`, one a GPU kind.
+"""Block sizes, warps and stages of attention's kernels: tables in `tuning/`, one for each GPU kind.
 
 The first row counts whose settings, as far as it names them, are those of the call (a list names
 several):
@@ -29,7 +29,7 @@ _tried: dict[str, dict[str, int]] = {}
 
 
 def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, int]:
-    """The settings that launch `step` on tensors like `x`.
+    """Returns the settings with which to launch `step` on tensors like `x`.
 
     They are BLOCK_M, BLOCK_N, num_warps, num_stages, and maxnreg where a bound on registers lets
     two blocks share a multiprocessor.
@@ -38,7 +38,7 @@ def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, i
         step: "fwd", "dq" or "dkv".
         x: any of q, k, v.
         meta: the constexprs of the launch.
-        arch: see `runtime.arch`.
+        arch: compute capability as one number, see `runtime.arch`.
 
     Returns:
         dict[str, int]: to be added to `meta`.
@@ -53,7 +53,7 @@ def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, i
 
 @contextmanager
 def trying(step: str, settings: dict[str, int]) -> Iterator[None]:
-    """Launches `step` with these settings in place of the table's; only the tuner does that."""
+    """Launches `step` with these settings instead of the table's, while the tuner measures them."""
     _tried[step] = settings
     try:
         yield
@@ -63,7 +63,7 @@ def trying(step: str, settings: dict[str, int]) -> Iterator[None]:
 
 @functools.cache
 def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, int]:
-    """The settings of the table's row for such a call."""
+    """Returns the settings of the table's row for such a call."""
     if arch == 0:  # interpreted: small, and of two sizes, so that short inputs show both
         return {"BLOCK_M": 32, "BLOCK_N": 64} if step == "dkv" else {"BLOCK_M": 64, "BLOCK_N": 32}
     row = next(row for row in rows(arch) if serves(row, (step, bits, D, plain)))
@@ -71,7 +71,7 @@ def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, i
 
 
 def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
-    """True if a row's settings are for a call of (step, bits, D, plain)."""
+    """Returns True if a row of the table applies to a call of (step, bits, D, plain)."""
     for key, value in zip(KEYS, call, strict=True):
         named = row.get(key, value)
         if value not in (named if isinstance(named, list) else [named]):
@@ -81,12 +81,12 @@ def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
 
 @functools.cache
 def rows(arch: int) -> list[dict[str, Any]]:
-    """The table of an arch; of an unknown one the safe table, which is said once."""
+    """Reads the table of an arch; an untuned arch gets the safe table, with one warning."""
     path = table_path(arch)
     if path.stem == "default":
         warnings.warn(
-            f"attention was never tuned for sm_{arch}; it runs there in a safe configuration, "
-            f"not a fast one. Tuned: {', '.join(sorted(p.stem for p in TUNING.glob('sm_*')))}",
+            f"attention was never tuned for sm_{arch}, so it runs with safe settings, "
+            f"not fast ones. Tuned: {', '.join(sorted(p.stem for p in TUNING.glob('sm_*')))}",
             stacklevel=2,
         )
     return json.loads(path.read_text(encoding="utf-8"))["attention"]

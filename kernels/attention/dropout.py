@@ -1,4 +1,4 @@
-"""The dropout mask of attention weights: a pure function of (seed, batch, head, query, key).
+"""Dropout mask of attention weights: a pure function of (seed, batch, head, query, key).
 
 The kernels' backward draws the mask again in place of reading it, from other tiles and in another
 order. One call of Philox gives four words, and four weights use them: with bit 3 of i and of j
@@ -20,12 +20,14 @@ _WORD = 0xFFFFFFFF
 
 
 def drop_below(p: float) -> int:
-    """The least signed 32-bit word that is kept; `p` in [0, 1) is rounded to 2**-32."""
+    """Returns the least signed 32-bit word that is kept; `p` in [0, 1) is rounded to 2**-32."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def philox(c: list[Tensor], key: list[int | Tensor]) -> list[Tensor]:
-    """Four words of Philox4x32 for a counter and a key, of four and two 32-bit numbers in int64."""
+    """Computes four words of Philox4x32 from a counter and a key: four and two 32-bit numbers in
+    int64.
+    """
     for _ in range(ROUNDS):
         # int64 products wrap, which keeps all 64 bits of the unsigned product
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -45,17 +47,17 @@ def attention_dropout_mask(
     seed: int | Tensor,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The mask that `attention` uses for `dropout_p=p, dropout_seed=seed`, in plain PyTorch.
+    """Returns the mask that `attention` uses for `dropout_p=p, dropout_seed=seed`, in plain
+    PyTorch.
 
     Args:
         shape: (B, H, Tq, Tk).
         p: probability with which a weight is dropped, in [0, 1).
         seed: int, or int64 tensor (1,) on `device`.
-        device: where the mask is made.
 
     Returns:
-        Tensor: bool (B, H, Tq, Tk), True where a weight is kept. Needs about 50 bytes an element
-        on the way: for tests and small shapes.
+        Tensor: bool (B, H, Tq, Tk), True where a weight is kept. It takes about 50 bytes for each
+        element while it is computed: for tests and small shapes.
     """
     B, H, Tq, Tk = shape
     head = torch.arange(B * H, device=device).view(B, H, 1, 1)

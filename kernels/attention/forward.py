@@ -1,4 +1,4 @@
-"""Attention's forward: its kernel and what launches it, and what the backward shares with it.
+"""Forward pass of attention: its kernel, its launch, and the code that the backward shares with it.
 
 A query's place is its distance from the first key: place = i + Tk - Tq, so that the last query
 stands beside the last key. Every mask is an interval: query at place p sees the keys [lo, hi) with
@@ -20,7 +20,7 @@ Source
 """
 
 # pyright: reportGeneralTypeIssues=false
-# (it takes what a @triton.jit function returns to another for NoReturn)
+# (it infers NoReturn for the result of a nested @triton.jit call)
 
 import math
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ L2_BYTES = 32 << 20  # for the keys and values in flight; an A100 has 40 MB, an 
 
 
 class Options(NamedTuple):
-    """The options of the attention ops; see `kernels.attention.attention`."""
+    """Options of the attention ops; see `kernels.attention.attention`."""
 
     starts: Tensor | None
     ends: Tensor | None
@@ -51,12 +51,12 @@ class Options(NamedTuple):
     dropout_p: float
 
     def scales(self, q: Tensor) -> tuple[float, float]:
-        """The factor on the scores, and the same for powers of 2."""
+        """Returns the factor on the scores, and that factor for exponents of 2 instead of e."""
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         return scale, scale * LOG2E
 
     def dropout(self) -> tuple[int, float]:
-        """The least signed word that is kept, and 1 / the share that is kept."""
+        """Returns the least signed word that is kept, and 1 / (share of weights that is kept)."""
         return drop_below(self.dropout_p), 1 / (1 - self.dropout_p)
 
 
@@ -65,7 +65,9 @@ class Options(NamedTuple):
 
 @triton.jit
 def schedule(num_tiles, num_heads, together):
-    """(tile, head): `together` heads take turns tile by tile, so that theirs is what L2 holds."""
+    """Picks this program's (tile, head); `together` heads alternate, so that their tensors stay in
+    L2.
+    """
     pid = tl.program_id(0)
     group = pid // (num_tiles * together)
     first = group * together
@@ -78,10 +80,10 @@ def schedule(num_tiles, num_heads, together):
 def query_tile(
     Tq, num_heads, together, H: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """(batch, head, both as one number, first query) of this program."""
+    """Picks this program's (batch, head, both as one number, first query)."""
     num_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, bh = schedule(num_tiles, num_heads, together)
-    if CAUSAL:  # the last queries see most keys: started last, they would be waited for
+    if CAUSAL:  # start with the last queries, which see most keys
         tile = num_tiles - 1 - tile
     return bh // H, bh % H, bh, tile * BLOCK_M
 
@@ -91,9 +93,10 @@ def query_tile(
 
 @triton.jit
 def tile_parts(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
-    """(a, b, c, both): tiles from b to c need no mask, `masked_start` walks over the others.
+    """Splits a range into tiles with and without a mask: (a, b, c, number of masked tiles).
 
-    Some row of the other side sees [lo, hi), all of them see [full_lo, full_hi).
+    Tiles from b to c need no mask; `masked_start` gives the others. Some row of the other side sees
+    [lo, hi), all of them see [full_lo, full_hi).
     """
     a = lo // BLOCK * BLOCK
     d = tl.cdiv(tl.maximum(hi, a), BLOCK) * BLOCK
@@ -104,15 +107,17 @@ def tile_parts(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_start(t, a, b, c, SPLIT: tl.constexpr):
-    """Tile t, 0 <= t < both, of [a, b) and then of what begins at c: one loop, not two, because
-    each costs registers. Without SPLIT all masked tiles lie together, from a on.
+    """Returns the start of masked tile t, 0 <= t < both.
+
+    Tiles of [a, b) come first, then those from c on, in one loop, because a second loop costs
+    registers. Without SPLIT all masked tiles are adjacent and start at a.
     """
     return a + t + tl.where(t >= b - a, c - b, 0) if SPLIT else a + t
 
 
 @triton.jit
 def document(starts_ptr, ends_ptr, offs, mask, DOCS: tl.constexpr):
-    """(start, end) of the documents of some places; meaningless where there are none."""
+    """Loads (start, end) of the documents of some positions; without DOCS the values are unused."""
     start, end = offs, offs
     if DOCS:
         start = tl.load(starts_ptr + offs, mask=mask, other=0)
@@ -125,7 +130,7 @@ def key_parts(
     start_m, batch, Tq, Tk, window, starts_ptr, ends_ptr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`tile_parts` of the keys that a tile of queries sees."""
+    """Returns `tile_parts` of the keys that a tile of queries sees."""
     first = start_m + (Tk - Tq)
     last = tl.minimum(start_m + BLOCK_M, Tq) - 1 + (Tk - Tq)
     lo, full_lo, full_hi, hi = 0, 0, Tk, Tk
@@ -151,8 +156,11 @@ def visible(
     place, key, start, end, other, Tk, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Whether `place` sees `key`; [start, end) is the document of the one, `other` the other."""
-    # causal: places end at Tk - 1, and what lies past Tk is not stored
+    """Computes the mask: True where `place` sees `key`.
+
+    [start, end) is the document of one of the two, `other` the position of the other one.
+    """
+    # causal: positions end at Tk - 1, and rows past Tk are not stored
     keep = key <= place if CAUSAL else key < Tk
     if WINDOW:
         keep = keep & (key > place - window)
@@ -169,7 +177,7 @@ def load_rows(
     ptr, stride, first, T,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows first.. of a (T, D) matrix as (ROWS, BLOCK_D); what lies outside reads as 0."""
+    """Loads rows first.. of a (T, D) matrix as (ROWS, BLOCK_D), with 0 outside of it."""
     offs_r = first + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     # int64 from the first multiply: row * stride passes 2**31 in long or oddly strided tensors
@@ -188,7 +196,7 @@ def load_rows(
 def store_rows(
     ptr, stride, first, T, x, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Stores `x` (ROWS, BLOCK_D) as rows first.. of a (T, D) matrix; what lies outside is left."""
+    """Stores `x` (ROWS, BLOCK_D) as rows first.. of a (T, D) matrix; skips what lies outside."""
     offs_r = first + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     ptrs = ptr + offs_r.to(tl.int64)[:, None] * stride + offs_d[None, :]
@@ -205,7 +213,9 @@ _ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def _spread(a, b, c, d, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(ROWS, COLS) whose element (i, j) is of a, b, c, d by bit 3 of i (a b | c d) and of j."""
+    """Builds a (ROWS, COLS) tile; bit 3 of row i (a b | c d) and of column j picks one of a, b, c,
+    d.
+    """
     x = tl.join(tl.join(a, c), tl.join(b, d))  # (..., bit of i, bit of j)
     x = tl.reshape(x, (ROWS // 16, 8, COLS // 16, 8, 2, 2))
     return tl.reshape(tl.permute(x, (0, 4, 1, 2, 5, 3)), (ROWS, COLS))
@@ -216,9 +226,10 @@ def dropout_keep_tile(
     seed, bh, first_row, first_col, drop_below,
     ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Bool (ROWS, COLS), False where dropped; rows are queries, or keys where TRANSPOSED.
+    """Computes the dropout mask of a tile: bool (ROWS, COLS), False where a weight is dropped.
 
-    Words are taken as signed numbers: kept where at least `drop_below`.
+    Rows are queries, or keys where TRANSPOSED. A word, as a signed number, keeps its weight where
+    it is at least `drop_below`.
     """
     offs_r, offs_c = tl.arange(0, ROWS // 2), tl.arange(0, COLS // 2)
     row = (first_row + offs_r // 8 * 16 + offs_r % 8)[:, None] + (offs_c * 0)[None, :]
@@ -305,7 +316,8 @@ def _attention_fwd_kernel(
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` (B, T, H, D) as the kernels can read it: itself, but for layouts hardly ever met.
+    """Returns `x` (B, T, H, D) as the kernels can read it: a copy for a few rare layouts, else
+    itself.
 
     The last dimension must be contiguous; within a tile rows are addressed in 32 bits.
     """
@@ -313,7 +325,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
-    """The constexprs that all kernels share."""
+    """Returns the constexprs that all attention kernels share."""
     H, D = q.shape[2:]
     window = options.window
     return {
@@ -329,13 +341,17 @@ def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
 
 
 def together_in_cache(x: Tensor, heads_each: float, num_heads: int) -> int:
-    """The number of heads that take turns: a power of two whose (T, D) tensors fit into the L2."""
+    """Returns the number of heads that alternate: a power of two whose (T, D) tensors fit into the
+    L2.
+    """
     each = 2 * x.shape[1] * x.shape[3] * x.element_size() * heads_each
     return min(num_heads, 1 << max(0, math.floor(math.log2(L2_BYTES / each))))
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse): lse (B, H, Tq) is log2 of the sum of exp(scores), +inf where nothing is seen."""
+    """Returns (out, lse): lse (B, H, Tq) is log2 of the sum of exp(scores), +inf where no key is
+    seen.
+    """
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
     out = torch.empty((B, Tq, H, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
@@ -343,7 +359,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
         return out, lse
     if Tk == 0:
         return out.zero_(), lse.fill_(math.inf)
-    if INTERPRETING and q.dtype is torch.bfloat16:  # its bf16 products are wrong
+    if INTERPRETING and q.dtype is torch.bfloat16:  # the interpreter's bf16 products are wrong
         y, lse = attention_fwd(q.float(), k.float(), v.float(), options)
         return y.bfloat16(), lse
     q, k, v = readable(q), readable(k), readable(v)

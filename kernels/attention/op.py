@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T * scale + mask) v.
+"""Attention, softmax(q k^T * scale + mask) v: checks, reference and public functions.
 
 Shapes
     B batch, Tq queries, Tk keys, H query heads, K key/value heads (H a multiple of K), D head dim
@@ -32,9 +32,9 @@ def attention_mask(
     doc_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor | None:
-    """The attention mask: True where a query sees a key, None where it sees every key.
+    """Builds the attention mask: True where a query sees a key; None if every query sees every key.
 
-    The last query stands beside the last key: distance = i + Tk - Tq - j, query i and key j.
+    The last query is aligned with the last key: distance = i + Tk - Tq - j, query i and key j.
 
     Args:
         Tq: number of queries.
@@ -42,8 +42,7 @@ def attention_mask(
         causal: keep distance >= 0.
         window: keep 0 <= distance < window (implies causal).
         doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq
-            places.
-        device: where the mask is made.
+            positions.
 
     Returns:
         Tensor | None: bool (1 or B, 1, Tq, Tk).
@@ -75,7 +74,7 @@ def attention_ref(
     dropout_mask: Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """Attention in plain PyTorch, scores and softmax in fp32: the contract that every kernel meets.
+    """Attention in plain PyTorch, scores and softmax in fp32: the reference for every kernel.
 
     A query that sees no key gives output 0 and gradient 0.
 
@@ -85,10 +84,10 @@ def attention_ref(
         v: (B, Tk, K, D), dtype of `q`.
         causal: query i sees keys j <= i + Tk - Tq.
         scale: factor on the scores; D**-0.5 by default.
-        window: see only the last `window` keys, the query's own place included.
+        window: a query sees the last `window` keys only, its own position included.
         dropout_p: probability with which each attention weight is dropped.
-        dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn if not given.
-        doc_ids: (B, Tk) integers, non-decreasing in each row; no look across documents.
+        dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn at random if None.
+        doc_ids: (B, Tk) integers, non-decreasing in each row; queries see their own document only.
 
     Returns:
         Tensor: (B, Tq, H, D), dtype of `q`.
@@ -106,7 +105,7 @@ def attention_ref(
     mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
     if mask is not None:
         mask = mask[:, :, None]  # broadcast over the group
-        # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
+        # a finite floor: with -inf the softmax of a row that sees no key is NaN
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1)
     if mask is not None:
@@ -128,7 +127,7 @@ def attention_seeded_ref(
     dropout_seed: int | Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """`attention_ref` as `attention` computes it: in autocast's dtype, with the mask of a seed."""
+    """`attention_ref` with the mask of a seed and autocast's dtype, as `attention` computes it."""
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     mask = None
     if dropout_seed is not None and dropout_p:
@@ -139,9 +138,9 @@ def attention_seeded_ref(
 
 
 # --- op -------------------------------------------------------------------------------------------
-# Two ops, because of the gradient: `attention` takes q, k and v apart; `attention_packed` takes the
+# Two ops, because of the gradient: `attention` takes three tensors; `attention_packed` takes the
 # projection (B, T, H + 2 K, D) they are slices of and returns one gradient for it, written slice by
-# slice. With separate ones autograd would concatenate three gradients, even where q, k and v share
+# slice. With `attention` autograd would concatenate three gradients, even where q, k and v share
 # a buffer: the split's backward is a node of its own, and an op's outputs must not be views of one
 # buffer. The kernels are imported when first run: triton is missing on macOS and slow to import.
 
@@ -154,12 +153,11 @@ _OPTIONS = (
 def _define(
     name: str, schema: str, tensors: int, split: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers an op for (out, lse), and `name`_bwd for its gradients.
+    """Registers an op that returns (out, lse), and `name`_bwd for its gradients.
 
     Args:
-        name: of the op.
-        schema: its inputs before the options: tensors and, where they are packed, the heads of q.
-        tensors: how many tensors these are.
+        schema: the inputs before the options: tensors and, where they are packed, the heads of q.
+        tensors: how many of these inputs are tensors.
         split: makes views q, k and v of these inputs.
     """
     count = schema.count(",") + 1
@@ -244,11 +242,12 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v by fused kernels; the contract is `attention_ref`'s.
+    """Computes softmax(q k^T * scale + mask) v with fused kernels; `attention_ref` is its
+    reference.
 
-    Scores and weights are never stored: beside the output, one fp32 number a query is. The last
-    query stands beside the last key. A query that sees no key gives output 0 and gradient 0. The
-    same input gives the same bits, gradients included.
+    Scores and weights are never stored: apart from the output, it stores one fp32 number for each
+    query. The last query is aligned with the last key. A query that sees no key gives output 0 and
+    gradient 0. The same input gives the same bits, gradients included.
 
     Args:
         q: (B, Tq, H, D), fp32 | fp16 | bf16, D up to 256; any strides, read in place where the last
@@ -259,10 +258,11 @@ def attention(
         scale: factor on the scores; D**-0.5 by default.
         window: keep 0 <= i + Tk - Tq - j < window (implies causal).
         dropout_p: probability with which each attention weight is dropped, in [0, 1).
-        dropout_seed: the mask is `attention_dropout_mask`'s for this seed; an int, or int64 (1,) on
-            q's device. Drawn on the device, from PyTorch's generator, if not given.
-        doc_ids: (B, Tk) int32 or int64, non-decreasing in each row (not checked: that would wait
-            for the device); no look across documents. Queries are the last Tq <= Tk places.
+        dropout_seed: seed of the mask, see `attention_dropout_mask`; an int, or int64 (1,) on q's
+            device. If None, one is drawn on the device from PyTorch's generator.
+        doc_ids: (B, Tk) int32 or int64, non-decreasing in each row (not checked, because that would
+            need a host sync); queries see their own document only. Queries are the last Tq <= Tk
+            positions.
 
     Returns:
         Tensor: (B, Tq, H, D), contiguous, dtype of `q`, or autocast's.
@@ -288,15 +288,11 @@ def attention_packed(
 ) -> Tensor:
     """`attention` of the three slices of one projection, whose gradient needs no concatenation.
 
+    The options are those of `attention`.
+
     Args:
         qkv: (B, T, H + 2 K, D): the heads of q, then of k, then of v.
-        heads: H.
-        causal: as for `attention`, like all that follow.
-        scale: factor on the scores.
-        window: of keys.
-        dropout_p: of the weights.
-        dropout_seed: of the mask.
-        doc_ids: (B, T).
+        heads: number of query heads, H.
 
     Returns:
         Tensor: (B, T, H, D), contiguous, dtype of `qkv`, or autocast's.
@@ -337,11 +333,11 @@ def _attend(
     if isinstance(dropout_seed, Tensor):
         check_like("dropout_seed", dropout_seed, (1,), (torch.int64,), q)
     elif dropout_seed is not None and not -(2**63) <= dropout_seed < 2**63:
-        raise ValueError(f"dropout_seed: expected 64 bits with a sign, got {dropout_seed}")
+        raise ValueError(f"dropout_seed: expected signed 64 bits, got {dropout_seed}")
     if doc_ids is not None:
         check_like("doc_ids", doc_ids, tuple(k.shape[:2]), INTEGERS, q)
         if q.shape[1] > k.shape[1]:
-            raise ValueError(f"doc_ids: expected at most {k.shape[1]} queries, got {q.shape[1]}")
+            raise ValueError(f"q: expected at most {k.shape[1]} tokens (doc_ids), got {q.shape[1]}")
 
     seed = _seed(q, dropout_p, dropout_seed)
     if not runs_kernels(q.device):
@@ -349,14 +345,14 @@ def _attend(
             q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
             dropout_seed=seed, doc_ids=doc_ids,
         )  # fmt: skip
-    if scale is not None and scale <= 0:  # the kernels take the maximum before they scale
+    if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
         op, inputs = _attention, (q, k, v)
     return op(*inputs, *document_spans(doc_ids), seed, scale, causal, window, dropout_p)[0]
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:
-    """The seed on q's device, drawn or filled in there: nothing is copied and nothing waits."""
+    """Returns the seed on q's device, drawn or filled in there, without a copy or a host sync."""
     if dropout_p == 0:
         return None
     if dropout_seed is None:
@@ -367,9 +363,9 @@ def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Ten
 
 
 def document_spans(doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """First and one past the last place of each place's document, (B, Tk) int32 each.
+    """Finds where the document of each position starts and ends (exclusive), (B, Tk) int32 each.
 
-    Outside the op on purpose: torch.compile then finds them once for all layers.
+    This stays outside the op so that torch.compile computes it once for all layers.
     """
     if doc_ids is None:
         return None, None

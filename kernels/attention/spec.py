@@ -25,7 +25,7 @@ def eager(
     window: int | None = None, dropout_p: float = 0.0, dropout_seed: int = SEED,
     dropout_mask: Tensor | None = None, doc_ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Plain products and softmax in the inputs' own dtype."""
+    """Attention by plain products and softmax in the inputs' own dtype."""
     (_, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     if H != K:
         k, v = (x.repeat_interleave(H // K, 2) for x in (k, v))
@@ -35,7 +35,7 @@ def eager(
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
     weights = scores.softmax(-1)
-    if mask is not None and Tq > Tk:  # there are queries that see nothing
+    if mask is not None and Tq > Tk:  # some queries see no key
         weights = weights.masked_fill(~mask, 0)
     if dropout_p:
         if dropout_mask is None:
@@ -45,14 +45,14 @@ def eager(
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """q (B, T, H, D), k and v (B, Tk, K, D); Tk is T and K is H by default."""
+    """Makes q (B, T, H, D), k and v (B, Tk, K, D); Tk is T and K is H by default."""
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
     keys = (B, s.get("Tk", T), s.get("K", H), D)
     return {"q": make(B, T, H, D), "k": make(*keys), "v": make(*keys)}
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """With `docs`, documents of (docs + 1) / 2 tokens on average."""
+    """Makes a problem's options; `docs` gives documents of (docs + 1) / 2 tokens on average."""
     found = {name: s[name] for name in ("causal", "scale", "window", "dropout_p") if name in s}
     if s.get("docs"):
         generator = torch.Generator().manual_seed(0)
@@ -62,10 +62,10 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
-    """q, k, v -> out and one fp32 a query; backward: those and dout -> dq, dk, dv.
+    """Counts q, k, v -> out and one fp32 for each query; backward: those and dout -> dq, dk, dv.
 
-    FLOPs as everybody counts them, so that figures compare: 4 B H T^2 D forward, halved where
-    causal, and 2.5 times that backward.
+    FLOPs are counted in the usual way: 4 B H T^2 D forward, halved where causal, and 2.5 times that
+    backward.
     """
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
     flops = 4 * B * H * T * T * D / (2 if s.get("causal", True) else 1)
@@ -75,7 +75,7 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
 
 
 def one_head(name: str, x: Tensor) -> Tensor:
-    """The last head of the last sequence, which no other one has a part in."""
+    """Returns the last head of the last sequence, which is independent of all others."""
     return x[-1:, :, -1:]
 
 
@@ -83,7 +83,7 @@ def one_head(name: str, x: Tensor) -> Tensor:
 
 
 def packed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`f` of the three slices of one projection."""
+    """Applies `f` to the three slices of one projection."""
 
     def of_slices(qkv: Tensor, heads: int, **options: Any) -> Tensor:
         K = (qkv.shape[2] - heads) // 2
@@ -114,14 +114,14 @@ SHAPES = {
     128: (4, 4096, 16),
     256: (4, 4096, 8),
 }
-"""D -> (B, T, H) that configurations are ranked and timed for."""
+"""Head dimension D -> (B, T, H) for which configurations are ranked and timed."""
 WINDOW, GROUP, DROPOUT = 256, 4, 0.1
 STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")}
-"""Name -> kernel, and the side of its tile that is the rows of its products."""
+"""Name of a step -> its kernel, and the side of its tile that forms the rows of its products."""
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Every row of the arch's table; those with `plain` false under all masks at once."""
+    """Yields every row of the arch's table; a row with `plain` false gets all masks at once."""
     for D in (32, 64, 128, 256):
         for masks in MASKS if D in (64, 128) else MASKS[::2]:
             yield case(arch, D, torch.bfloat16, masks)
@@ -133,8 +133,8 @@ def forms(arch: int) -> Iterator[Case]:
 
 
 def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
-    """A form of all three kernels with the masks that `masks` names."""
-    B, T, H = 16, 1024, 12  # GPT-2's: of these only the heads are compiled in
+    """One form of all three kernels with the masks that `masks` names."""
+    B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {
         "causal": masks == "causal",

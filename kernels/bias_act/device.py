@@ -1,10 +1,10 @@
-"""Bias and activation on the device, forward and backward.
+"""Triton kernels for bias and activation, forward and backward.
 
 Shapes
-    M = rows, F = features put out.  x, dx: (M, F), for swiglu (M, 2F) with the gate's half first
+    M = rows, F = features of the output.  x, dx: (M, F), for swiglu (M, 2F) with the gate first
     bias: (F,) or (2F,)   y, dy: (M, F)
     P = programs of the backward that share a block of columns; partials of dbias: (P, F) or (P, 2F)
-The derivatives are written down in docs/kernels/bias_act.md.
+The derivatives are in docs/kernels.md.
 
 A pointer that is None is a constant to the compiler. M is never specialised and no pointer depends
 on it: no recompile when it changes.
@@ -28,10 +28,10 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def _tail(z):
-    """erfc(z / sqrt(2)) / 2 over exp(-z^2 / 2), for z >= 0: the product is within 3e-7.
+    """Computes erfc(z / sqrt(2)) / 2 over exp(-z^2 / 2), for z >= 0: the product is within 3e-7.
 
-    Half of libdevice's instructions, and the exponential is the derivative's as well. Source:
-    Abramowitz & Stegun 1964, 7.1.26.
+    It takes half of libdevice's instructions, and the derivative needs the exponential as well.
+    Source: Abramowitz & Stegun 1964, 7.1.26.
     """
     t = 1 / (1 + 0.23164189 * z)
     return t * (
@@ -42,7 +42,10 @@ def _tail(z):
 
 @triton.jit
 def _act(z, KIND: tl.constexpr):
-    """(activation of z, its derivative); of swiglu the gate's part. Who needs one pays for one."""
+    """Returns (activation of z, its derivative), for swiglu those of the gate's part.
+
+    The compiler removes the one that is not used.
+    """
     if KIND == "relu" or KIND == "relu_squared":
         y = tl.where(z <= 0, 0.0, z)  # NaN stays, as in torch
         slope = tl.where(z <= 0, 0.0, 1.0)
@@ -55,7 +58,7 @@ def _act(z, KIND: tl.constexpr):
         share = tl.where(z < 0, tail, 1 - tail)
         y = z * share
         slope = share + z * (bell * PHI_0)
-    else:  # z times the sigmoid of z or, because (1 + tanh(u)) / 2 = sigmoid(2 u), of a cubic
+    else:  # z sigmoid(z) or, because (1 + tanh(u)) / 2 = sigmoid(2 u), z sigmoid(cubic in z)
         inner = z
         if KIND == "gelu_tanh":
             inner = z * (GELU + GELU * GELU_CUBE * z * z)
@@ -70,7 +73,7 @@ def _act(z, KIND: tl.constexpr):
 
 @triton.jit
 def _part(ptr, offs_m, offs_n, stride, mask):
-    """A block of rows in fp32; 0 where masked."""
+    """Loads a block of rows in fp32; 0 where masked."""
     offs = (offs_m * stride)[:, None] + offs_n[None, :]
     return tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
 
@@ -79,8 +82,8 @@ def _part(ptr, offs_m, offs_n, stride, mask):
 def _bias(ptr, offs_n, mask_n):
     if ptr is None:
         return 0.0
-    else:  # noqa: RET505 - an early return is no return to Triton's compiler
-        # kept in L1: every block of rows reads it, x passes through once
+    else:  # noqa: RET505 - Triton's compiler needs the else
+        # kept in L1: every block of rows reads it, while x is read once
         bias = tl.load(ptr + offs_n, mask_n, 0.0, eviction_policy="evict_last")
         return bias.to(tl.float32)[None, :]
 
@@ -153,16 +156,16 @@ def fwd_tile(F: int) -> dict[str, int]:
 
 
 def bwd_tile(F: int, kind: str) -> dict[str, int]:
-    """Block sizes and warps of the backward: 8 elements a thread, and 4 programs a multiprocessor.
+    """Block sizes and warps of the backward: 8 elements a thread, 4 programs a multiprocessor.
 
-    At most 60 registers are used, by swiglu, with two sums and two biases, 98 where nothing bounds
-    them; bounded to 80 it spills none, and 3 programs fit.
+    At most 60 registers are used, by swiglu with two sums and two biases. Without a bound it takes
+    98; bounded to 80 it spills none, and 3 programs fit.
     """
     return {**_tile(F, 2048, 8), "maxnreg": 80 if kind == "swiglu" else 64}
 
 
 def bwd_programs(device: torch.device, config: dict[str, int]) -> int:
-    """The number of programs that run at once."""
+    """Returns the number of programs that run at once."""
     return multiprocessors(device) * (2048 // (config["maxnreg"] * config["num_warps"]))
 
 
@@ -176,7 +179,7 @@ def _tile(F: int, elements: int, each: int) -> dict[str, int]:
 
 
 def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """y of `dtype`, contiguous."""
+    """Returns y in `dtype`, contiguous."""
     F = x.shape[-1] // (2 if kind == "swiglu" else 1)
     M = x.numel() // x.shape[-1]
     y = torch.empty((*x.shape[:-1], F), dtype=dtype, device=x.device)
@@ -194,7 +197,7 @@ def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) 
 def bias_act_bwd(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, dbias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dbias); dbias is empty where its dtype is None."""
+    """Returns (dx, dbias); dbias is empty where its dtype is None."""
     N = x.shape[-1]
     F = N // (2 if kind == "swiglu" else 1)
     M = x.numel() // N

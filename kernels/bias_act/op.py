@@ -1,4 +1,4 @@
-"""A bias and an activation in one pass, the activation computed again in the backward.
+"""Bias and activation in one pass; the backward computes the activation again.
 
 Shapes
     x: (..., F), for swiglu (..., 2F) with the gate's half first   bias: as x's last dimension
@@ -46,11 +46,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: F.relu(x).square(),
     "swiglu": _swiglu,
 }
-"""Each kind by PyTorch's own ops."""
+"""Activation functions of PyTorch by kind."""
 
 
 def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """The contract of `bias_act` in plain PyTorch; takes fp64 as well."""
+    """Reference of `bias_act` in plain PyTorch; also accepts fp64."""
     dtype = autocast_dtype(x)
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
@@ -122,7 +122,7 @@ _bias_act = define_op(
 
 
 def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """The activation `kind` of x + bias.
+    """Computes the activation `kind` of x + bias.
 
     Args:
         x: (..., F), for "swiglu" (..., 2F) with the gate's half first; fp32 | fp16 | bf16, any

@@ -19,7 +19,7 @@ def eager(x: Tensor, bias: Tensor | None = None, *, kind: str) -> Tensor:
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """x (M, N) and a bias (N,); for swiglu N is 2F."""
+    """Makes x (M, N) and a bias (N,); for swiglu N is 2F."""
     x = {"x": make(*rows(s), s["N"])}
     return {**x, "bias": make(s["N"])} if s.get("bias", True) else x
 
@@ -29,14 +29,17 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """x -> y; backward: x, dy -> dx. The bias is left out."""
+    """Counts the bytes of x -> y; backward: x, dy -> dx. The bias is left out."""
     x = math.prod(rows(s)) * s["N"] * itemsize
     y = x / 2 if s["kind"] == "swiglu" else x
     return work((0, x + y), (0, 2 * x + y))
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Forms that GPTs launch; relu is relu_squared without the square, fp32 the costliest kind."""
+    """Yields the forms that GPTs launch.
+
+    relu is relu_squared without the square; fp32 is compiled for the costliest kind.
+    """
     bf16, fp32 = torch.bfloat16, torch.float32
     for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
         yield form(kind, 3072, bf16, fp32)
@@ -71,7 +74,7 @@ SHAPES = {
 
 
 def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Problem]]) -> Spec:
-    """The spec of some kinds of activation, whose x is `wide` times as wide as y."""
+    """Builds the spec of some kinds of activation, whose x is `wide` times as wide as y."""
     problems = {
         f"{kind} {label}": {"M": M, "N": F * wide, "kind": kind}
         for kind in kinds

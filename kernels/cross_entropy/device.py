@@ -1,4 +1,4 @@
-"""Cross-entropy on the device: loss and statistics, gradient, or both with one read of the logits.
+"""Triton kernels for cross-entropy: loss and statistics, gradient, or both in one pass.
 
 Shapes
     M = rows, V = columns, of which `valid` count.  logits, dlogits: (M, V)   targets: (M,) integers
@@ -22,14 +22,16 @@ from ..runtime import launch, multiprocessors
 from .plain import Options
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf less itself would be NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, because -inf - -inf is NaN
 
 # --- device ---------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _tanh(x):
-    """Within 3e-7 of tanh, relatively: near 0 a quotient of exponentials would lose every digit."""
+    """Computes tanh to a relative error of 3e-7; exp(x) - exp(-x) alone would lose every digit near
+    0.
+    """
     u = tl.exp2(x * (2 * LOG2E))
     far = 1 - 2 / (u + 1)
     y = x * x
@@ -41,13 +43,15 @@ def _tanh(x):
 def _capped(x, SOFTCAP: tl.constexpr):
     if SOFTCAP is None:
         return x
-    else:  # noqa: RET505 - an early return is no return to Triton's compiler
+    else:  # noqa: RET505 - Triton's compiler needs the else
         return SOFTCAP * _tanh(x * (1 / SOFTCAP))
 
 
 @triton.jit
 def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
-    """The target's column; -1 where it is ignored, -2 where there is no such column."""
+    """Returns the target's column; -1 where the target is ignored, -2 where there is no such
+    column.
+    """
     target = tl.load(targets_ptr + row).to(tl.int64)
     column = tl.where((target >= 0) & (target < valid), target, -2)
     return tl.where(target == IGNORE_INDEX, -1, column).to(tl.int32)
@@ -55,7 +59,7 @@ def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
 
 @triton.jit
 def _scale(scale_ptr, row, stride_sm, target):
-    """The factor of a row's gradient; NaN for an impossible target."""
+    """Returns the factor on a row's gradient; NaN for an impossible target."""
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + row * stride_sm).to(tl.float32)
@@ -64,7 +68,7 @@ def _scale(scale_ptr, row, stride_sm, target):
 
 @triton.jit
 def _gradient(x, top, coefficient, taken, SOFTCAP: tl.constexpr):
-    """The gradient of logit x: its probability times a coefficient, less what is taken off it."""
+    """Computes the gradient of logit x: its probability times `coefficient`, minus `taken`."""
     z = _capped(x, SOFTCAP)
     g = tl.exp2((z - top) * LOG2E) * coefficient - taken
     if SOFTCAP is not None:
@@ -74,7 +78,7 @@ def _gradient(x, top, coefficient, taken, SOFTCAP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"])
-def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the branches are the compiler's
+def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branches
     logits_ptr, targets_ptr, losses_ptr, stats_ptr, scale_ptr, dlogits_ptr,
     stride_lm, stride_sm,
     M, V, valid,
@@ -89,16 +93,16 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the branches are the com
     capped = _capped(picked, SOFTCAP)
     tops = tl.full((LANES,), LOWEST, tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
-    above = tl.zeros((LANES,), tl.float32)  # of the logits over the target's
+    above = tl.zeros((LANES,), tl.float32)  # logits above the target's
     whole = tl.where(kept, valid // (ROWS * LANES) * (ROWS * LANES), 0)
-    for rest in tl.static_range(2):  # blocks without a mask, then an element a lane, masked
+    for rest in tl.static_range(2):  # unmasked blocks, then masked single elements
         rows = tl.arange(0, 1 if rest else ROWS)
         offs = rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
         end = tl.where(kept, valid, 0) if rest else whole
         for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
             cols = start + offs
-            # V and not `valid` bounds what is read: a bound inside a vector would make 8 loads of
-            # it; a gradient over the logits reads them again, so they are to stay in L2
+            # V, not `valid`, bounds the reads: a bound inside a vector would make 8 loads of
+            # it; a gradient in place reads the logits again, so they should stay in L2
             if rest:
                 x = tl.load(logits_ptr + cols, mask=cols < V, other=0.0)
             else:
@@ -152,7 +156,7 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the branches are the com
                     tl.store(dlogits_ptr + cols, g.to(kind), mask=cols < V)
                 else:
                     tl.store(dlogits_ptr + cols, g.to(kind), eviction_policy="evict_first")
-        # the target's last, over what was written there: a comparison less for every element
+        # the target's entry is rewritten last: one comparison less for every element
         tl.debug_barrier()
         g = _gradient(picked, top, coefficient, evenly + scale * (1 - LABEL_SMOOTHING), SOFTCAP)
         tl.store(dlogits_ptr + target, g.to(kind), mask=target >= 0)
@@ -184,7 +188,7 @@ def _cross_entropy_bwd_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _cross_entropy_scale_kernel(dlogits_ptr, scale_ptr, stride_dm, M, V, BLOCK_N: tl.constexpr):
-    """dlogits *= scale; where scale is 1, as it is when the loss is the root, nothing is read."""
+    """Computes dlogits *= scale; skips a scale of 1, which a loss that is the graph's root has."""
     scale = tl.load(scale_ptr).to(tl.float32)
     for row in range(tl.program_id(0), tl.where(scale == 1, 0, M), tl.num_programs(0)):
         ptr = dlogits_ptr + tl.cast(row, tl.int64) * stride_dm
@@ -200,7 +204,7 @@ BLOCK_N = 4096
 
 
 def tile(V: int, itemsize: int) -> dict[str, int]:
-    """Lanes, elements a lane and warps of the forward over rows of `V`.
+    """Lanes, elements of each lane and warps of the forward over rows of `V`.
 
     Sixteen warps of 64 registers a thread are two programs a multiprocessor: rows in flight are
     2 x 132 x 100 KB at V = 50304 in bf16, which half of an H200's L2 holds until the gradient reads
@@ -228,7 +232,7 @@ def _constants(options: Options) -> dict[str, object]:
 
 
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(losses, stats)."""
+    """Returns (losses, stats)."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
@@ -245,8 +249,10 @@ def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tupl
 def cross_entropy_fwd_bwd_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
 ) -> Tensor:
-    """Losses; the gradient of their sum, times `scale`, takes the place of the logits, whose
-    columns are contiguous."""
+    """Returns the losses; overwrites the logits with the gradient of the losses' sum times `scale`.
+
+    The columns of the logits must be contiguous.
+    """
     M, V = logits.shape
     targets = targets.contiguous()
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
@@ -262,7 +268,7 @@ def cross_entropy_fwd_bwd_(
 def cross_entropy_bwd(
     logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, dlogits: Tensor, options: Options
 ) -> None:
-    """Writes the gradient of the losses' sum, times `scale`, to dlogits: the logits or another."""
+    """Writes the gradient of the losses' sum times `scale` to dlogits, which may be the logits."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()
     if M:
@@ -276,7 +282,7 @@ def cross_entropy_bwd(
 
 
 def cross_entropy_scale_(dlogits: Tensor, scale: Tensor) -> None:
-    """dlogits *= scale (), unless it is 1, which the device alone knows."""
+    """Computes dlogits *= scale (); a factor of 1 is skipped on the device, without a host sync."""
     M, V = dlogits.shape
     if M:
         programs = min(M, 8 * multiprocessors(dlogits.device))

@@ -1,22 +1,21 @@
-"""The output head and its loss, without the logits of all tokens ever being there at once.
+"""The output head and its loss in one op, which never holds the logits of all tokens at once.
 
 Shapes
     x: (..., C)   weight: (V, C)   bias: (V,)   targets: (...) int32 | int64
-    M = tokens.  The logits of `chunk_tokens` tokens exist at a time, and their gradient takes
-    their place.
+    M = tokens.  The logits of `chunk_tokens` tokens exist at a time, and their gradient
+    overwrites them.
 Source
-    That the logits of all tokens need never exist: Wijmans et al. 2024, arXiv:2411.09009, who
-    compute them once more in the backward. Traffic and what did not help:
-    docs/kernels/linear_cross_entropy.md.
+    Loss without the logits of all tokens: Wijmans et al. 2024, arXiv:2411.09009, who compute them
+    once more in the backward. Traffic, and what did not help: docs/kernels.md.
 
-A loss that is one number has gradients known but for a factor, so the forward computes them while
-it has the logits: three matrix products a chunk and not four; the backward multiplies by the
-factor. With reduction "none" every row has a factor of its own, and the backward computes the
-logits anew.
+For a loss that is one number the gradients are known up to a factor, so the forward computes them
+while it has the logits: three matrix products for each chunk instead of four; the backward
+multiplies by the factor. With reduction "none" every row has a factor of its own, and the backward
+computes the logits again.
 
-The same code runs everywhere; between the matrix products, on CUDA and in Triton's interpreter, it
-is the kernels of `kernels.cross_entropy.device` that turn logits into gradients, elsewhere plain
-PyTorch. Nothing waits for the device. A gradient of a gradient raises.
+The same code runs everywhere; between the matrix products, logits become gradients by the kernels
+of `kernels.cross_entropy.device` on CUDA and in Triton's interpreter, elsewhere by plain PyTorch.
+There is no host sync. A gradient of a gradient raises.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ def linear_cross_entropy_ref(
     chunk_tokens: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """The contract of `linear_cross_entropy` in plain PyTorch, all logits at once; fp64 as well."""
+    """Reference of `linear_cross_entropy` in plain PyTorch, all logits at once; also takes fp64."""
     dtype = autocast_dtype(x)
     bias = None if bias is None else bias.to(dtype)
     return cross_entropy_ref(F.linear(x.to(dtype), weight.to(dtype), bias), targets, **options)
@@ -53,21 +52,20 @@ def linear_cross_entropy_ref(
 CHUNK_BYTES = {"cuda": 420 << 20, "cpu": 64 << 20}
 """Bytes of logits in memory at a time: on a GPU 4096 tokens of GPT-2's 50,304 logits in bf16.
 
-On a CPU every logit counts as fp32: 256 tokens, more than which are no faster in bf16 either.
-"""
+On a CPU every logit counts as fp32: 256 tokens; larger chunks are no faster, in bf16 either."""
 
 
 class Settings(NamedTuple):
-    """Arguments of the ops beside tensors and reduction, in the order of their schemas."""
+    """Arguments of the ops except tensors and reduction, in the order of their schemas."""
 
     of_x: bool
-    """The gradient of x is wanted."""
+    """True if the gradient of x is wanted."""
     of_weight: bool
     of_bias: bool
     dtype: torch.dtype
-    """The dtype of the matrix products."""
+    """Dtype of the matrix products."""
     chunk_tokens: int
-    """Tokens whose logits are computed at a time; 0: as many as CHUNK_BYTES holds."""
+    """Number of tokens whose logits are computed at a time; 0: as many as CHUNK_BYTES holds."""
     valid_vocab: int
     ignore_index: int
     label_smoothing: float
@@ -80,13 +78,15 @@ class Settings(NamedTuple):
 
 
 SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens, {OPTIONS}"
-"""`Settings` as a schema has them."""
+"""The fields of `Settings` in the form of an op schema."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of x, weight and bias; an empty tensor stands for one that is not wanted."""
 
 
 def tokens_at_a_time(M: int, V: int, dtype: torch.dtype, device: torch.device, asked: int) -> int:
-    """Tokens in a chunk: as asked, else what CHUNK_BYTES holds, in chunks of about one size."""
+    """Returns the tokens of a chunk: the number asked for, else about equal chunks within
+    CHUNK_BYTES.
+    """
     if asked:
         return asked
     kind = "cpu" if device.type == "cpu" else "cuda"
@@ -99,7 +99,7 @@ def tokens_at_a_time(M: int, V: int, dtype: torch.dtype, device: torch.device, a
 def empty_gradients(
     x: Tensor, weight: Tensor, settings: Settings, dtypes: tuple[torch.dtype, ...]
 ) -> Gradients:
-    """Memory for the gradients that are wanted, in `dtypes`."""
+    """Allocates the gradients that are wanted, in `dtypes`."""
     shapes = (x.shape, weight.shape, weight.shape[:1])
     dx, dweight, dbias = (
         torch.empty(shape if is_wanted else (0,), dtype=dtype, device=x.device)
@@ -116,9 +116,9 @@ def run(
     scale: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Gradients]:
-    """Losses (M,), and the gradients of their sum weighted by `scale`, () or (M,) fp32.
+    """Returns the losses (M,), and the gradients of their sum weighted by `scale`, () or (M,) fp32.
 
-    The gradient of x is in the dtype of the products, those of weight and bias add up in fp32.
+    The gradient of x has the dtype of the products; those of weight and bias are summed in fp32.
     """
     V, C = weight.shape
     dtype = settings.dtype
@@ -155,13 +155,13 @@ def run(
 
 
 def _accumulate_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b in fp32; the first product does not read it."""
+    """Computes total += a @ b in fp32; the first product overwrites `total` without reading it."""
     beta = 0 if first else 1
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:  # on a CPU a product of bf16 is bf16: of a few rows at a time, so that it stays in cache
+    else:  # on a CPU a bf16 product is bf16: a few rows at a time stay in cache
         memory = torch.empty((min(8192, total.shape[0]), total.shape[1]), dtype=a.dtype)
         for start in range(0, total.shape[0], 8192):
             part = total[start : start + 8192]
@@ -176,12 +176,12 @@ def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
     *settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, scale, gradients of x, weight and bias still to be multiplied by scale).
+    """Returns (loss, scale, gradients of x, weight and bias still to be multiplied by scale).
 
     The mean's 1 / n is split as 2**-e / m, m from 1/2 to 1. The logits' gradients are divided by m
-    at once and stay about as large as they are, which fp16 needs; what is left to the backward is
-    a power of two, by which a gradient is multiplied without being rounded once more. With `once`
-    the backward may do so in place: the caller looks at nothing but the loss.
+    at once and keep their magnitude, which fp16 needs; the backward multiplies by the remaining
+    power of two, without another rounding. With `once` the backward may do so in place, because the
+    caller uses nothing but the loss.
     """
     asked = Settings(*settings)
     if reduction == "mean":
@@ -217,7 +217,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
     x, weight, bias, targets = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     grads: tuple[Any, ...] = (None, None, None)
-    if dloss is not None and ctx.gradients is None:  # never computed, or given away
+    if dloss is not None and ctx.gradients is None:  # never computed, or already returned
         if ctx.reduction == "mean":
             dloss = dloss / count(targets, ctx.settings.ignore_index)
         grads = _again(dloss, x, weight, bias, targets, *needed, *ctx.settings[3:])
@@ -225,7 +225,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
         dtypes = _dtypes(x, weight, bias)
         if torch.is_grad_enabled() or not (ctx.once and undisturbed(dloss)):
             grads = _scaled(dloss, *ctx.gradients, *dtypes)
-        else:  # no second copy of them is ever there; another backward computes them again
+        else:  # keeps no second copy; another backward computes them again
             grads = _scaled_(dloss, *ctx.gradients, *dtypes)
             ctx.gradients = None
     asked = (grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
@@ -237,12 +237,12 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
 
 
 def _scaled_(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The gradients times dloss and scale, in their own memory where they are in fp32 already.
+    """Multiplies the gradients by dloss and scale, in place where they are in fp32 already.
 
     `rest` is three gradients, and the dtypes that they are wanted in.
     """
     scale = scale * dloss
-    # multiplied in fp32 and rounded once: in bf16 the scale itself would be
+    # multiplied in fp32 and rounded once: bf16 would round the scale, too
     grads = (grad.float().mul_(scale) for grad in rest[:3])
     return tuple(grad.to(dtype) for grad, dtype in zip(grads, rest[3:], strict=True))
 
@@ -311,19 +311,19 @@ def linear_cross_entropy(
     valid_vocab: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """cross_entropy(x @ weight.T + bias, targets), the logits a chunk of tokens at a time.
+    """Computes cross_entropy(x @ weight.T + bias, targets) with the logits of one chunk at a time.
 
-    With "mean" and "sum" the forward computes the gradients, too, of what requires them; under
-    `torch.no_grad` it does not. The matrix products are in the dtype of `x`, or autocast's; losses,
-    and the sums over tokens that make the weight's gradient, are in fp32.
+    With "mean" and "sum" the forward also computes the gradients that are required, except under
+    `torch.no_grad`. The matrix products are in the dtype of `x`, or autocast's; the losses, and the
+    sums over tokens that make the weight's gradient, are in fp32.
 
     Args:
         x: (..., C), fp32 | fp16 | bf16.
-        weight: (V, C), any of these dtypes; it may be tied to another use of it.
+        weight: (V, C), any of these dtypes; it may be tied to the token embedding.
         targets: (...), int32 | int64; see `cross_entropy`, also for one that is out of range.
         bias: (V,), any of these dtypes.
-        chunk_tokens: tokens whose logits exist at a time; None: what CHUNK_BYTES holds.
-        ignore_index: see `cross_entropy`, as all that follow.
+        chunk_tokens: tokens whose logits exist at a time; None: as many as CHUNK_BYTES holds.
+        ignore_index: see `cross_entropy`, like all that follow.
         label_smoothing: in [0, 1].
         z_loss: 0 or more.
         softcap: above 0, or None.
@@ -353,7 +353,7 @@ def linear_cross_entropy(
     )
     early = torch.is_grad_enabled() and reduction != "none"
     wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
-    # a mode that listens may keep the gradients that the op returns beside the loss
+    # a dispatch mode may keep the gradients that the op returns with the loss
     once = torch.compiler.is_compiling() or undisturbed(x, weight, targets)
     loss, *_ = _linear_cross_entropy(
         x, weight, bias, targets, reduction, once,

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits with integer targets; softmax in fp32, whatever the logits' dtype.
+"""Cross-entropy of logits with integer targets; softmax in fp32 for logits of any dtype.
 
 Shapes
     logits: (..., V)   targets: (...) int32 | int64, the index of a column
@@ -32,12 +32,14 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def count(targets: Tensor, ignore_index: int) -> Tensor:
-    """The number of targets that count, () fp32, computed without a host sync."""
+    """Counts the targets that are not ignored, () fp32, without a host sync."""
     return (targets != ignore_index).sum(dtype=torch.float32)
 
 
 def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """() of rows' losses, or the losses themselves; a mean over no target is NaN, as torch's."""
+    """Reduces the losses of rows to (), or returns them; a mean over no target is NaN, as in
+    PyTorch.
+    """
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -45,7 +47,9 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """Losses (M,); the gradient of their sum, times `scale`, takes the place of logits (M, V)."""
+    """Returns the losses (M,); overwrites logits (M, V) with the gradient of their sum times
+    `scale`.
+    """
     if not runs_kernels(logits.device):
         return losses_and_gradient_(logits, targets, scale, options)
     from .device import cross_entropy_fwd_bwd_
@@ -54,9 +58,9 @@ def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Opt
 
 
 def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> Options:
-    """The options of logits with V columns; raises ValueError if no loss can be computed with them.
+    """Builds the options for logits with V columns; raises ValueError where they are not valid.
 
-    `values` are what follows `valid_vocab` in `Options`.
+    `values` are the fields of `Options` after `valid_vocab`.
     """
     options = Options(V if valid_vocab is None else valid_vocab, *values)
     if not 1 <= options.valid_vocab <= V:
@@ -84,7 +88,7 @@ def cross_entropy_ref(
     inplace_grad: bool = False,
     **others: Any,
 ) -> Tensor:
-    """The contract of `cross_entropy` in plain PyTorch, never in place; takes fp64 as well."""
+    """Reference of `cross_entropy` in plain PyTorch, never in place; also accepts fp64."""
     options = Options(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
@@ -155,7 +159,7 @@ def _backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
 OPTIONS = (
     "SymInt valid_vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap"
 )
-"""`Options` as a schema has them."""
+"""The fields of `Options` in the form of an op schema."""
 
 _cross_entropy_bwd = define_op(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
@@ -176,11 +180,11 @@ _cross_entropy = define_op(
 
 
 class _InPlace(torch.autograd.Function):
-    """Cross-entropy whose gradient takes the logits' memory.
+    """Cross-entropy whose gradient overwrites the logits.
 
-    Where one scale serves all rows, the forward writes the gradient already: the logits go through
-    memory twice and not three times. fp16 waits for the backward, since a mean over many rows, not
-    yet multiplied by the loss's own scale, would round it to 0.
+    Where one scale serves all rows, the forward already writes the gradient: the logits go through
+    memory twice instead of three times. In fp16 the backward writes it, because 1 / n of a mean
+    over many rows, without the loss scale of the GradScaler, would round it to 0.
     """
 
     @staticmethod
@@ -208,8 +212,8 @@ class _InPlace(torch.autograd.Function):
         (dloss,) = gradients
         if ctx.spent:
             raise RuntimeError(
-                "cross_entropy with inplace_grad: a second backward, but the first one's gradient "
-                "took the place of the logits"
+                "cross_entropy with inplace_grad: no second backward, because the gradient has "
+                "overwritten the logits"
             )
         ctx.spent = True
         logits, targets, stats = ctx.saved_tensors
@@ -240,22 +244,22 @@ def cross_entropy(
     reduction: str = "mean",
     inplace_grad: bool = False,
 ) -> Tensor:
-    """Cross-entropy in nats of each row of logits with its target.
+    """Computes the cross-entropy in nats of each row of logits with its target.
 
     A target that is neither a column nor `ignore_index` makes its loss and its row's gradient NaN,
-    and so the mean: nothing is read there, and nothing has to wait for the device to find it.
+    and so the mean: nothing is read out of bounds, and finding it needs no host sync.
 
     Args:
         logits: (..., V), fp32 | fp16 | bf16, any strides; copied where rows are not evenly spaced
             or their columns not contiguous.
         targets: (...), int32 | int64, any alignment.
-        ignore_index: a target that takes no part; its row is not read and gets the gradient 0.
-        label_smoothing: the part of each target spread evenly over the valid columns.
-        z_loss: factor of the squared log-sum-exp that is added.
+        ignore_index: target whose row does not count; the row is not read and gets the gradient 0.
+        label_smoothing: share of each target that is spread evenly over the valid columns.
+        z_loss: factor of the squared log-sum-exp that is added to the loss.
         softcap: logits are first squashed to softcap * tanh(logits / softcap).
         valid_vocab: columns from here on are padding; None: V.
         reduction: "mean" over the targets that count (NaN where none does), "sum" or "none".
-        inplace_grad: the gradient takes the place of the logits, as early as this call; a second
+        inplace_grad: the gradient overwrites the logits, as early as in this call; a second
             backward raises. Under torch.compile, and wherever else calls are traced, it has memory
             of its own.
 
@@ -292,6 +296,6 @@ def cross_entropy(
 
 
 def _rows_apart(logits: Tensor) -> bool:
-    """True if columns of (M, V) logits are contiguous and no two rows share memory."""
+    """Returns True if columns of (M, V) logits are contiguous and no two rows share memory."""
     (M, V), (row, column) = logits.shape, logits.stride()
     return (column == 1 or V == 1) and (abs(row) >= V or M <= 1)

@@ -18,7 +18,7 @@ class Options(NamedTuple):
 
 
 def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
-    """Loss (...) of each row of logits (..., V), in fp32 or wider, for autograd to go through."""
+    """Computes the loss (...) of each row of logits (..., V), in fp32 or wider, with autograd."""
     z = logits[..., : options.valid_vocab]
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if options.softcap is not None:
@@ -31,7 +31,7 @@ def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
         losses = torch.lerp(losses, -logp.mean(-1), options.label_smoothing)
     if options.z_loss:
         losses = losses + options.z_loss * z.logsumexp(-1).square()
-    # a factor and no choice, so that the gradient is NaN as well
+    # multiplied, not selected, so that the gradient is NaN as well
     losses = losses * torch.where(known | ~kept, 1.0, torch.nan)
     return torch.where(kept, losses, 0.0)
 
@@ -39,23 +39,23 @@ def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
 # --- in place -------------------------------------------------------------------------------------
 
 BLOCK = 3_300_000
-"""Elements at a time, 13 MB in fp32: what is wide beside the logits, and fits a last-level cache.
+"""Elements of a block, 13 MB in fp32, so that temporaries fit a last-level cache.
 
-Fewer fit a smaller cache, and gain nothing (10 ms of one thread for 256 rows of GPT-2's, whether
-2**19 or 2**22), but every operation is a meeting of all threads, which is long on a shared machine.
+Smaller blocks fit a smaller cache but gain nothing (10 ms of one thread for 256 rows of GPT-2's,
+with 2**19 and with 2**22), and every operation synchronises all threads, which is slow on a busy
+machine.
 """
 
 
 def losses_and_gradient_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
 ) -> Tensor:
-    """Losses (M,); the gradient of their sum, times `scale`, takes the place of the logits.
+    """Returns the losses (M,); overwrites the logits with the gradient of their sum times `scale`.
 
     Args:
         logits: (M, V).
         targets: (M,).
         scale: () or (M,) fp32; None is 1.
-        options: as everywhere.
     """
     M, V = logits.shape
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
@@ -75,7 +75,7 @@ def losses_and_gradient_(
 
 
 def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """`losses_and_gradient_` of as many fp32 rows as a cache holds."""
+    """`losses_and_gradient_` of as many fp32 rows as fit a cache."""
     valid, ignore_index, smoothing, z_loss, softcap = options
     columns = z[:, :valid]
     slope = None

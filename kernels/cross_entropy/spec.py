@@ -1,7 +1,7 @@
 """Specs of the losses.
 
-A problem has the sizes M, V and, for a head, C; "ignored", if some targets are to be, "bias" if a
-head has one; all else is an option of the op.
+A problem has the sizes M, V and, for a head, C; "ignored" if some targets are to be ignored, "bias"
+if the head has one; all other entries are options of the op.
 """
 
 import math
@@ -31,7 +31,7 @@ def eager(
     inplace_grad: bool = False,
     **options: Any,
 ) -> Tensor:
-    """F.cross_entropy of all rows, in fp32 or wider; PyTorch has no z_loss, which is added."""
+    """Applies F.cross_entropy to all rows, in fp32 or wider; adds z_loss, which PyTorch lacks."""
     z = logits[..., :valid_vocab].to(torch.promote_types(logits.dtype, torch.float32))
     z = z.flatten(0, -2)
     if softcap is not None:
@@ -60,10 +60,10 @@ def eager_linear(
 
 
 def targets(s: Problem, make: Make) -> Tensor:
-    """Columns that count, every third target ignored where the problem says so."""
+    """Draws columns that are not padding; ignores every third target where the problem says so."""
     found = make(*rows(s), below=s.get("valid_vocab", s["V"]))
     if s.get("ignored"):
-        found.view(-1)[:1] = 0  # one that counts, whatever number says that a target does not
+        found.view(-1)[:1] = 0  # a target that counts, for any value of ignore_index
         found.view(-1)[1::3] = s.get("ignore_index", -100)
     return found
 
@@ -83,20 +83,20 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """Logits -> loss; backward: logits -> gradient. Both at once read the logits once."""
+    """Counts logits -> loss; backward: logits -> gradient. Both at once read the logits once."""
     n = math.prod(rows(s)) * s["V"] * itemsize
     return {"fwd": (0, n), "bwd": (0, 2 * n), "both": (0, 2 * n)}
 
 
 def linear_work(s: Problem, itemsize: int) -> Work:
-    """x, weight -> loss, without logits in memory; backward: the same -> dx, dweight."""
+    """Counts x, weight -> loss, without logits in memory; backward: these inputs -> dx, dweight."""
     M, C, V = math.prod(rows(s)), s["C"], s["V"]
     flops, n = 2 * M * C * V, (M * C + V * C) * itemsize
     return {**work((flops, n), (2 * flops, 2 * n)), "both": (3 * flops, 2 * n)}
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Each tile of the rule, and what changes the code: options, padding, unaligned rows."""
+    """Yields each tile of the rule, and what changes the code: options, padding, unaligned rows."""
     every: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):
@@ -163,7 +163,7 @@ CROSS_ENTROPY = Spec(
     eager=eager,
     inputs=inputs,
     options=options,
-    # in place, what follows the forward depends on the dtype
+    # in place, the kernels after the forward depend on the dtype
     launches=lambda s: (FWD,) if s.get("inplace_grad") else (FWD, BWD),
     forms=forms,
     work=bytes_moved,

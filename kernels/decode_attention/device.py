@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache, on the device: splits of the keys, then their sum.
+"""Triton kernels for attention of a few new tokens over a key/value cache.
 
 A program holds the queries of one key/value head, all new tokens and all heads of the group as the
 rows of one tile, so that the cache is read once for all of them. Row r is query r // GROUP and head
@@ -15,7 +15,7 @@ Source
 """
 
 # pyright: reportGeneralTypeIssues=false
-# (it takes what a @triton.jit function returns to another for NoReturn)
+# (it infers NoReturn for the result of a nested @triton.jit call)
 
 import functools
 import math
@@ -31,9 +31,9 @@ from ..runtime import INTERPRETING, arch, launch, multiprocessors
 
 @triton.jit
 def _program(num_tiles, num_splits, K: tl.constexpr):
-    """(tile of rows, split, batch, key/value head) of this program.
+    """Picks this program's (tile of rows, split, batch, key/value head).
 
-    Tiles of the same keys follow each other: all but the first read them from L2.
+    Tiles of the same keys follow each other: all but the first read the keys from L2.
     """
     pid = tl.program_id(0)
     head = pid // (num_tiles * num_splits)
@@ -43,7 +43,10 @@ def _program(num_tiles, num_splits, K: tl.constexpr):
 
 @triton.jit
 def _sight(lengths_ptr, starts_ptr, batch, i, last_i, mask, Tq, Tmax, STARTS: tl.constexpr):
-    """(place, start, lo, hi): query i sees [start, place], and some query of the tile [lo, hi)."""
+    """Computes what query i and its tile see: (place, start, lo, hi).
+
+    Query i sees [start, place], and some query of the tile [lo, hi).
+    """
     # nothing beyond the cache is read, whatever the length
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), Tmax).to(tl.int32)
     place = length - Tq + i
@@ -61,7 +64,7 @@ def _load_keys(
     ptr, key, page, inside, stride_page, stride_t,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Some keys, or values, as (BLOCK_N, BLOCK_D); what is not `inside` is not touched, and 0."""
+    """Loads some keys, or values, as (BLOCK_N, BLOCK_D); 0, and no read, where not `inside`."""
     # 64 bits: a cache may have more than 2**31 elements
     offs = key.to(tl.int64) * stride_t
     if PAGE:
@@ -131,7 +134,7 @@ def _decode_attention_kernel(
         lse = tl.where(nothing, float("-inf"), m_i + tl.log2(tl.where(nothing, 1.0, l_i)))
         tl.store(lse_ptr + out_row * num_splits + split, lse, mask=row)
         out_row = out_row * num_splits + split
-        seen = seen & (first < last)  # of a split without keys nobody reads more than its -inf
+        seen = seen & (first < last)  # a split without keys needs only its lse, -inf
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], out, mask=seen)
 
@@ -141,7 +144,7 @@ def _decode_combine_kernel(
     parts_ptr, lse_ptr, out_ptr, num_splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out (rows, D) of parts (rows, splits, D): their mean, weighted by 2**lse."""
+    """Computes out (rows, D) from the splits' (rows, splits, D): their mean, weighted by 2**lse."""
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     lse_ptr += row * num_splits
@@ -155,7 +158,7 @@ def _decode_combine_kernel(
     for start in range(0, num_splits, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
         lse = tl.load(lse_ptr + offs_s, mask=offs_s < num_splits, other=float("-inf"))
-        # what an empty split did not write is not read
+        # an empty split wrote nothing
         written = (lse != float("-inf"))[:, None] & (offs_d < D)[None, :]
         part = tl.load(parts_ptr + offs_s[:, None] * D + offs_d[None, :], mask=written, other=0.0)
         acc += tl.sum(part * tl.exp2(lse - top)[:, None], 0)
@@ -169,16 +172,16 @@ TILE_BYTES = 16 << 10
 programs fit into the 163 KB of an sm_80; 4.3 TB/s over 132 multiprocessors need 26 KB each to
 cover 800 ns."""
 PROGRAMS = 2
-"""Programs that run on a multiprocessor at once."""
+"""Number of programs that run on a multiprocessor at once."""
 MAX_SPLITS = 128
 
 # --- configurations -------------------------------------------------------------------------------
 
 
 def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, int]:
-    """Block sizes, warps and stages; no table: all follows from what is in flight.
+    """Block sizes, warps and stages, which follow from the loads in flight and need no table.
 
-    Rows beyond 32 are another tile's, which reads the keys from L2. fp32, without tensor cores,
+    Rows beyond 32 go to another tile, which reads the keys from L2. fp32, without tensor cores,
     spills with 32 rows, 32 keys, or 4 warps. Where the page must be read before its keys, two
     blocks in flight take five stages instead of three.
     """
@@ -193,17 +196,18 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
 
 @functools.lru_cache(1024)
 def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
-    """Into how many parts the keys are cut.
+    """Returns the number of parts that the keys are split into.
 
     Programs run in waves of `slots`, and the last wave may be nearly empty: of the counts that fill
-    their waves within 10 % of the best one, the least, since each split is written and read again.
-    No split is shorter than two blocks. Depends on no length: those are the device's to know.
+    their waves within 10 % of the best one, the smallest, since each split is written and read
+    again. No split is shorter than two blocks. The lengths do not matter: only the device knows
+    them.
 
     Args:
-        tiles: programs without splits.
+        tiles: number of programs without splits.
         keys: Tmax.
         block_n: keys of a block.
-        slots: programs that run at once.
+        slots: number of programs that run at once.
 
     Returns:
         int: 1 to MAX_SPLITS.
@@ -230,7 +234,7 @@ def decode_attention_fwd(
     table: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """(B, Tq, H, D), contiguous; the arguments are those of `kernels.decode_attention`."""
+    """Returns (B, Tq, H, D), contiguous; the arguments are those of `kernels.decode_attention`."""
     B, Tq, H, D = q.shape
     pages, page, K, _ = k.shape
     Tmax = page if table is None else table.shape[1] * page
@@ -239,7 +243,7 @@ def decode_attention_fwd(
         return out
     if Tmax == 0 or pages == 0:
         return out.zero_()
-    if INTERPRETING and q.dtype is torch.bfloat16:  # its bf16 products are wrong
+    if INTERPRETING and q.dtype is torch.bfloat16:  # the interpreter's bf16 products are wrong
         q, k, v = q.float(), k.float(), v.float()
         return decode_attention_fwd(q, k, v, lengths, starts, table, scale).bfloat16()
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

@@ -1,16 +1,17 @@
 """Attention of the last tokens of each sequence over a cache of keys and values.
 
 Shapes
-    B batch, Tq new tokens, Tmax places of the cache, H query heads, K key/value heads (H a multiple
-    of K), D head dim
+    B batch, Tq new tokens, Tmax positions of the cache, H query heads, K key/value heads (H a
+    multiple of K), D head dim
     q: (B, Tq, H, D)   k_cache, v_cache: (B, Tmax, K, D), or pages (pages, page, K, D) and
     block_table: (B, max_pages)   lengths: (B,)   out: (B, Tq, H, D)
 Source
-    As `kernels.attention`; pages: Kwon et al. 2023, arXiv:2309.06180.  Splits of the keys and
-    traffic: docs/kernels/decode_attention.md.
+    As for `kernels.attention`; pages: Kwon et al. 2023, arXiv:2309.06180.  Splits of the keys and
+    traffic: docs/kernels.md.
 
 The new tokens are already in the cache. On CUDA, and on CPU tensors in Triton's interpreter, the
-kernels of `decode_attention_kernels` run; anywhere else the plain form does. There is no gradient.
+kernels of `kernels.decode_attention.device` run; elsewhere the plain form does. There is no
+gradient.
 """
 
 from typing import Any
@@ -32,9 +33,9 @@ def decode_attention_ref(
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The contract of `decode_attention` in plain PyTorch, scores and softmax in fp32.
+    """Reference of `decode_attention` in plain PyTorch, scores and softmax in fp32.
 
-    Arguments, result and errors are those of `decode_attention`; fp64 is taken, too, and stays it.
+    Arguments, result and errors are those of `decode_attention`; fp64 is also accepted and kept.
     """
     q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
@@ -42,7 +43,7 @@ def decode_attention_ref(
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (whole_cache(x, block_table).to(wide) for x in (k_cache, v_cache))
     Tmax, K = k.shape[1:3]
-    # what lies beyond a sequence may be anything, and NaN times a weight of 0 is NaN
+    # entries beyond a sequence may be NaN, and NaN times a weight of 0 is NaN
     unused = (torch.arange(Tmax, device=q.device) >= lengths[:, None])[..., None, None]
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
     hidden = ~visible_places(Tq, Tmax, lengths, starts)[:, None, None]
@@ -50,14 +51,14 @@ def decode_attention_ref(
     with without_autocast(q):
         scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k)
         scores = scores * (D**-0.5 if scale is None else scale)
-        # a finite floor, not -inf: a row that sees nothing is NaN in the softmax otherwise
+        # a finite floor: with -inf the softmax of a row that sees no key is NaN
         weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1)
         out = torch.einsum("bkgqj,bjkd->bqkgd", weights.masked_fill(hidden, 0.0), v)
     return out.reshape(B, Tq, H, D).to(q.dtype)
 
 
 def visible_places(Tq: int, Tmax: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
-    """The mask of cache positions that each query sees: bool (B, Tq, Tmax)."""
+    """Builds the mask of cache positions that each query sees: bool (B, Tq, Tmax)."""
     places = torch.arange(Tmax, device=lengths.device)
     last = lengths.clamp(0, Tmax)[:, None] - Tq + torch.arange(Tq, device=lengths.device)
     seen = places <= last[..., None]
@@ -65,7 +66,7 @@ def visible_places(Tq: int, Tmax: int, lengths: Tensor, starts: Tensor | None) -
 
 
 def whole_cache(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """The cache as (B, Tmax, K, D)."""
+    """Returns the cache as (B, Tmax, K, D)."""
     if block_table is None:
         return cache
     if not len(cache):
@@ -104,25 +105,26 @@ def decode_attention(
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v for the last tokens of each sequence, over its cache.
+    """Computes softmax(q k^T * scale + mask) v for the last tokens of each sequence, over its
+    cache.
 
-    Query i of a sequence stands at place p = length - Tq + i and sees the places up to p, its own
-    included. One that sees nothing gives 0. What the cache holds beyond a sequence is never used.
-    The host never reads the lengths: nothing waits, and a CUDA graph serves all of them.
+    Query i of a sequence is at position p = length - Tq + i and sees the positions up to p, its own
+    included. A query that sees no key gives 0. Entries of the cache beyond a sequence are never
+    used. The host never reads the lengths: there is no sync, and one CUDA graph serves all lengths.
 
-    Lengths beyond the cache and entries beyond the pages are taken as the largest there are,
-    negative ones as 0, so that nothing outside of the caches is read.
+    Lengths beyond the cache and entries beyond the pages are clamped to the largest valid value,
+    negative ones to 0, so that nothing outside of the caches is read.
 
     Args:
         q: (B, Tq, H, D), fp32 | fp16 | bf16, D up to 256; under autocast cast to its dtype, as the
-            caches are (which copies them: keep them in it).
+            caches are (by a copy, so keep them in that dtype).
         k_cache: (B, Tmax, K, D), dtype of `q`; H is a multiple of K. With a block table (pages,
             page, K, D). Read in place where the last dimension is contiguous.
         v_cache: shape and dtype of `k_cache`.
-        lengths: (B,) int32 | int64 on q's device: places in use, the new tokens' included.
-        starts: (B, Tq) int32 | int64: the first place that each query sees; a window or a document
-            that begins there. All see from place 0 on by default.
-        block_table: (B, max_pages) int32: place p of sequence b is in page block_table[b, p //
+        lengths: (B,) int32 | int64 on q's device: positions in use, the new tokens' included.
+        starts: (B, Tq) int32 | int64: the first position that each query sees, such as the start of
+            a window or a document. By default queries see all positions from 0 on.
+        block_table: (B, max_pages) int32: position p of sequence b is in page block_table[b, p //
             page], at p % page.
         scale: factor on the scores; D**-0.5 by default.
 
@@ -130,7 +132,7 @@ def decode_attention(
         Tensor: (B, Tq, H, D), contiguous, dtype of `q`, or autocast's.
 
     Raises:
-        ValueError: an argument is not as above, or a gradient is wanted: there is none.
+        ValueError: an argument is not as above, or a gradient is required: there is none.
     """
     q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
@@ -138,8 +140,8 @@ def decode_attention(
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name}: expected a tensor without gradient, or torch.no_grad(), got one that "
-                "requires it: decode_attention has no backward"
+                f"{name}: it requires a gradient; detach it or use torch.no_grad(), because "
+                "decode_attention has no backward"
             )
     if not runs_kernels(q.device):
         return decode_attention_ref(

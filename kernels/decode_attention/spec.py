@@ -19,7 +19,10 @@ def eager(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
     block_table: Tensor | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Plain products and softmax in the inputs' own dtype; unused places must be finite."""
+    """Attention by plain products and softmax in the inputs' dtype.
+
+    Unused positions of the cache must be finite.
+    """
     Tq, H, D = q.shape[1:]
     k, v = (whole_cache(x, block_table) for x in (k, v))
     hidden = ~visible_places(Tq, k.shape[1], lengths, starts)[:, None]
@@ -32,9 +35,9 @@ def eager(
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """q (B, Tq, H, D) and caches of T places; without `lengths` they are full.
+    """Makes q (B, Tq, H, D) and caches of T positions; without `lengths` they are full.
 
-    What no query may use is so large that it would be seen in any result.
+    Positions that no query may use hold numbers so large that they would show in any result.
     """
     q = make(s["B"], s.get("Tq", 1), s["H"], s["D"])
     unused = unused_places(s).to(q.device)
@@ -49,7 +52,10 @@ def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """`page` cuts the caches into pages of shuffled order; with `starts` each query has its own."""
+    """Makes the options of a problem.
+
+    `page` cuts the caches into pages in shuffled order; with `starts` each query has its own start.
+    """
     found = {"scale": s["scale"]} if "scale" in s else {}
     if s.get("page"):
         found["block_table"] = block_table(s).to(device)
@@ -63,7 +69,7 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def block_table(s: Problem) -> Tensor:
-    """(B, max_pages) int32; what a sequence does not need names no page."""
+    """Makes a table (B, max_pages) int32; entries that a sequence does not need name no page."""
     each = -(-s["T"] // s["page"])
     order = torch.randperm(s["B"] * each + 1, generator=torch.Generator().manual_seed(0))
     table = order[:-1].view(s["B"], each)
@@ -73,7 +79,7 @@ def block_table(s: Problem) -> Tensor:
 
 
 def unused_places(s: Problem) -> Tensor:
-    """The mask of cache positions that no query may use: bool (B, T) or (pages, page)."""
+    """Builds the mask of cache positions that no query may use: bool (B, T) or (pages, page)."""
     B, T, page = s["B"], s["T"], s.get("page")
     lengths = s.get("lengths", (T,) * B)
     if not page:
@@ -88,7 +94,7 @@ def unused_places(s: Problem) -> Tensor:
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
-    """One query a head and sequence over its cache, which is read once."""
+    """Counts one query for each head and sequence over its cache, which is read once."""
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
     return {"fwd": (4 * B * H * T * D, 2 * B * H * D * (T + 1) * itemsize)}
 
@@ -97,7 +103,7 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """The tile of each head dimension and dtype in its forms: split or not, paged, with starts."""
+    """Yields each head dimension and dtype in its forms: split or not, paged, with starts."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for D in (16, 64, 80, 128, 256):
         yield form(D, bf16)
@@ -160,7 +166,7 @@ DECODE_ATTENTION = Spec(
     eager=eager,
     inputs=inputs,
     options=options,
-    launches=lambda s: (SPLIT,),  # COMBINE too, where it is worth it
+    launches=lambda s: (SPLIT,),  # COMBINE too, where there are several splits
     forms=forms,
     work=flops_and_bytes,
     problems={

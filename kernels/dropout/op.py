@@ -1,6 +1,6 @@
 """Dropout from 16-bit random lanes: four draws from every 64-bit random number.
 
-On a CPU PyTorch draws one random number an element; `python -m bench` measures both. The
+On a CPU PyTorch draws one random number for each element; `python -m bench` measures both. The
 probability is rounded to a multiple of 2**-16, and the scale is that of the rounded probability, so
 the mean is kept (up to the rounding of the scale to x's dtype).
 """
@@ -19,9 +19,8 @@ def dropout_keep(
     """Draws which elements are kept, from PyTorch's default generator of `device`.
 
     Args:
-        shape: of the mask.
+        shape: shape of the mask.
         p: probability of dropping an element, in [0, 1).
-        device: where the mask is made.
 
     Returns:
         tuple[Tensor, float]: bool mask of `shape`, True where kept, and the factor 1 / (kept

@@ -23,13 +23,13 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """x -> y; backward: dy -> dx."""
+    """Counts the bytes of x -> y; backward: dy -> dx."""
     n = math.prod(rows(s)) * s["N"] * itemsize
     return work((0, 2 * n), (0, 2 * n))
 
 
 def complaints(inputs: dict[str, Tensor], y: Tensor) -> list[str]:
-    """Says where elements are not dropped with probability P, or the others not scaled up."""
+    """Lists what is wrong: elements not dropped with probability P, or the others not scaled up."""
     x = inputs["x"].detach()
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         return [f"output 0: {y.dtype} {tuple(y.shape)}, expected {x.dtype} {tuple(x.shape)}"]
@@ -37,9 +37,9 @@ def complaints(inputs: dict[str, Tensor], y: Tensor) -> list[str]:
     share, n = kept.float().mean().item(), x.numel()
     wrong = []
     if abs(share - (1 - P)) > 5 * (P * (1 - P) / n) ** 0.5 + 2**-16:
-        wrong.append(f"output 0: {share:.5f} of it kept, expected {1 - P}")
+        wrong.append(f"output 0: kept {share:.5f} of the elements, expected {1 - P}")
     if not torch.allclose(y[kept].float(), x[kept].float() / (1 - P), rtol=1e-2):
-        wrong.append(f"output 0: what is kept is not x / {1 - P}")
+        wrong.append(f"output 0: the elements kept are not x / {1 - P}")
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on the device: one kernel pair, optional inputs by None pointers.
+"""Triton kernels for LayerNorm and RMSNorm; optional inputs are None pointers.
 
 Shapes
     M = rows, N = features.  x, residual, y, total, dy, dtotal, dx, dresidual: (M, N)
@@ -6,9 +6,9 @@ Shapes
     P = programs of the backward; partials of dweight and dbias: (P, N) fp32
 The math is derived in docs/kernels/norm.md.
 
-A pointer that is None is a constant to the compiler, and the code behind it is not there; CENTRED
-is what LayerNorm has over RMSNorm. M and P are never specialised, and no pointer depends on them:
-no recompile when they change. eps is a constexpr, because Inductor would type a float as fp64.
+A pointer that is None is a constant to the compiler, which drops the code that needs it; CENTRED is
+what LayerNorm has over RMSNorm. M and P are never specialised, and no pointer depends on them: no
+recompile when they change. eps is a constexpr, because Inductor would type a float as fp64.
 """
 
 import torch
@@ -22,7 +22,7 @@ from ..runtime import launch, multiprocessors
 
 @triton.jit
 def _vector_of(ptr, offs_n, mask_n):
-    """Weight or bias in fp32, to be kept in L1: every block reads it, x passes through once."""
+    """Loads weight or bias in fp32, kept in L1: every block reads it, while x passes once."""
     return tl.load(ptr + offs_n, mask_n, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -69,7 +69,7 @@ def _norm_dots_kernel(
     M, N,
     CENTRED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dots: (2, M) fp32, the means over a row of dy * weight * xhat and of dy * weight."""
+    """Computes dots (2, M) fp32, the means over a row of dy * weight * xhat and of dy * weight."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(stats_ptr + row + (M if CENTRED else 0))
     by_xhat = tl.zeros((BLOCK_N,), tl.float32)
@@ -90,7 +90,7 @@ def _norm_dots_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _norm_bwd_kernel(  # noqa: C901 - the branches are the compiler's, none is left at run time
+def _norm_bwd_kernel(  # noqa: C901 - the compiler resolves the branches
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
     dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr,
     stride_dym, stride_dtm, stride_xm,
@@ -112,7 +112,7 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are the compiler's, none is l
         x = tl.load(x_ptr + (offs_m * stride_xm)[:, None] + offs_n[None, :], mask=mask, other=0.0)
         offs_dy = (offs_m * stride_dym)[:, None] + offs_n[None, :]
         dy = tl.load(dy_ptr + offs_dy, mask=mask, other=0.0).to(tl.float32)
-        # 0 in rows past the end: whatever lies there must not reach dweight
+        # 0 in rows past the end, so that they do not reach dweight
         rstd = tl.load(rstd_ptr + offs_m, mask=mask_m, other=0.0)
         xhat = x.to(tl.float32)
         if CENTRED:
@@ -151,7 +151,7 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are the compiler's, none is l
 
 # --- configurations -------------------------------------------------------------------------------
 
-# Above it the backward's row, with both accumulators, does not fit the registers of 1024 threads.
+# Above this the backward's row, with both accumulators, does not fit the registers of 1024 threads.
 WHOLE_ROW = 8_192
 PART_N = 2_048
 
@@ -159,8 +159,8 @@ PART_N = 2_048
 def fwd_tile(n: int) -> dict[str, int]:
     """Block sizes and warps of the forward: about 4096 elements, 16 a thread.
 
-    A rule and not a table, here and below: N alone sets the sizes, the registers that
-    `python -m kernels.aot` counts set the rest, and a table would only repeat it for every N.
+    A rule, here and below, instead of a table: N alone sets the sizes, the registers that `python
+    -m kernels.aot` counts set the rest, and a table would only repeat it for every N.
     """
     block_n, block_m = row_blocks(n, 4096)
     warps = max(1, min(32, block_m * block_n // (16 * 32)))
@@ -181,7 +181,7 @@ def bwd_tile(n: int) -> dict[str, int]:
 
 
 def bwd_programs(device: torch.device, warps: int) -> int:
-    """Programs that run at once: 16 warps a multiprocessor, at 128 registers a thread."""
+    """Number of programs that run at once: 16 warps a multiprocessor, at 128 registers a thread."""
     return multiprocessors(device) * max(1, 16 // warps)
 
 
@@ -197,7 +197,7 @@ def norm_fwd(
     centred: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y of `dtype`, total, stats); total is empty where there is no residual."""
+    """Returns (y in `dtype`, total, stats); total is empty where there is no residual."""
     N = x.shape[-1]
     M = x.numel() // N
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -237,9 +237,9 @@ def norm_bwd(
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dresidual, dweight, dbias); x is what was normalised, a dtype of None gives an empty.
+    """Returns (dx, dresidual, dweight, dbias); those with dtype None are empty.
 
-    dresidual equals dx but for its dtype.
+    x is the normalised input. dresidual equals dx except for its dtype.
     """
     N = x.shape[-1]
     M = x.numel() // N

@@ -50,7 +50,7 @@ def _norm_ref(
 def layer_norm_ref(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """The contract of `layer_norm` in plain PyTorch; takes fp64 as well."""
+    """Reference of `layer_norm` in plain PyTorch; also accepts fp64."""
     return _norm_ref(x, None, weight, bias, eps, centred=True)[0]
 
 
@@ -61,19 +61,19 @@ def add_layer_norm_ref(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """The contract of `add_layer_norm` in plain PyTorch; takes fp64 as well."""
+    """Reference of `add_layer_norm` in plain PyTorch; also accepts fp64."""
     return _norm_ref(x, residual, weight, bias, eps, centred=True)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """The contract of `rms_norm` in plain PyTorch; takes fp64 as well."""
+    """Reference of `rms_norm` in plain PyTorch; also accepts fp64."""
     return _norm_ref(x, None, weight, None, eps, centred=False)[0]
 
 
 def add_rms_norm_ref(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """The contract of `add_rms_norm` in plain PyTorch; takes fp64 as well."""
+    """Reference of `add_rms_norm` in plain PyTorch; also accepts fp64."""
     return _norm_ref(x, residual, weight, None, eps, centred=False)
 
 
@@ -117,7 +117,7 @@ def _bwd_fake(
     weight: Tensor | None,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """dx, dresidual, dweight and dbias of these dtypes; None: empty."""
+    """Returns dx, dresidual, dweight and dbias in these dtypes; None: empty."""
     shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
     return tuple(
         x.new_empty(0 if dtype is None else shape, dtype=dtype or torch.float32)
@@ -210,7 +210,7 @@ def _check(
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
     Args:
         x: (..., N), fp32 | fp16 | bf16, N up to 16384, any strides; copied where its rows are not
@@ -235,14 +235,11 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual): each is read once and written once.
+    """Returns (layer_norm(x + residual), x + residual); each tensor is read once and written once.
 
     Args:
-        x: as for `layer_norm`.
+        x: see `layer_norm`, as are weight, bias and eps.
         residual: shape of `x`, any of the dtypes.
-        weight: (N,).
-        bias: (N,).
-        eps: added to the variance.
 
     Returns:
         tuple[Tensor, Tensor]: y in the dtype of `x`, or autocast's, and the sum in the dtype torch
@@ -255,12 +252,12 @@ def add_layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight; arguments, result and errors as `layer_norm`'s."""
+    """Computes x / sqrt(mean(x**2) + eps) * weight; for arguments and result see `layer_norm`."""
     return _run(x, None, weight, None, eps, centred=False)[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); otherwise as `add_layer_norm`."""
+    """Returns (rms_norm(x + residual), x + residual); see `add_layer_norm`."""
     return _run(x, residual, weight, None, eps, centred=False)

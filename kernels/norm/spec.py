@@ -15,12 +15,15 @@ from . import op
 FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = 8_192 + 40
-"""Columns of a row that the backward takes in parts."""
+"""Row length for which the backward processes the columns in parts."""
 VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Every tile of the rule in its costliest form, fp32 and all options, and what GPTs launch."""
+    """Yields the forms that GPTs launch, and every tile of the rule in its costliest form.
+
+    The costliest form is fp32 with all options.
+    """
     for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384):
         yield form(n, FP32, FP32, residual=FP32)
     for n in (768, 1600, 4096):
@@ -63,7 +66,7 @@ def form(
 PROBLEMS: dict[str, Problem] = {
     "three-dimensions": {"M": (4, 5), "N": 24},
     "one-row": {"M": 1, "N": 8},
-    # eps of 1: with less, what is left of RMSNorm's dx is smaller than its rounding
+    # eps of 1: with less, RMSNorm's dx is smaller than its rounding error
     "one-column": {"M": 5, "N": 1, "eps": 1.0},
     "masked-tail": {"M": 7, "N": 123},
     "rows-and-columns-masked": {"M": 21, "N": 60},
@@ -87,7 +90,7 @@ SIZES: dict[str, dict[str, Problem]] = {
 
 
 def norm_spec(kind: str, *, summed: bool) -> Spec:
-    """Describes layer_norm or rms_norm (`kind`: layer, rms), alone or after a residual sum."""
+    """Builds the spec of layer_norm or rms_norm (`kind`: layer, rms), alone or with a residual."""
     name = f"{'add_' if summed else ''}{kind}_norm"
     plain: Callable[..., Tensor] = F.layer_norm if kind == "layer" else F.rms_norm
     default = 1e-5 if kind == "layer" else 1e-6
@@ -114,8 +117,10 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return (FWD, BWD) + (SUM,) * bool(kept(s)) + (DOTS,) * (s["N"] > 8192)
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
-        """x -> y; backward: x, dy -> dx. With a sum: x, residual -> y, sum; backward: sum, dy, dsum
-        -> one gradient for both inputs. Vectors of N and statistics are left out.
+        """Counts the bytes of x -> y; backward: x, dy -> dx.
+
+        With a sum: x, residual -> y, sum; backward: sum, dy, dsum -> one gradient for both inputs.
+        Vectors of N and statistics are left out.
         """
         n = math.prod(rows(s)) * s["N"] * itemsize
         return work((0, 4 * n), (0, 4 * n)) if summed else work((0, 2 * n), (0, 3 * n))

@@ -1,4 +1,4 @@
-"""Compilation ahead of time: configurations and their machine code; `kernels.aot` judges it."""
+"""Ahead-of-time compilation of kernel configurations; `kernels.aot` checks the machine code."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ from .sass import Loop, disassemble, instructions, loops, tensor_core_instructio
 SETTINGS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
 )  # fmt: skip
-"""Arguments of a launch that are free to choose, because they change no result."""
+"""Launch arguments that are free to choose, because they change no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Case:
     """One shipped configuration of one op's pass.
 
     Args:
-        label: names the configuration within its kernels: "N=768 bf16 bias".
+        label: name of the configuration within its kernels: "N=768 bf16 bias".
         run: calls launchers with tensors on the meta device; nothing is computed.
         mma: kernel name -> prefix of the SASS instruction that must occur: "HGMMA" (wgmma, sm_90),
             "HMMA" (mma.sync), "UTC" (tcgen05, sm_100). A kernel that is not named needs none.
@@ -60,7 +60,7 @@ class Config:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """Settings chosen by a table or a rule; configurations equal in these are one."""
+        """Settings chosen by a table or a rule; configurations with equal settings count as one."""
         chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
         return self.arch, self.kernel, *sorted(chosen.items())
 
@@ -76,14 +76,14 @@ class Row:
     stages: int = 0
     registers: int = 0
     spilled: int = 0
-    """Bytes of stack: none of our kernels has local arrays, so all of it is spilled registers."""
+    """Bytes of stack: all are spilled registers, because no kernel of ours has local arrays."""
     shared: int = 0
     mma: dict[str, int] = field(default_factory=dict)
     declared: str = ""
     error: str = ""
     loops: list[Loop] = field(default_factory=list)
     instructions: int = 0
-    """In all, without padding."""
+    """Number of instructions, without padding."""
     fingerprint: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Row:
 
 
 def collect(forms: Iterable[Forms], archs: Iterable[int]) -> Iterator[Config]:
-    """The launches of every case, those that the compiler would not tell apart only once."""
+    """Collects the launches of every case; of those that compile to the same code, one."""
     seen = set()
     for arch in archs:
         for of_arch in forms:
@@ -112,7 +112,7 @@ def collect(forms: Iterable[Forms], archs: Iterable[int]) -> Iterator[Config]:
 
 
 def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, dict[str, Any]]:
-    """(signature, constexprs, attributes, options) as Triton's launcher would derive them."""
+    """Returns (signature, constexprs, attributes, options), as Triton's launcher derives them."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import native_specialize_impl
 
@@ -139,17 +139,17 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, d
 
 
 def fingerprint(config: Config) -> str:
-    """A hash of all that decides the machine code but the compiler.
+    """Hashes everything that decides the machine code, except the compiler.
 
-    These are the sources and what they are compiled for; comments, docstrings and the place of a
-    line do not count.
+    These are the sources and what they are compiled for; comments, docstrings and line numbers do
+    not count.
     """
     text = repr((config.declared, specialised(config.launch), sources(config.launch.kernel)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def sources(kernel: Any) -> dict[str, str]:
-    """Source of a kernel and of all that it calls, and the values of the globals they read."""
+    """Returns the source of a kernel and of all functions it calls, and the globals they read."""
     found: dict[str, str] = {}
     open_ = [kernel]
     while open_:
@@ -179,15 +179,14 @@ def _without_comments(function: Callable[..., object]) -> str:
 # --- compile --------------------------------------------------------------------------------------
 
 _configs: list[Config] = []
-"""Configurations for the forked processes of `compile_all`, as a kernel cannot be sent to one."""
+"""Configurations for the forked processes of `compile_all`, because a kernel cannot be pickled."""
 
 
 def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:
-    """A row for each configuration, in their order, each as soon as it is there.
+    """Yields a row for each configuration, in their order, as soon as it is compiled.
 
     Args:
-        configs: what to compile.
-        jobs: how many at a time; None is as many as there are cores.
+        jobs: number of compilations at a time; None: one for each core.
     """
     global _configs
     _configs = list(configs)
@@ -211,7 +210,7 @@ def compile_config(config: Config) -> Row:
     try:
         target = GPUTarget("cuda", config.arch, 32)
         compiled = triton.compile(source, target=target, options=options)
-    except Exception as error:  # of whichever of the compiler's passes: the others still get a row
+    except Exception as error:  # of any compiler pass; other configurations still get a row
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Row(config.kernel, config.arch, config.label, error=message)
     text = disassemble(compiled.asm["cubin"])

@@ -1,4 +1,4 @@
-"""Machine code of a compiled kernel, read without a GPU by the tools that come with Triton.
+"""Reads the machine code of a compiled kernel, without a GPU, by the tools that come with Triton.
 
 The ceiling of a loop takes the instructions of one pass and asks which unit is busy longest if all
 of them are always busy. It leaves out latency, memory and masked lanes: it ranks configurations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def disassemble(cubin: bytes) -> str:
-    """Resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
+    """Returns resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -48,16 +48,16 @@ def tensor_core_instructions(sass: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU's throughput: warp instructions per clock and multiprocessor.
+    """Throughput of a GPU: warp instructions per clock and multiprocessor.
 
-    CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's peak
-    for fp16, summed in fp32, over multiprocessors and clock.
+    Source: CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's
+    peak for fp16, summed in fp32, over multiprocessors and clock.
     """
 
     multiprocessors: int
     ghz: float
     warps: int
-    """Resident at most on one multiprocessor; 65536 registers and 32 blocks, too."""
+    """Most warps resident on one multiprocessor; it also has 65536 registers and 32 blocks."""
     shared: int
     """Bytes of shared memory on one multiprocessor."""
     fp32: float
@@ -86,7 +86,7 @@ UNITS = {
     "barrier": ("BAR", "SYNCS", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "WARPSYNC", "MEMBAR", "FENCE"),
     "branch": ("BRA", "EXIT", "NOP", "BSYNC", "BSSY", "CALL", "RET", "NANOSLEEP"),
 }
-"""Prefixes of SASS instructions by the unit that runs them; what is not listed is the ALU's."""
+"""Prefixes of SASS instructions by the unit that runs them; the ALU runs all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +98,23 @@ class Loop:
     bytes: int
     """Bytes that a warp loads from and stores to global memory, with none of its lanes masked."""
     flops: int
-    """FLOPs of the tensor cores; 0 where the instruction does not tell its shape (sm_100)."""
+    """FLOPs of the tensor cores; 0 where the instruction does not state its shape (sm_100)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The speed of a loop if memory and latency cost nothing."""
+    """Speed of a loop if memory and latency cost nothing."""
 
     bound: str
     blocks: int
-    """Resident on one multiprocessor."""
+    """Number of blocks resident on one multiprocessor."""
     clocks: float
     """Clocks of one pass of one block's warps."""
     alone: float
-    """Clocks of a pass where a block is alone on its multiprocessor: products and what is done with
-    them take turns, and a warp issues at most every DEPENDENT clocks."""
+    """Clocks of a pass where a block is alone on its multiprocessor.
+
+    Products and the rest then alternate, and a warp issues at most every DEPENDENT clocks.
+    """
     tflops: float
     gbytes: float
 
@@ -121,7 +123,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0
 
 
 def instructions(sass: str) -> list[tuple[int, str, str]]:
-    """(address, operation, operands) of each, but for the NOPs that fill up."""
+    """Yields (address, operation, operands) of each instruction, except the NOPs of the padding."""
     return [
         (int(address, 16), op, operands)
         for address, op, operands in _INSTRUCTION.findall(sass)
@@ -130,9 +132,9 @@ def instructions(sass: str) -> list[tuple[int, str, str]]:
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops by their address, or all of a kernel that has none.
+    """Returns the innermost loops by address, or the whole kernel if it has none.
 
-    One of fewer than 16 instructions only waits.
+    Loops of fewer than 16 instructions only wait, and are left out.
     """
     code = instructions(sass)
     spans = []
@@ -173,7 +175,7 @@ def _flops(op: str) -> int:
 
 
 def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
-    """The bound that issue rate and units set; None for an arch that has no figures here."""
+    """Returns the bound that issue rate and units set; None for an arch without figures here."""
     device = DEVICES.get(arch)
     if device is None:
         return None

@@ -1,10 +1,10 @@
-"""Rotary positions on the device: every pair of numbers of q and of k is turned by its angle.
+"""Triton kernels for rotary positions, which rotate every pair of numbers of q and of k.
 
 Shapes
     B = batch, T = tokens, H and K = heads of q and of k, D = head dimension, HALF = D / 2 pairs
     q, q_out: (B, T, H, D)   k, k_out: (B, T, K, D)   cos, sin: (T, HALF) fp32
 
-A program turns a block of tokens in a block of heads, so that the heads share what is loaded of cos
+A program rotates a block of tokens in a block of heads, so that the heads share the loads of cos
 and sin. The heads of k follow those of q in the grid: one launch. The backward is the same with the
 angles negated (CONJUGATE).
 """
@@ -25,7 +25,7 @@ def _turn(
     stride_xb, stride_xt, stride_xh,
     T, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Turns one block of x; cos and sin are (tokens, 1, BLOCK_P)."""
+    """Rotates one block of x; cos and sin are (tokens, 1, BLOCK_P)."""
     offs_p = tl.arange(0, BLOCK_P)
     mask = mask_t[:, None, None] & (offs_h < HEADS)[None, :, None]
     offs_t, offs_h = offs_t.to(tl.int64), offs_h.to(tl.int64)
@@ -91,7 +91,7 @@ def tile(H: int, K: int, D: int) -> dict[str, int]:
 def rotary_turn(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(q, k) turned, contiguous."""
+    """Returns (q, k) rotated, contiguous."""
     q, k = _pairs(q), None if k is None else _pairs(k)
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]
@@ -113,5 +113,5 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """x, its last dimension contiguous: itself but for layouts hardly ever met."""
+    """Returns x with its last dimension contiguous: a copy for a few rare layouts, else itself."""
     return x if x.stride(3) == 1 else x.contiguous()

@@ -1,16 +1,17 @@
-"""Rotary positions: pairs of numbers of queries and keys turned by angles that grow with position.
+"""Rotary positions: pairs of numbers of queries and keys, rotated by angles that grow with
+position.
 
 Shapes
     q: (B, T, H, D)   k: (B, T, K, D)   cos, sin: (T, D/2) fp32, a row for each position
 Math
     (a, b) -> (a cos - b sin, a sin + b cos); pair i is (i, i + D/2).
-    The gradient is turned back by the same angle. Traffic: docs/kernels/rotary.md.
+    The gradient is rotated back by the same angle. Traffic: docs/kernels.md.
 Source
     Su et al. 2021, arXiv:2104.09864, eq. 34.
 
 On CUDA, and on CPU tensors in Triton's interpreter, `kernels.rotary.device` runs, once for q and k
-together; anywhere else the plain form does. All math is fp32. Dtypes are kept, under autocast, too:
-q and k come out of a product that autocast has cast. A gradient of a gradient raises.
+together; elsewhere the plain form does. All math is fp32. Dtypes are kept, under autocast, too, as
+q and k come from a product that autocast has cast. A gradient of a gradient raises.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The contract of `rotary` in plain PyTorch; takes fp64 as well."""
+    """Reference of `rotary` in plain PyTorch; also accepts fp64."""
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
@@ -46,7 +47,7 @@ def _fwd(*args: Any, conjugate: bool = False) -> tuple[Any, ...]:
 
 
 def _bwd(cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of q and of k; empty where there is none to turn back."""
+    """Returns the gradients of q and of k; empty where there is no upstream gradient."""
     given = [d for d in (dq, dk) if d is not None]
     one, two = _fwd(*given, *(None,) * (2 - len(given)), cos, sin, conjugate=True)
     none = torch.empty(0, device=cos.device) if two is None else two
@@ -89,7 +90,7 @@ _rotary = define_op(
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with each pair of numbers turned by the angle of its position.
+    """Rotates each pair of numbers of q and k by the angle of its position.
 
     Args:
         q: (B, T, H, D), fp32 | fp16 | bf16, D even, up to 256; any strides, read in place where the

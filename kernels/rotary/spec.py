@@ -22,26 +22,26 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """q (B, T, H, D) and k (B, T, K, D); K is H where it is not given."""
+    """Makes q (B, T, H, D) and k (B, T, K, D); K is H where it is not given."""
     heads = {"q": s["H"], "k": s.get("K", s["H"])}
     return {name: make(s["B"], s["T"], n, s["D"]) for name, n in heads.items()}
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Tensor]:
-    """The angles of GPT-NeoX, from position 1 on: at 0 nothing is turned."""
+    """Makes the angles of GPT-NeoX, from position 1 on, because position 0 has no rotation."""
     frequencies = 10_000.0 ** (-torch.arange(0, s["D"], 2, device=device) / s["D"])
     angles = torch.outer(torch.arange(1, s["T"] + 1, device=device), frequencies)
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """q, k -> both turned; backward: the same of their gradients."""
+    """Counts the bytes of q, k -> both rotated; backward: the same for their gradients."""
     n = s["B"] * s["T"] * (s["H"] + s.get("K", s["H"])) * s["D"] * itemsize
     return work((0, 2 * n), (0, 2 * n))
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """GPTs' head dimensions, and others that are as wide as can be or no power of 2."""
+    """Yields the head dimensions of GPTs, the largest one, and one that is no power of 2."""
     for D in (64, 128):
         for backward in (False, True):
             yield form(12, 12, D, torch.bfloat16, conjugate=backward)
@@ -77,7 +77,7 @@ ROTARY = Spec(
     forms=forms,
     work=bytes_moved,
     problems={
-        # no two sizes are the same: torch.compile would expect them to remain so
+        # all sizes differ: torch.compile assumes that equal sizes stay equal
         "grouped": shape(2, 5, 6, 3, 16),
         "one-of-each": shape(1, 1, 1, 1, 2),
         "odd-numbers": shape(3, 5, 3, 3, 10),

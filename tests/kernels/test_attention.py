@@ -380,7 +380,7 @@ OPTIONS = {
     "window: expected 1 or more, got 0": {"window": 0},
     "dropout_p: expected 0 <= p < 1, got 1.0": {"dropout_p": 1.0},
     "dropout_seed: expected torch.int64, got torch.int32": {"dropout_seed": ids[0, :1]},
-    "dropout_seed: expected 64 bits with a sign, got 9223372036854775808": {"dropout_seed": 2**63},
+    "dropout_seed: expected signed 64 bits, got 9223372036854775808": {"dropout_seed": 2**63},
     "doc_ids: expected (2, 6), got (2, 5)": {"doc_ids": ids[:, :5]},
     "doc_ids: expected torch.int32 or torch.int64, got torch.float32": {"doc_ids": ids.float()},
     "doc_ids: expected cpu as q, got meta": {"doc_ids": ids.to("meta")},
@@ -389,7 +389,7 @@ wide = torch.zeros(1, 2, 1, 257)
 REFUSED = {
     **{message: (attention, (q0, k0, k0), options) for message, options in OPTIONS.items()},
     "q: expected a head dimension from 1 to 256, got 257": (attention, (wide, wide, wide), {}),
-    "doc_ids: expected at most 3 queries, got 6": (
+    "q: expected at most 3 tokens (doc_ids), got 6": (
         attention, (q0, k0[:, :3], k0[:, :3]), {"doc_ids": ids[:, :3]}),
     "qkv: expected (B, T, 2 + 2 K, D) for 2 heads, got (2, 6, 4)": (
         attention_packed, (q0[..., 0], 2), {}),
