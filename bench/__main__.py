@@ -1,8 +1,8 @@
-"""Ops and training steps beside their peers: `python -m bench`.
+"""Benchmarks every op and the training step beside other implementations: `python -m bench`.
 
 Writes a record into `bench/results/local/` and a page of all records there, `benchmarks.md`.
-Training steps are `bench.step`'s, which has more to choose from. Exits 1 where an op of ours was
-refused a time because its results were wrong.
+`bench.step` measures the training step and has more options. The exit status is 1 if an op of ours
+was not timed because its results were wrong.
 """
 
 import time
@@ -25,44 +25,49 @@ SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Seconds for each pass of a case, all implementations together."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
-    "shakespeare-char": {"rounds": 2, "batch": (16,)},  # 64, its own, would take minutes
+    "shakespeare-char": {"rounds": 2, "batch": (16,)},  # its own 64 would take minutes
 }
 """Recipes whose training step is measured on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Times every op, and the training step, beside peers."""
+    """Times every op and the training step beside PyTorch and other libraries."""
 
     only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Cases whose names match: 'attention/*', '*/gpt2-124m/bf16', 'step/*'; again for another."""
+    """Measure only cases whose names match a pattern: 'attention/*', '*/gpt2-124m/bf16', 'step/*'.
+
+    Give --only once for each pattern.
+    """
     list: bool = False
-    """Print the cases and who implements them, and measure nothing."""
+    """Print the cases and their implementations, without measuring them."""
     quick: bool = False
     """Measure one shape of each op, in less time."""
     full: bool = False
-    """Measure the cases that take long as well."""
+    """Also measure the cases that take long."""
     goals: bool = False
     """Measure only the cases that have a goal in bench/goals.toml."""
     compiled: bool = False
-    """On a CPU, torch.compile of the references as well: 10 to 20 s a case."""
+    """On a CPU, also measure torch.compile of the references (10 to 20 s for each case)."""
     rounds: int | None = None
-    """Rounds of each pass; by default as many as fit into half a second (on a CPU 0.2 s)."""
+    """Number of rounds of each pass; by default as many as fit into 0.5 s (0.2 s on a CPU)."""
     budget: float = float("inf")
-    """Seconds after which no further case is begun; what is left out is said."""
+    """Seconds after which no further case is started; skipped cases are recorded as missing."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where it is visible."""
+    """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     sizes: Literal["", "tiny"] = ""
-    """`tiny`: shapes for a rehearsal, in Triton's interpreter say."""
+    """Sizes of the cases; `tiny` takes small shapes, for a rehearsal in Triton's interpreter."""
     out: Path | None = None
     """Folder of the record, without a page; by default bench/results/local/<device>."""
     publish: bool = False
-    """Move the local records beside the committed ones and write docs/benchmarks.md, unless an op
-    of ours was refused."""
+    """Move the local records beside the committed ones and write docs/benchmarks.md.
+
+    Nothing is moved if an op of ours gave wrong results.
+    """
     nanogpt: Path | None = None
-    """A checkout of nanoGPT, for the training step."""
+    """Path of a nanoGPT checkout, to measure its training step as well."""
     memory_of: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
-    """Print the memory that a process takes for this implementation of one case."""
+    """Name of an implementation: print the memory that a process takes to run it on one case."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
@@ -81,7 +86,7 @@ def chosen(bench: Bench, on: str) -> list[Case]:
 
 
 def chosen_steps(bench: Bench, on: str) -> list[str]:
-    """The recipes whose training step is measured, too."""
+    """Returns the recipes whose training step is measured as well."""
     if on != "cpu" or bench.sizes:
         return []
     patterns = bench.only or ("*",)
@@ -106,7 +111,7 @@ def print_list(todo: list[Case], on: str) -> None:
 def run_cases(
     bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer
 ) -> list[measure.Row]:
-    """Measures and records; all rows of cases."""
+    """Measures and records the cases; returns all their rows."""
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     end = time.perf_counter() + bench.budget
     rates = machine_rates(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
@@ -117,12 +122,12 @@ def run_cases(
     for case in track(todo, "cases", console=Console(stderr=True)):
         about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
         if time.perf_counter() > end:
-            writer.write("missing", {**about, "reason": f"the {bench.budget:.0f} s were over"})
+            writer.write("missing", {**about, "reason": f"over the budget of {bench.budget:.0f} s"})
             continue
         roof = roof_of(rates, case.dtype)
         try:
             found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
-        except Exception as error:  # what is measured already is kept, and the rest measured
+        except Exception as error:  # keep earlier results and go on
             found = [("refused", {**about, "reason": measure.in_one_line(error)})]
         after = records.state(timer.on)
         for kind, row in found:
@@ -133,7 +138,7 @@ def run_cases(
 
 
 def print_rows(rows: list[measure.Row]) -> None:
-    """Times as a table, and below it who was refused one."""
+    """Prints the times as a table, followed by the implementations that were refused."""
     lines = []
     for row in (row for kind, row in rows if kind == "op"):
         times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
@@ -141,7 +146,7 @@ def print_rows(rows: list[measure.Row]) -> None:
         lines.append((*cells, report.rate(row), f"{row['share']:.0%}"))
     records.show("case|pass|implementation|ms p20 p50 p80|rate|of limit", lines)
     for row in (row for kind, row in rows if kind == "refused"):
-        print(f"{row['case']} {row['implementation']}: refused: {row['reason']}")
+        print(f"{row['case']} {row['implementation']}: not timed: {row['reason']}")
 
 
 def main(argv: list[str]) -> int:
@@ -151,8 +156,9 @@ def main(argv: list[str]) -> int:
     todo, steps = chosen(bench, on), chosen_steps(bench, on)
     if not todo and not steps:
         raise UserError(
-            f"--only {' '.join(bench.only)}: no such step is measured here; expected one of"
-            f" {', '.join(f'step/{name}' for name in CPU_STEPS)} on a CPU, or python -m bench.step"
+            f"--only {' '.join(bench.only)}: expected"
+            f" {' or '.join(f'step/{name}' for name in CPU_STEPS)} (only on a CPU);"
+            " for other steps use python -m bench.step"
         )
     if bench.memory_of:
         measure.print_memory(todo[0], bench.memory_of)

@@ -1,8 +1,8 @@
-"""Benchmark cases: every op's `Spec` at its sizes, beside its peers.
+"""Benchmark cases: every op's `Spec` at its sizes, beside other implementations.
 
-Each size of an op in each dtype is a case: `attention/gpt2-124m/bf16`. The first size of an op is
-what `--quick` takes; those under "cpu-full" wait for `--full`. None is left out because somebody
-else is faster there. CONTRIBUTING.md says how to add an op.
+Each size of an op in each dtype is a case: `attention/gpt2-124m/bf16`. `--quick` takes the first
+size of an op; `--full` adds those under "cpu-full". No case is left out because another
+implementation is faster there. CONTRIBUTING.md says how to add an op.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ Inputs = dict[str, Tensor]
 
 
 def _no_such_peer(on: str) -> Callable[..., Any]:
-    raise peers.MissingError("liger-kernel has no such op")
+    raise peers.MissingError("liger-kernel lacks this op")
 
 
 def _liger_swiglu(on: str) -> Callable[..., Tensor]:
@@ -41,7 +41,7 @@ PEERS: dict[str, dict[str, Maker]] = {
     "rms_norm": {
         "liger": liger("rms_norm", "LigerRMSNormFunction", None, 1e-6, 0.0, "llama", False)
     },
-    # its default writes over the gradient from above, which the next call gets again
+    # its default overwrites the upstream gradient, which the next call needs
     "add_rms_norm": {
         "liger": liger(
             "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", None, 1e-6, 0.0, "llama", False
@@ -58,7 +58,7 @@ PEERS: dict[str, dict[str, Maker]] = {
         "flash-attn-3": flash_attn_decoding("flash_attn_interface", "flash-attn 3"),
     },
 }
-"""Name of an op -> who else implements it; they take the inputs, not the options."""
+"""Peers of each op by name of the op; they take its inputs, not its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class Case:
 
     @property
     def implementations(self) -> dict[str, Maker]:
-        """`ours`, `eager` (PyTorch's own, whose error is the measure of all others'), and peers."""
+        """Returns functions by name: `ours`, `eager` (PyTorch's own ops), and those of peers."""
         spec = self.spec
 
         def ours(on: str) -> Callable[..., Any]:
-            """Our kernel where kernels run, else what the model runs on a CPU."""
+            """Our kernel where kernels run, else the function that the model calls on a CPU."""
             op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
             return spec.call(op, self.shape, on)
 
@@ -97,7 +97,7 @@ class Case:
         }
 
     def inputs(self, on: str) -> Inputs:
-        """Random, never zeros: what data costs in power shows in the clocks."""
+        """Makes random inputs, never zeros, because the data affects a GPU's power and clocks."""
         generator = torch.Generator(on).manual_seed(0)
         dtype = DTYPES[self.dtype]
 
@@ -123,23 +123,23 @@ def cases(
     tiny: bool = False,
     every_dtype: bool = False,
 ) -> Iterator[Case]:
-    """The cases of a kind of device, all or those whose names match a pattern of `only`.
+    """Yields the cases of a kind of device, or those whose names match a pattern of `only`.
 
     Args:
         on: `cpu` or `cuda`.
-        only: patterns as of a shell: `attention/*`, `*/gpt2-124m/bf16`.
-        names: only these.
-        quick: of each op the first size in the first dtype.
-        full: those too that take long.
-        tiny: the first small problem of each op in place of its sizes, for a rehearsal.
-        every_dtype: bf16, fp16 and fp32, not just those that are worth measuring.
+        only: shell patterns: `attention/*`, `*/gpt2-124m/bf16`.
+        names: if given, only the cases of these names.
+        quick: only the first size of each op, in its first dtype.
+        full: include the cases that take long.
+        tiny: the first small problem of each op instead of its sizes, for a rehearsal.
+        every_dtype: bf16, fp16 and fp32, not only the dtypes that are worth measuring.
 
     Raises:
         UserError: nothing matches.
     """
     dtypes = ("bf16",) if on == "cuda" else ("bf16", "fp32") if has_fast_bf16(on) else ("fp32",)
     if tiny:
-        dtypes = ("fp32",)  # what Triton's interpreter is right in and a CPU is quick with
+        dtypes = ("fp32",)  # right in Triton's interpreter and fast on a CPU
     if every_dtype:
         dtypes = ("bf16", "fp16", "fp32")
 
@@ -160,5 +160,5 @@ def cases(
         found = [case for case in found if case.name in names]
     chosen = [c for c in found if not only or any(fnmatch.fnmatch(c.name, p) for p in only)]
     if not chosen:
-        raise UserError(f"--only {' '.join(only)}: no case has such a name; --list shows all")
+        raise UserError(f"--only {' '.join(only)} matches no case; --list shows all")
     yield from chosen

@@ -1,8 +1,8 @@
-"""The contenders of the training step: a process for each, asked in an order that alternates.
+"""Runs the contenders of the training-step benchmark, each in a process of its own, in turns.
 
-A process builds its contender, takes a first step, and then does what it is told: take steps, say
-what memory they took, break a step into parts. All get the same number of tokens, random ones of
-the same vocabulary, so that no embedding row is warmer than it would be in training.
+A process builds its contender, takes a first step, and then follows commands: take steps, report
+its memory, break a step into parts. All get the same number of random tokens of the same
+vocabulary, so that no embedding row is warmer than it would be in training.
 """
 
 import multiprocessing
@@ -31,11 +31,11 @@ from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 
 WARM_STEPS, TIMED_STEPS = 2, 3
-"""Steps of each turn."""
+"""Number of steps in each turn: untimed, then timed."""
 TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
-"""The network of a rehearsal: Triton's interpreter takes seconds for a step of more."""
+"""Network of a rehearsal, because Triton's interpreter takes seconds for a step of a larger one."""
 PATIENCE = 5
-"""First steps that are tried where memory is short."""
+"""Number of attempts at a first step where memory is short."""
 START_S = 600
 """Seconds that a process may take to build and compile."""
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -44,12 +44,12 @@ SIZES = (
     "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
     "init",
 )  # fmt: skip
-"""Settings in which the peers' GPT-2 may differ from the default."""
+"""Settings of the network that the peers' GPT-2 also has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The step that all contenders take; picklable."""
+    """The training step that all contenders take; picklable."""
 
     config: Config
     on: str
@@ -62,16 +62,16 @@ class Plan:
 
 
 def write_text(path: Path, vocab: int, tokens: int) -> None:
-    """`tokens` random characters out of `vocab` different ones, all of which occur.
+    """Writes `tokens` random characters of `vocab` different ones, all of which occur.
 
-    Letters of Chinese, so that 50,257 are found that no tokenizer of characters treats apart.
+    The characters are Chinese, so that there are 50,257 that a character tokenizer keeps apart.
     """
     letters = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0x20000, 0x2A600))][:vocab]
     drawn = np.random.default_rng(0).integers(vocab, size=max(tokens - vocab, 0))
     path.write_text("".join(letters) + "".join(letters[i] for i in drawn), encoding="utf-8")
 
 
-# --- the contenders: a plan -> (a step, what the record says of it) -------------------------------
+# --- the contenders: a plan -> (a step, facts for the record) -------------------------------------
 
 Built = tuple[Callable[[], None], dict[str, Any]]
 
@@ -85,11 +85,11 @@ def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def expect_gpt2(model: ModelConfig) -> None:
-    """Raises `UserError` for a network that the peers do not have: theirs would be other work."""
+    """Raises `UserError` for a network that the peers do not have, as their work would differ."""
     plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
     names = (field.name for field in fields(model))
     if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:
-        raise UserError(f"the network is not GPT-2's in {', '.join(others)}: it has no such one")
+        raise UserError(f"the network differs from GPT-2's in {', '.join(others)}")
 
 
 def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
@@ -97,7 +97,7 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
     engine = Engine(config, warn=lambda _: None)
     if engine.loader.accumulation > 1:
         raise UserError(
-            f"{config.global_batch} sequences are taken in micro-steps of {engine.micro_batch}"
+            f"{config.global_batch} sequences need accumulation ({engine.micro_batch} at a time)"
         )
 
     def step() -> None:
@@ -113,7 +113,7 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
 
 
 def _every_op(*wanted: str) -> OpsConfig:
-    """Each op by the first of these names that it can have, else as it is by default."""
+    """Builds options that give each op the first of these names that it accepts."""
     kinds = {field.name: get_args(field.type) for field in fields(OpsConfig)}
     names: dict[str, Any] = {
         op: next(name for name in (*wanted, "auto") if name in kind) for op, kind in kinds.items()
@@ -122,9 +122,9 @@ def _every_op(*wanted: str) -> OpsConfig:
 
 
 TRITON_OPS = _every_op("triton", "chunked")
-"""Every op that has kernels of ours, by them."""
+"""Ops of our kernels, wherever there is one."""
 PLAIN_OPS = _every_op("torch")
-"""Every op as PyTorch's own operations."""
+"""Ops of PyTorch only."""
 
 
 def _reference(plan: Plan, *, compiled: bool) -> Built:
@@ -161,7 +161,7 @@ def _synchronize(on: str) -> None:
 
 
 def _first_step(step: Callable[[], None], on: str) -> None:
-    """Takes it; where others that start as well have the memory for now, once more a bit later."""
+    """Takes the first step; retries while other contenders that are starting take up the memory."""
     for attempt in range(PATIENCE):
         try:
             step()
@@ -175,7 +175,7 @@ def _first_step(step: Callable[[], None], on: str) -> None:
 
 
 def _turn(step: Callable[[], None], on: str) -> dict[str, Any]:
-    """Seconds of each step at a steady pace, until the device is done; those of the host alone."""
+    """Times the steps of a turn: seconds until the device is done, and of the host alone."""
     device_s, host_s = [], []
     for _ in range(WARM_STEPS + TIMED_STEPS):
         start = time.perf_counter()
@@ -184,7 +184,7 @@ def _turn(step: Callable[[], None], on: str) -> dict[str, Any]:
         _synchronize(on)
         device_s.append(time.perf_counter() - start)
     if on == "cuda":
-        torch.cuda.empty_cache()  # the next one's turn: only weights and moments stay
+        torch.cuda.empty_cache()  # for the next contender's turn; weights and moments stay
     return {"device_s": device_s[WARM_STEPS:], "host_s": host_s[WARM_STEPS:]}
 
 
@@ -195,7 +195,7 @@ def _peak(on: str) -> int | None:
 
 
 def serve(pipe: Connection, name: str, plan: Plan) -> None:
-    """Builds the contender and answers until it is told to stop."""
+    """Builds the contender and answers commands until it is told to stop."""
     if plan.on == "cpu" and not name.startswith("nanogpt"):
         device.keep_freed_memory()
     try:
@@ -227,12 +227,11 @@ def serve(pipe: Connection, name: str, plan: Plan) -> None:
 
 
 class Contender:
-    """A process with a contender in it; `failed` says why it cannot go on, if it cannot.
+    """A process that runs one contender; `failed` is the reason why it cannot go on, or empty.
 
     Args:
         name: a key of CONTENDERS.
-        plan: what it does.
-        caches: folder of what torch.compile and Triton keep; an empty one makes a cold start.
+        caches: folder for the caches of torch.compile and Triton; an empty one makes a cold start.
     """
 
     def __init__(self, name: str, plan: Plan, caches: Path) -> None:
@@ -248,12 +247,13 @@ class Contender:
         self.process = spawn.Process(target=serve, args=(there, self.name, self.plan), daemon=True)
         with mock.patch.dict(os.environ, self.caches):
             self.process.start()
-        there.close()  # so that a process that ends is seen to have ended
+        there.close()  # then recv raises when the process ends
 
     def ask(self, word: str = "") -> dict[str, Any]:
-        """The answer to `turn`, `peak` or `parts`; to nothing, what it says after its first step.
+        """Sends `turn`, `peak` or `parts` and returns the answer; without a word, the first step's
+        report.
 
-        It is empty where the contender has failed, now or before.
+        The answer is empty if the contender has failed, now or before.
         """
         if self.failed:
             return {}
@@ -264,12 +264,12 @@ class Contender:
             if self.pipe.poll(START_S):
                 answer = self.pipe.recv()
         except (EOFError, OSError):
-            answer = {"failed": "its process ended early: too little memory, perhaps"}
+            answer = {"failed": "its process ended early, perhaps for lack of memory"}
         self.failed = answer.get("failed", "")
         return {} if self.failed else answer
 
     def begin(self, starts: int = 1) -> None:
-        """Waits for its first step; of two starts the second finds the caches filled."""
+        """Waits for the first step; with two starts the second finds the caches filled."""
         self.facts = self.ask()
         if starts == 2 and not self.failed:
             self.stop()
@@ -279,7 +279,7 @@ class Contender:
                 **warm, "first_step_s": cold, "first_step_warm_s": warm["first_step_s"]
             }  # fmt: skip
         if self.failed:
-            self.stop()  # others may need its memory
+            self.stop()  # frees its memory
 
     def turn(self, *, counts: bool) -> None:
         took = self.ask("turn")
@@ -287,7 +287,10 @@ class Contender:
             seconds += took.get(clock, []) if counts else []
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the contender, or why it has none; they are kept if its parts fail."""
+        """Returns the contender's figures, or why it has none.
+
+        If only the breakdown into parts fails, the other figures are kept.
+        """
         peak = self.ask("peak")
         if self.failed:
             return {"reason": self.failed}
@@ -298,7 +301,7 @@ class Contender:
         }  # fmt: skip
 
     def stop(self) -> None:
-        """Ends the process, gently first."""
+        """Ends the process; terminates it if it does not stop by itself."""
         with suppress(OSError):
             self.pipe.send("")
         self.process.join(5)
@@ -320,11 +323,10 @@ def take_turns(
 
     Args:
         names: keys of CONTENDERS.
-        plan: what all of them do.
-        caches: a folder for what they compile.
-        rounds: that count, after one that does not.
-        starts: 2 starts each of them a second time, with its caches filled.
-        parallel_start: start all at once.
+        caches: folder for the code that they compile.
+        rounds: number of timed rounds, after one that is not timed.
+        starts: 2 starts each contender a second time, with its caches filled.
+        parallel_start: start all contenders at once.
     """
     contenders: list[Contender] = []
     try:

@@ -1,7 +1,7 @@
-"""The same run with our kernels and with plain ops: `python -m bench.convergence`.
+"""Compares a run on our kernels with one on PyTorch's ops: `python -m bench.convergence`.
 
-Both start from the same weights and take the same batches, one step each in turn. Where every op
-is right their losses stay together; the record has both curves.
+Both start from the same weights and take the same batches, one step each in turn. If every op is
+right, their losses stay together; the record has both curves.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
 
 LAST = 20
-"""Steps at the end whose mean losses are compared."""
+"""Number of last steps whose mean losses are compared."""
 BOUND = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Largest relative difference of those means."""
 
@@ -32,19 +32,19 @@ class Convergence:
     """Trains twice, with Triton kernels and with plain PyTorch, and compares the losses."""
 
     steps: int = 200
-    """Steps of each run."""
+    """Number of steps of each run."""
     budget: float = float("inf")
-    """Seconds after which no further step is taken; at least 40 are."""
+    """Seconds after which no further step is taken; at least 40 steps are."""
     tiny: bool = False
-    """A network for rehearsals, in Triton's interpreter say."""
+    """Train a tiny network, for a rehearsal in Triton's interpreter."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of matrix products, as `--train.precision`."""
+    """Number format of matrix products, as for `--train.precision`."""
     out: Path | None = None
     """Folder of the record; by default bench/results/local/<device>."""
 
 
 def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Config:
-    """A GPT of 6 layers of 384 on the built-in corpus; in a rehearsal of 1 of 16 on a sentence."""
+    """Builds a GPT of 6 layers of 384 on the built-in corpus; tiny: 1 of 16 on a sentence."""
     model = ModelConfig(num_layers=6, num_heads=6, dim=384, context=512)
     source, batch = "builtin", 16
     if run.tiny:
@@ -67,7 +67,7 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 
 
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Trains both; (losses by run, the ops that each ran)."""
+    """Trains both; returns their losses and the ops that they ran, by the name of the run."""
     engines = {
         name: Engine(replace(config, ops=ops), warn=lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))
@@ -86,7 +86,7 @@ def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[
 
 
 def compare(losses: dict[str, list[float]], precision: str) -> dict:
-    """Fields of the record: the difference at the end, and whether it is within its bound."""
+    """Builds the record: the difference at the end, and whether it is within its bound."""
     ours, plain = (sum(losses[name][-LAST:]) / LAST for name in ("triton", "torch"))
     difference = abs(ours - plain) / plain
     return {
@@ -101,14 +101,14 @@ def compare(losses: dict[str, list[float]], precision: str) -> dict:
 
 
 def run(asked: Convergence) -> dict:
-    """Trains, records and says what came out.
+    """Trains, records and returns the comparison.
 
     Raises:
         UserError: kernels do not run here, or the steps are too few to compare.
     """
     on: Any = device.pick_device("auto")
     if not runs_kernels(torch.device(on)):
-        raise UserError("Triton kernels run on CUDA, or under TRITON_INTERPRET=1: neither is here")
+        raise UserError("Triton kernels need CUDA; on a CPU set TRITON_INTERPRET=1")
     if asked.steps < 2 * LAST:
         raise UserError(f"--steps is {asked.steps}: expected {2 * LAST} or more")
     with tempfile.TemporaryDirectory() as name:
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     last = row["last"]
     print(
         f"loss after {row['steps']} steps: triton {last['triton']:.5f}, torch {last['torch']:.5f};"
-        f" {row['relative_difference']:.1e} apart, bound {row['bound']:.0e}"
+        f" relative difference {row['relative_difference']:.1e}, bound {row['bound']:.0e}"
     )
     return 0 if row["passed"] else 1
 

@@ -1,8 +1,8 @@
-"""Preparing text beside tiktoken alone, and the loader's speed: `python -m bench.data`.
+"""Benchmarks data preparation beside tiktoken, and the loader: `python -m bench.data`.
 
 The text is cut into documents of 4,000 characters, as JSON lines, repeated up to the size asked
-for. tiktoken gets them as a list in memory and its own threads, and only `encode_ordinary_batch` is
-timed; `fastgpt.prepare` is timed as a whole process: start, reading, tokens, shards, checksums.
+for. tiktoken gets them as a list in memory with its own threads, and only `encode_ordinary_batch`
+is timed; `fastgpt.prepare` is timed as a whole process: start, reading, tokens, shards, checksums.
 """
 
 import itertools
@@ -48,20 +48,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataBench:
-    """Times preparation and loading."""
+    """Times the preparation of text, beside tiktoken alone, and the loading of batches."""
 
     megabytes: int = 100
-    """Megabytes of text."""
+    """Size of the text in megabytes."""
     text: str = "builtin"
-    """Source of the text: whatever fastgpt.prepare takes."""
+    """Source of the text: anything that fastgpt.prepare accepts."""
     rounds: int = 3
-    """Number of pairs of runs."""
+    """Number of runs of each program, in turn."""
     threads: int = os.cpu_count() or 1
-    """Threads that both may use."""
+    """Number of threads for each program."""
 
 
 def write_documents(source: str, size: int, path: Path) -> None:
-    """JSON lines of `size` bytes of text."""
+    """Writes JSON lines with `size` bytes of text."""
     text = "".join(str(piece.text) for piece in read_pieces(find_source(source), raw=False))
     written = 0
     with path.open("w", encoding="utf-8") as file:
@@ -74,7 +74,7 @@ def write_documents(source: str, size: int, path: Path) -> None:
 
 
 def loader_rows(prepared_dir: Path) -> list[dict[str, Any]]:
-    """Million tokens a second through the loader, a consumer that does nothing else."""
+    """Measures the loader with a consumer that does nothing else: million tokens per second."""
     corpus = open_corpus(str(prepared_dir), tokenizer="auto", val_fraction=0.1)
     rows = []
     for batch, context in LOADER_SHAPES:
@@ -125,12 +125,12 @@ def main(argv: list[str]) -> None:
     lines = [
         ("tiktoken alone, s", " ".join(f"{s:.2f}" for s in alone)),
         ("prepare, whole process, s", " ".join(f"{s:.2f}" for s in ours)),
-        ("speed over tiktoken's", " ".join(f"{ratio:.2f}x" for ratio in ratios)),
+        ("tiktoken's time / prepare's", " ".join(f"{ratio:.2f}x" for ratio in ratios)),
         ("million tokens/s", f"{tokens / np.median(ours) / 1e6:.2f}"),
         ("largest resident set, MiB", " ".join(f"{kib / 1024:.0f}" for kib in memory)),
         *((f"{row['case']}, million tokens/s", f"{row['p50']:.0f}") for row in rows[1:]),
     ]
-    records.show("what|figures", lines)
+    records.show("measurement|result", lines)
     print(records.Writer("cpu").write("data", *rows))
 
 

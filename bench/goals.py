@@ -1,4 +1,4 @@
-"""The goals of `goals.toml`, and how far the records are from each."""
+"""Reads the goals of `goals.toml` and computes how far the records are from each."""
 
 import tomllib
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ AT_LEAST = {"ratio": "x", "share": "of copy", "tok_per_s": "tok/s"}
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal: `kind` is one of AT_MOST or AT_LEAST."""
+    """A performance goal: `kind` is one of AT_MOST or AT_LEAST."""
 
     case: str
     which: str
@@ -33,25 +33,25 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The figure found for a goal; where it was not measured, None and the reason."""
+    """The measured figure of a goal, or None and the reason why there is none."""
 
     value: float | None
     distance: float
-    """Relative distance from the goal; positive is beyond it."""
+    """Relative distance from the goal; positive means better than the goal."""
     why: str = ""
 
 
 def read(path: Path = GOALS) -> list[Goal]:
-    """Every goal.
+    """Reads every goal.
 
     Raises:
-        ValueError: one has no kind, or two.
+        ValueError: a goal has no kind, or two.
     """
     goals = []
     for table in tomllib.loads(path.read_text())["goal"]:
         kinds = [kind for kind in (*AT_MOST, *AT_LEAST) if kind in table]
         if len(kinds) != 1:
-            raise ValueError(f"{path}: {table} has {kinds}: expected one kind of goal")
+            raise ValueError(f"{path}: expected one kind of goal, got {kinds} in {table}")
         which, device, peer = (table.get(key, "") for key in ("pass", "device", "peer"))
         wanted, stretch = table[kinds[0]], table.get("stretch")
         goals.append(Goal(table["case"], which, device, peer, kinds[0], wanted, stretch))
@@ -63,12 +63,12 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def judge(goal: Goal, rows: Rows) -> Verdict:
-    """Holds the rows of one run of the goal's case against it."""
+    """Compares the rows of one run of the goal's case with the goal."""
     rows = [r for r in rows if r["case"] == goal.case and r.get("pass", "") == goal.which]
     best = min((r for r in rows if is_ours(r)), key=seconds, default=None)
     peer = next((r for r in rows if r["implementation"] == goal.peer), None)
     if best and goal.peer and peer is None:
-        return Verdict(None, 0.0, f"{goal.peer} could not be run")
+        return Verdict(None, 0.0, f"{goal.peer} cannot run here")
     value = _value(goal.kind, best, peer) if best else None
     if value is None:
         return Verdict(None, 0.0, "not measured")
@@ -77,7 +77,7 @@ def judge(goal: Goal, rows: Rows) -> Verdict:
 
 
 def is_ours(row: dict[str, Any]) -> bool:
-    """True for our op, and for any of fastgpt's training steps."""
+    """Returns True for our op, and for any of fastgpt's training steps."""
     return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
 
 

@@ -1,15 +1,15 @@
-"""Takes one GPU from nothing to a full record: `make gpu`, or `python -m bench.gpu`.
+"""Runs every check and benchmark on one GPU and records them: `make gpu`, or `python -m bench.gpu`.
 
     STAGES="parity bench"   only these, in the order below; any can be repeated alone
-    OUT=dir                 where the records go, flat; by default bench/results/local/<device>
-    NANOGPT=path LLMC=path  checkouts to race the training step against
-    FULL=1                  no budgets: every test, every case, every batch size, twice started
+    OUT=dir                 folder for the records; by default bench/results/local/<device>
+    NANOGPT=path LLMC=path  checkouts whose training step is measured as well
+    FULL=1                  no budgets: every test, case and batch size, two starts of each step
     FASTGPT_COMMIT=...      the commit, where there is no .git
 
-env, aot, parity, bench, step, convergence: each is a process with a time budget of its own, and its
-outcome is recorded as soon as it is known, whatever becomes of the next. Without CUDA the exit
-status is 2 and nothing is run; `--rehearse` runs every stage on a CPU, at tiny shapes, kernels in
-Triton's interpreter.
+The stages are env, aot, parity, bench, step and convergence. Each is a process with a time budget
+of its own, and its outcome is recorded at once, so that a later failure loses nothing. Without CUDA
+nothing runs and the exit status is 2; `--rehearse` runs every stage on a CPU, at tiny shapes, with
+the kernels in Triton's interpreter.
 """
 
 import argparse
@@ -30,19 +30,19 @@ from typing import Any
 
 try:
     from bench import records
-except ImportError:  # a dependency is missing, which the stage `env` names
+except ImportError:  # the stage `env` names the missing dependency
     records = None  # pyright: ignore[reportAssignmentType]
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
 REHEARSED = "layer_norm and errors_are_seen"
-"""The tests that stand for all in a rehearsal."""
+"""Selection of tests that a rehearsal runs."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The settings of a run, which every stage is given."""
+    """Settings of a run, given to every stage."""
 
     out: Path
     full: bool
@@ -54,7 +54,7 @@ class Context:
 
     @property
     def arch(self) -> int:
-        """Compute capability as one number: what the kernels are compiled for."""
+        """Compute capability as one number, for which the kernels are compiled."""
         if self.rehearse:
             return 90
         import torch
@@ -65,14 +65,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage.
+    """A stage of the run: a command with a time budget.
 
     Args:
-        name: as in STAGES.
-        budget: seconds after which it is stopped.
-        command: its arguments of Python; given its own seconds to spend, where it can heed them.
-        kind: of the records from which its key figure is taken.
-        key: the figure, from those; where there are none, it is the last line that was printed.
+        budget: seconds after which the stage is stopped.
+        command: builds the arguments of Python, given the seconds that the stage may take.
+        kind: kind of the records that give the key figure.
+        key: computes the key figure from those records; without any, it is the last line printed.
     """
 
     name: str
@@ -99,7 +98,7 @@ def _aot(context: Context, _: float) -> list[str]:
 
 
 def parity_files() -> list[str]:
-    """The files with tests that need CUDA, those of kernels first."""
+    """Lists the files with tests that need CUDA, those of the kernels first."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [p for p in paths if "pytest.mark.gpu" in p.read_text("utf-8")]
     found.sort(key=lambda path: path.parent.name != "cuda")
@@ -108,10 +107,10 @@ def parity_files() -> list[str]:
 
 def _parity(context: Context, _: float) -> list[str]:
     command = _myself(context, "--pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider")
-    command += ["--continue-on-collection-errors"]  # where only fastgpt's dependencies are missing
+    command += ["--continue-on-collection-errors"]  # for tests that need no more than torch
     if context.rehearse:
         return [*command, "-k", REHEARSED, "tests/kernels/test_conformance.py"]
-    if importlib.util.find_spec("xdist"):  # most of them wait for the compiler, not for the GPU
+    if importlib.util.find_spec("xdist"):  # most tests wait for the compiler, not for the GPU
         command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadgroup"]
     marked = "gpu" if context.full else "gpu and not slow"
     return [*command, "-m", marked, *parity_files()]
@@ -133,7 +132,7 @@ def _step(context: Context, seconds: float) -> list[str]:
     command += [word for flag, path in given.items() if path for word in (f"--{flag}", path)]
     if context.full:
         return [*command, "--starts", "2"]
-    # not `fastgpt`, whose trial of our kernels must have the GPU for itself
+    # not `fastgpt`, whose trial of our kernels needs the GPU to itself
     names = ["fastgpt triton", "compiled", "eager", *(["nanogpt"] if given["nanogpt"] else [])]
     command += ["--budget", f"{0.4 * seconds:.0f}", "--rounds", "2", "--parallel-start"]
     return [*command, "--contenders", *names]
@@ -152,18 +151,18 @@ def _tests(rows: list[Row]) -> str:
 
 
 def _measured(rows: list[Row]) -> str:
-    """The number of rows of ours, and attention's first rate, which is of its forward."""
+    """Summarises the bench: our number of rows, and the first rate of attention's forward."""
     ours = [row for row in rows if row["implementation"] == "ours"]
     first = next((row for row in ours if row["op"] == "attention"), None)
     rate = f"; {first['case']} {first['pass']} {first['tflops']:.3g} TFLOP/s" if first else ""
-    return f"{len(ours)} rows of ours{rate}"
+    return f"{len(ours)} of our rows{rate}"
 
 
 def _steps(rows: list[Row]) -> str:
-    """The best rate of fastgpt."""
+    """Summarises the training steps: the best rate of fastgpt."""
     rates = {r["tok_per_s"]: r for r in rows if r["implementation"].startswith("fastgpt")}
     if not rates:
-        return "fastgpt took no step"
+        return "no step of fastgpt"
     best = rates[max(rates)]
     at = best["case"].removeprefix("step/")
     return f"{best['implementation']} {best['tok_per_s']:,.0f} tok/s at {at}"
@@ -177,7 +176,7 @@ STAGES = (
     Stage("step", 180, _step, "step", _steps),
     Stage("convergence", 60, _convergence),
 )
-"""The stages of `make gpu`, whose budgets add up to 580 s."""
+"""Stages of `make gpu`, whose budgets add up to 580 s."""
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def _writer(context: Context) -> Any:
 
 
 def save(context: Context, kind: str, row: Row) -> None:
-    """Appends a row to the record, with plain means where `bench.records` cannot be imported."""
+    """Appends a row to the record, without `bench.records` if that cannot be imported."""
     if records:
         _writer(context).write(kind, row)
         return
@@ -200,21 +199,21 @@ def save(context: Context, kind: str, row: Row) -> None:
 
 
 def rows_since(began: str, context: Context, kind: str) -> list[Row]:
-    """The records of a kind, of runs that began then or later."""
+    """Returns the records of a kind, of runs that began then or later."""
     try:
         rows = records.read(context.out) if records else []
-    except ValueError:  # in a folder that has other files, too
+    except ValueError:  # the folder has other files, too
         return []
     return [row for row in rows if row["kind"] == kind and row.get("run", "") >= began]
 
 
 def environment(context: Context) -> int:
-    """The stage `env`: records what is installed here; 1 if something needed is missing."""
+    """Records what is installed, as stage `env`; returns 1 if a needed package is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not installed: {', '.join(missing)}")
         return 1
-    from bench import records  # raises where something else is missing
+    from bench import records  # raises if another dependency is missing
 
     state = records.state(context.on)
     save(context, "environment", {"state": state, "arch": context.arch, "python": sys.version})
@@ -240,11 +239,11 @@ class Outcomes:
 
 
 def run_stage(stage: Stage, context: Context) -> Row:
-    """Runs it under its budget and returns its row; what it printed is appended to the log."""
+    """Runs a stage within its budget and returns its row; appends its output to the log."""
     seconds = 24 * 3600 if context.full else stage.budget
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)
-    if context.rehearse and stage.name != "aot":  # which compiles, and so cannot interpret
+    if context.rehearse and stage.name != "aot":  # aot compiles
         environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
     command = [sys.executable, *stage.command(context, seconds)]
@@ -263,7 +262,7 @@ def run_stage(stage: Stage, context: Context) -> Row:
             _end(process)
         took = time.perf_counter() - start
         file.seek(before)
-        printed = ["it said nothing", *(line.strip() for line in file if line.strip())]
+        printed = ["no output", *(line.strip() for line in file if line.strip())]
     rows = rows_since(began, context, stage.kind)
     key = stage.key(rows) if rows else printed[-1]
     if status is None:
@@ -277,7 +276,7 @@ def run_stage(stage: Stage, context: Context) -> Row:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends it and whatever it has started: they are a session of their own."""
+    """Ends a process and all that it has started, which share a session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -295,9 +294,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", default=chosen, metavar="NAME", help=" ".join(names))
     parser.add_argument("--out", type=Path, default=environ.get("OUT") or None)
     full = environ.get("FULL", "") not in ("", "0")
-    parser.add_argument("--full", action="store_true", default=full, help="no budgets")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, interpreted")
-    # what the stages env and parity are
+    parser.add_argument("--full", action="store_true", default=full, help="no time budgets")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU")
+    # the commands of the stages env and parity
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -307,7 +306,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def has_cuda() -> bool:
-    """True if torch sees a GPU; without torch there is none."""
+    """Returns True if torch is installed and sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -322,7 +321,7 @@ def default_out() -> Path:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if not args.rehearse and not has_cuda():
-        print("gpu: torch sees no CUDA device here; --rehearse runs every stage on a CPU, tiny")
+        print("gpu: torch sees no CUDA device; --rehearse runs every stage on a CPU, tiny")
         return 2
     out = args.out or default_out()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The host's cost of a call of our ops, before anything runs: `python -m bench.host`.
+"""Benchmarks the host time of calling our ops, without running a kernel: `python -m bench.host`.
 
-Launches are recorded and not run, on tensors of a few numbers, so that no GPU is needed and what is
-left is Python, torch and our launchers: straight to the autograd function, as `runtime.define_op`
-calls an op in eager mode, and through torch's dispatcher, as it would without that. PyTorch's own
-op, which does compute, stands beside it. Triton's own launch is not in it.
+Launches are recorded instead of run, on tiny tensors, so that no GPU is needed and only the time of
+Python, torch and our launchers is left. Each op is called straight through its autograd function,
+as `runtime.define_op` does in eager mode, and through torch's dispatcher, for comparison. PyTorch's
+own op, which does compute, is timed beside it. Triton's own launch is not included.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ Op = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """Times the host's part of a call."""
+    """Times the host's part of calling an op."""
 
     calls: int = 500
-    """Calls in each round."""
+    """Number of calls in each round."""
     rounds: int = 9
-    """Rounds that count, after one that does not."""
+    """Number of timed rounds, after one that is not timed."""
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.rounds < 2:

@@ -1,8 +1,9 @@
-"""Measures one case: who implements it, whether they are right, how long they take.
+"""Measures one case: checks every implementation and times those whose results are right.
 
-What is wrong gets no time. Ours, PyTorch's and every peer are held against the same rule
-(`kernels.parity`). A peer beyond it is not ours to mend, and to leave it out would flatter us: up
-to LENIENT in relative L2 error it is timed, and the row says by how much it is off.
+Ours, PyTorch's and every peer are checked with the same rule (`kernels.parity`), and an
+implementation with wrong results gets no time. A peer beyond the rule is still timed if its
+relative L2 error is at most LENIENT, because leaving it out would flatter us; the row says by how
+much it is off.
 """
 
 import subprocess
@@ -22,25 +23,24 @@ from fastgpt.device import DTYPES
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 LENIENT = 0.02
-"""FlashAttention in bf16 is about 0.005 from the truth."""
+"""Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 Row = tuple[str, dict[str, Any]]
-"""(kind, fields)."""
+"""A record's kind and fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """An implementation that may be timed; `inexact` says where it breaks the rule nevertheless."""
+    """An implementation that may be timed; `inexact` says where it still breaks the rule."""
 
     call: Callable[..., Any]
     inexact: str = ""
 
 
 class Judge:
-    """The truth of a case and PyTorch's own error, for the part that `Spec.probe` picks.
+    """Checks implementations of a case, on the part of the tensors that `Spec.probe` picks.
 
-    Args:
-        case: its reference runs in fp64, or in fp32 on CUDA where the inputs are narrower.
-        on: `cpu` or `cuda`.
+    It computes the truth and PyTorch's own error once. The reference runs in fp64, or in fp32 on
+    CUDA where the inputs are narrower.
     """
 
     def __init__(self, case: Case, on: str) -> None:
@@ -65,7 +65,7 @@ class Judge:
         dtype: torch.dtype,
         probe: Callable[[str, Tensor], Tensor],
     ) -> dict[str, Tensor]:
-        """Upstream gradients are drawn for whole outputs, so that a part's are a part of them."""
+        """Runs a call; a part gets its part of the upstream gradients of the whole outputs."""
 
         def draw(i: int, y: Tensor) -> Tensor:
             generator = torch.Generator(self.on).manual_seed(i + 1)
@@ -78,7 +78,7 @@ class Judge:
         return outputs_and_gradients(call, inputs, dtype, draw)
 
     def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
-        """(what is wrong with an implementation, its largest relative L2 error)."""
+        """Returns (what is wrong with an implementation, its largest relative L2 error)."""
         copies = {name: x.clone() for name, x in self.inputs.items()}
         if self.spec.random is not None:
             wrong = self.spec.random(copies, call(*copies.values()))
@@ -87,15 +87,15 @@ class Judge:
         probe = self.spec.probe
         got = {name: probe(name.removeprefix("gradient of "), x) for name, x in got.items()}
         if shapes := [n for n, x in self.truth.items() if n not in got or got[n].shape != x.shape]:
-            return [f"{name}: another shape, or none" for name in shapes], float("inf")
+            return [f"{name}: wrong shape, or missing" for name in shapes], float("inf")
         worst = max(errors(got[name], true)[1] for name, true in self.truth.items())
         return complaints(got, self.eager, self.truth, self.dtype), worst
 
     def admit(self, name: str, call: Callable[..., Any]) -> Right | str:
-        """The implementation if it may be timed, else why it may not."""
+        """Returns the implementation if it may be timed, else why it may not."""
         try:
             wrong, worst = self.complaints(call)
-        except Exception as error:  # whatever a peer raises, the others still run
+        except Exception as error:  # the others still run
             return in_one_line(error)
         if not wrong:
             return Right(call)
@@ -105,7 +105,7 @@ class Judge:
 
 
 def in_one_line(error: Exception) -> str:
-    """Its kind, and what it says first; many an assertion says nothing."""
+    """Formats an error as its type and first line; the message of an assertion is often empty."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -118,17 +118,17 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
-    """`fwd` (as in training, saving for the backward), `bwd` alone, or `both`."""
+    """Prepares a pass: `fwd` (as in training, saving for the backward), `bwd` or `both`."""
     upstream: list[Tensor] = []
 
     def fresh() -> Inputs:
-        over = case.spec.overwritten  # a leaf may not be written over, what was made of it may
+        over = case.spec.overwritten  # a leaf must not be overwritten, its copy may
         return {name: x.clone() if name == over else x for name, x in inputs.items()}
 
     def forward(arguments: Inputs) -> tuple[Tensor, ...]:
         outputs = _as_tuple(call(*arguments.values()))
         if not upstream:
-            # of a loss it is 1, as in training: there some save themselves a pass over the gradient
+            # 1 for a loss, as in training, where some implementations then skip a pass
             upstream.extend(torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs)
         return outputs
 
@@ -137,7 +137,7 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
         return arguments, forward(arguments)
 
     def backward(state: tuple[Inputs, tuple[Tensor, ...]]) -> Any:
-        arguments, outputs = state  # each call's own: several may be prepared before the first runs
+        arguments, outputs = state  # of this call: several may be prepared before the first runs
         wanted = [x for x in arguments.values() if x.requires_grad]
         return torch.autograd.grad(outputs, wanted, upstream)
 
@@ -149,7 +149,7 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
 
 
 def peak_bytes(timed: Timed) -> int:
-    """The most that CUDA tensors take during a call, beyond what is there before it."""
+    """Returns the peak of CUDA memory during a call, beyond the memory in use before it."""
     state = timed.prepare()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -159,13 +159,13 @@ def peak_bytes(timed: Timed) -> int:
 
 
 def resident_peak() -> int:
-    """The largest resident size of this process so far, in bytes; getrusage's has the parent's."""
+    """Returns this process's peak resident size in bytes; getrusage's includes the parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if "VmHWM" in line))
 
 
 def print_memory(case: Case, name: str) -> None:
-    """Two steps of one implementation; the bytes of its process, before and at most."""
+    """Runs two steps of an implementation; prints the process's bytes before and at the peak."""
     call = case.implementations[name]("cpu")
     timed = timed_pass(case, call, "both", case.inputs("cpu"))
     before = resident_peak()
@@ -175,10 +175,10 @@ def print_memory(case: Case, name: str) -> None:
 
 
 def memory_on_cpu(case: Case, name: str) -> dict[str, int]:
-    """Two steps in a process of their own, with glibc's own settings; nothing but on Linux.
+    """Measures the memory of two steps in a process of their own; only on Linux, else empty.
 
-    `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` of it were there
-    before the first step, inputs included.
+    `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` is the part that
+    was there before the first step, inputs included.
     """
     if not Path("/proc/self/status").exists():
         return {}
@@ -201,16 +201,14 @@ def rows_of(
     seconds: float,
     rounds: int | None = None,
 ) -> Iterator[Row]:
-    """Rows of kind `op`, `missing` and `refused`.
+    """Measures a case and yields rows of kind `op`, `missing` and `refused`.
 
     Args:
-        case: what is measured.
-        timer: on which device.
-        roof: `matmul` and `copy`, see `bench.timing`.
-        seconds: of each pass, all implementations together.
-        rounds: so many instead.
+        roof: `matmul` and `copy` rates, see `bench.timing`.
+        seconds: time for each pass, all implementations together.
+        rounds: number of rounds instead.
     """
-    torch.compiler.reset()  # each case compiles the same code anew: together they pass a limit
+    torch.compiler.reset()  # all cases compile the same code; together they pass a limit
     about = {"case": case.name, "op": case.spec.name, "shape": case.shape, "dtype": case.dtype}
     judge, admitted = Judge(case, timer.on), {}
     for name, maker in case.implementations.items():
@@ -256,7 +254,7 @@ def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[s
 def figures(
     case: Case, which: str, seconds: dict[str, float], roof: dict[str, float]
 ) -> dict[str, Any]:
-    """Rates, and the share of the limit that binds."""
+    """Computes the rates, and the share reached of the limit that applies."""
     flops, size = case.work()[which]
     least, bound = limit(flops, size, roof)
     p50 = seconds["p50"]

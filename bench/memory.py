@@ -1,10 +1,10 @@
-"""The peak memory of a training step, by shapes alone: `python -m bench.memory [recipe]`.
+"""Computes the peak memory of a training step from shapes alone: `python -m bench.memory [recipe]`.
 
 Forward and backward run on tensors without storage, in bf16 autocast and uncompiled, with attention
-and norms by our kernels, whose launches are recorded and not run; what is counted is every buffer
-from its allocation to its last reference. The GPU's own caching and the libraries' workspaces come
-on top, and AdamW's two moments, 8 bytes a weight. torch.compile fuses some of the whole form's
-copies of the logits away.
+and norms by our kernels, whose launches are recorded instead of run. Every buffer counts from its
+allocation to its last reference. The GPU's own caching, the libraries' workspaces and AdamW's two
+moments, 8 bytes for each weight, come on top. torch.compile removes some of the copies of the
+logits that the unchunked form makes.
 """
 
 import gc
@@ -33,7 +33,7 @@ from fastgpt.recipes import RECIPES
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors made inside: `now` and the largest, `peak`.
 
-    Recorded launches, which hold their arguments, are forgotten at once.
+    Recorded launches hold their arguments, so they are dropped at once.
     """
 
     def __init__(self, launches: list[Launch]) -> None:
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Bytes: of the weights, of what the forward leaves for the backward, and the most in all."""
+    """Bytes of the weights, of the tensors that the forward saves, and of the peak."""
 
     weights: int
     kept: int
@@ -75,7 +75,7 @@ class Account:
 
 
 def account(config: ModelConfig, batch: int, loss: str) -> Account:
-    """One step of `batch` sequences of the context's length; `loss` as in `OpsConfig`."""
+    """Runs one step of `batch` full sequences; `loss` is as in `OpsConfig`."""
     on_cuda = {"cpu": 2 * linear.CHUNK_BYTES["cuda"]}  # counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
@@ -97,12 +97,12 @@ def account(config: ModelConfig, batch: int, loss: str) -> Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Peak bytes of a step with each implementation of the loss."""
+    """Prints the peak memory of a training step with each implementation of the loss."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "gpt2-124m"
-    """Recipe whose network is counted."""
+    """Recipe of the network."""
     batch: int = 64
-    """Sequences of a step."""
+    """Number of sequences in a step."""
 
 
 def main(argv: list[str]) -> None:

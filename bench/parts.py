@@ -1,8 +1,8 @@
-"""The parts of a training step's time: its kernels by kind, and the time when none runs.
+"""Breaks a training step's time into parts: its kernels by kind, and the time without a kernel.
 
-From torch's profiler, not from guesses. A GPU's kernels are told apart by their names; a CPU's ops
-by theirs, without the ops inside them. What no kernel covers is the host's: a gap, or waiting for
-data.
+The times come from torch's profiler. A GPU's kernels are told apart by their names, a CPU's ops by
+theirs, without the ops inside them. Time that no kernel covers belongs to the host: a gap, or
+waiting for data.
 """
 
 import re
@@ -27,10 +27,10 @@ PARTS: tuple[str, ...] = (
     "host gap",
 )
 STEPS = 3
-"""Steps that are profiled, after one that is not."""
+"""Number of steps that are profiled, after one that is not."""
 
-# The first that matches decides; Inductor's fused kernels name the ops they hold. Of a CPU's eager
-# ops, products of batches are attention's: all others have one weight for the whole batch.
+# The first match decides; Inductor's fused kernels name the ops in them. Among a CPU's eager ops,
+# batched products are attention's: all others have one weight for the whole batch.
 NAMES = (
     ("loss", r"cross_entropy|nll_loss|log_softmax"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention_|attn|"
@@ -44,12 +44,12 @@ _COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern i
 
 
 def part_of(name: str) -> str:
-    """The part that a kernel or op of that name belongs to."""
+    """Returns the part to which a kernel or op of that name belongs."""
     return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of time that the intervals cover together."""
+    """Returns the length of time that the intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -58,13 +58,14 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def profile(step: Callable[[], None], on: str) -> dict[str, float]:
-    """Milliseconds of one step by part, the mean of a few; they add up to the whole step.
+    """Measures the milliseconds of one step by part, the mean of a few; they add up to the whole
+    step.
 
-    Kernels that overlap on a GPU count in full, each in its part; the host gap is then what is left
-    of the step when no kernel runs.
+    Kernels that overlap on a GPU count in full, each in its part; the host gap is the time of the
+    step when no kernel runs.
 
     Raises:
-        UserError: nothing was seen to run.
+        UserError: the profiler saw no kernel.
     """
     from torch.profiler import ProfilerActivity
 
@@ -88,7 +89,7 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
     spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
     busy = spent.pop("busy")
     if not busy:
-        raise UserError("the profiler saw no kernel: it may have no access to the GPU's counters")
+        raise UserError("the profiler saw no kernel; it may lack access to the GPU's counters")
     waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
     spent["data wait"] = waiting
     spent["host gap"] = max(wall - busy - waiting, 0.0)
@@ -100,7 +101,7 @@ def _on_gpu(event: Any) -> bool:
 
 
 def _is_mark(event: Any) -> bool:
-    """A range that somebody has named, which lies around kernels and is none."""
+    """Returns True for a range that somebody has named, which lies around kernels and is none."""
     named = event.name.startswith(("fastgpt::", "Optimizer.", "ProfilerStep"))
     return named or getattr(event, "is_user_annotation", False)
 
@@ -116,7 +117,7 @@ def _of_kernels(events: Sequence[Any]) -> dict[str, float]:
 
 
 def _of_ops(events: Sequence[Any]) -> dict[str, float]:
-    """Self time of each op, its part decided by itself or else by the nearest op around it."""
+    """Sums the self time of ops by part, which the op or the nearest op around it decides."""
     spent = dict.fromkeys(PARTS, 0.0)
     for event in events:
         chain, around = [], event
@@ -135,18 +136,18 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
 
 
 def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that each part cannot go below on this machine.
+    """Computes the milliseconds that each part takes at least on this machine.
 
-    GEMM: 6 FLOPs a weight and token. Attention: what its `Spec` counts, forward and backward.
-    Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a sum. Loss:
-    the logits read once and their gradient written. Optimizer: AdamW's 28 bytes a parameter.
-    All others could be nothing.
+    GEMM: 6 FLOPs for each weight and token. Attention: what its `Spec` counts, forward and
+    backward. Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a
+    sum. Loss: the logits read once and their gradient written. Optimizer: AdamW's 28 bytes for each
+    parameter. The other parts have no such limit.
 
     Args:
         config: the network.
-        tokens: of a step.
-        size: bytes an activation takes.
-        roof: `matmul` and `copy`.
+        tokens: number of tokens in a step.
+        size: bytes of an activation.
+        roof: rates, `matmul` and `copy`.
     """
     C, V, T = config.dim, config.padded_vocab, config.context
     up = 2 * config.ffn_width if config.activation == "swiglu" else config.ffn_width
@@ -169,7 +170,7 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
 
 
 def explain(spent: dict[str, float], least: dict[str, float], count: int = 3) -> list[str]:
-    """The parts that cost the most over their limit, a line each."""
+    """Describes the parts that cost the most over their limit, one on each line."""
     over = sorted(PARTS, key=lambda part: least[part] - spent[part])
     lines = []
     for part in over[:count]:

@@ -1,7 +1,7 @@
-"""The peers of each op, made to take what ours take; one that cannot run here says why.
+"""Implementations of each op by other libraries, adapted to our arguments.
 
 A peer is a function of the device, `cpu` or `cuda`, that returns the callable or raises
-`MissingError`. Nothing is imported before it is asked for.
+`MissingError` with the reason why it cannot run here. A library is imported when it is first used.
 """
 
 import functools
@@ -19,16 +19,16 @@ Maker = Callable[[str], Callable[..., Any]]
 
 
 class MissingError(Exception):
-    """A peer that cannot run here, and why."""
+    """The reason why a peer cannot run here."""
 
 
 def always(call: Callable[..., Any]) -> Maker:
-    """Peers that run on every device."""
+    """Makes peers that run on every device."""
     return lambda on: call
 
 
 def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], Any]:
-    """An importer: the module, or `MissingError` with the name of the package that has it."""
+    """Returns an importer: it gives the module or raises `MissingError` with the package's name."""
 
     def load(on: str) -> Any:
         if cuda and on != "cuda":
@@ -48,7 +48,7 @@ COMPILE_ON_CPU = False
 
 
 def compiled(reference: Callable[..., Any]) -> Maker:
-    """torch.compile of the plain reference: what Inductor makes of it."""
+    """The plain reference under torch.compile."""
 
     def make(on: str) -> Callable[..., Any]:
         if on == "cpu" and not COMPILE_ON_CPU:
@@ -66,7 +66,7 @@ def compiled(reference: Callable[..., Any]) -> Maker:
 
 
 def sdpa(backend: str) -> Maker:
-    """F.scaled_dot_product_attention held to one backend: flash, cudnn or efficient."""
+    """F.scaled_dot_product_attention restricted to one backend: flash, cudnn or efficient."""
 
     def make(on: str) -> Callable[..., Tensor]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -106,7 +106,7 @@ def flex(on: str) -> Callable[..., Tensor]:
 
 
 def flash_attn(module: str, package: str) -> Maker:
-    """The flash-attn package itself, by the module of its generation."""
+    """The flash-attn package, by the module of its generation."""
 
     def make(on: str) -> Callable[..., Tensor]:
         attend = needs(module, package)(on).flash_attn_func
@@ -127,7 +127,7 @@ def sdpa_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def flash_attn_decoding(module: str, package: str) -> Maker:
-    """Its attention over a cache, one new token a sequence."""
+    """flash-attn's attention over a cache, one new token for each sequence."""
 
     def make(on: str) -> Callable[..., Tensor]:
         attend = needs(module, package)(on).flash_attn_with_kvcache
@@ -142,7 +142,7 @@ def flash_attn_decoding(module: str, package: str) -> Maker:
 
 
 def packed(maker: Maker) -> Maker:
-    """A peer for (B, T, 3 H, D): the slices as views, whose gradients PyTorch then joins."""
+    """A peer for (B, T, 3 H, D): takes the slices as views, whose gradients PyTorch then joins."""
 
     def make(on: str) -> Callable[..., Tensor]:
         attend = maker(on)

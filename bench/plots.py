@@ -1,4 +1,4 @@
-"""The report's plots, as PNG; each function returns the Markdown that shows what it has drawn."""
+"""Plots of the report, as PNG; each function returns the Markdown that shows its picture."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def _tidy(axes: Any, **labels: str) -> None:
 
 
 def roofline(rows: list[Row], folder: Path, slug: str) -> str:
-    """Products on the roofline; what memory binds as a share of the copy's rate."""
+    """Draws matmul-bound ops on the roofline, memory-bound ones as a share of the copy's rate."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = [row for row in rows if _apart(row)]
@@ -53,12 +53,12 @@ def roofline(rows: list[Row], folder: Path, slug: str) -> str:
 
 
 def _apart(row: Row) -> bool:
-    """Forward and backward, each a point; of losses, where one does the other's work, their sum."""
+    """Selects forward and backward as separate points; for losses, which share work, their sum."""
     return (row["pass"] == "both") == row["op"].endswith("cross_entropy")
 
 
 def _draw_roofs(axes: Any, rows: list[Row]) -> None:
-    """The limits of each matmul rate among the rows."""
+    """Draws the limits of each matmul rate among the rows."""
     intensity = [row["flops"] / row["bytes"] for row in rows]
     low, high = min(intensity) / 2, max(intensity) * 2
     for matmul, copy in {(row["roof"]["matmul"], row["roof"]["copy"]) for row in rows}:
@@ -68,7 +68,7 @@ def _draw_roofs(axes: Any, rows: list[Row]) -> None:
 
 
 def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
-    """Times of everybody over ours, for each case and pass: above 1 ours is faster."""
+    """Draws every implementation's time over ours by case and pass; above 1 ours is faster."""
     ours = {
         (r["case"], r["pass"]): r["device_s"]["p50"] for r in rows if r["implementation"] == "ours"
     }
@@ -87,12 +87,12 @@ def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
     axes.set_xticks(range(len(places)), labels, rotation=35, ha="right", fontsize=7)
     if names:
         axes.legend(fontsize=7)
-    _tidy(axes, ylabel="time over ours", title=op)
+    _tidy(axes, ylabel="time / our time", title=op)
     return _save(figure, folder, f"{slug}-{op.replace('_', '-')}", op)
 
 
 def of_steps(rows: list[Row], folder: Path, slug: str) -> str:
-    """Tokens a second of each contender, and where a step's time goes."""
+    """Draws the tokens per second of each contender, and the parts of its step."""
     figure = Figure(figsize=(11, 0.6 + 0.4 * max(len(rows), 4)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = [f"{r['case'].split('/', 1)[1]} {r['implementation']}" for r in rows]

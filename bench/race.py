@@ -1,8 +1,8 @@
-"""Whole processes to a loss, beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
+"""Times whole training runs beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
 
-Start, imports, data, training, evaluation and exit are all in the time. nanoGPT runs the command
-that its README gives for small computers, on the same text, and keeps its last checkpoint; each
-recipe runs as `python train.py`. Both losses are then over all windows of the held-out text.
+The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command that
+its README gives for small computers, on the same text, and keeps its last checkpoint; each recipe
+runs as `python train.py`. Both losses are then computed over all windows of the held-out text.
 """
 
 import os
@@ -33,7 +33,7 @@ NANOGPT_FLAGS = (
     "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000",
     "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True",
 )  # fmt: skip
-HEADER = "run|seconds|validation loss|nanoGPT's time over it"
+HEADER = "run|seconds|validation loss|nanoGPT's time / this time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +41,15 @@ class Race:
     """Runs recipes and nanoGPT's small-computer setting in turn, as whole processes."""
 
     nanogpt: Path
-    """A checkout of nanoGPT; a copy of it is run."""
+    """Path of a nanoGPT checkout, of which a copy is run."""
     recipes: tuple[str, ...] = ("shakespeare-cpu", "shakespeare-cpu-adamw")
-    """Recipes that race."""
+    """Recipes to run."""
     rounds: int = 3
-    """Runs of each."""
+    """Number of runs of each."""
 
 
 def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
-    """A copy of the checkout with tiny shakespeare laid out as its train.py reads it."""
+    """Copies the checkout and adds tiny shakespeare in the layout that its train.py reads."""
     if not (checkout / "train.py").exists():
         raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
     copy = folder / "nanogpt"
@@ -63,7 +63,7 @@ def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
 
 @torch.no_grad()
 def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
-    """Mean loss in nats of its last checkpoint over all held-out windows, as fastgpt's is taken."""
+    """Computes the mean loss in nats of the last checkpoint over all held-out windows."""
     module = nanogpt_module(checkout)
     saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", weights_only=False)
     model = module.GPT(module.GPTConfig(**saved["model_args"])).eval()
@@ -79,20 +79,20 @@ def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
     )
     for x, y in batches:
         scored = int((y != IGNORED).sum())
-        _, loss = model(x, torch.where(y == IGNORED, -1, y))  # its own ignore_index
+        _, loss = model(x, torch.where(y == IGNORED, -1, y))  # nanoGPT's ignore_index
         total, count = total + loss.item() * scored, count + scored
     return total / count
 
 
 def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
-    """Trains; (seconds, validation loss over all windows of the held-out text)."""
+    """Trains nanoGPT; returns seconds and the loss over all windows of the held-out text."""
     arguments = ("train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS)
     seconds, _ = time_process("nanoGPT", *arguments, cwd=checkout)
     return seconds, nanogpt_loss(checkout, corpus)
 
 
 def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
-    """Trains; (seconds, validation loss over all windows of the held-out text)."""
+    """Trains a recipe; returns seconds and the loss over all windows of the held-out text."""
     run_dir = folder / f"{recipe}-{time.time_ns()}"
     seconds, _ = time_process(recipe, "train.py", recipe, "--run-dir", str(run_dir))
     losses = [r["val_loss"] for r in read_records(run_dir / "metrics.jsonl") if "val_loss" in r]
@@ -123,9 +123,9 @@ def main(argv: list[str]) -> None:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row as the figures of a table."""
+    """Formats a row for the table."""
     return (
-        row["run_name"] if "run_name" in row else row["run"],  # of before runs had names
+        row["run_name"] if "run_name" in row else row["run"],  # in old records
         " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
         " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
         " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),

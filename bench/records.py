@@ -1,11 +1,11 @@
-"""Raw records: one JSON line a measurement, with everything that it takes to repeat it.
+"""Raw records of measurements: one JSON line for each, with all that is needed to repeat it.
 
-Each line has its `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
-`test`, `environment`, `convergence`, `host`, `reproduction`, `tune`;
-and its `run`, so that only figures of one run are ever compared.
+Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
+`test`, `environment`, `convergence`, `host`, `reproduction`, `tune`; and a `run`, so that only
+figures of one run are ever compared.
 
-A measurement writes into `bench/results/local/`, which git ignores; `publish` moves what is there
-beside the committed records.
+A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
+beside the committed ones.
 """
 
 import functools
@@ -28,18 +28,18 @@ from fastgpt.run import installed
 
 RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
-"""Folder in `RESULTS` of what is not published."""
+"""Folder in `RESULTS` of unpublished records."""
 PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4")
 ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
 def slug(name: str) -> str:
-    """A name of a device as one of a folder."""
+    """Turns the name of a device into the name of a folder."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def state(on: str) -> dict[str, Any]:
-    """The clocks, temperatures and load of the machine now; what it does not tell is left out."""
+    """Reads clocks, temperatures and load of the machine, as far as they are available."""
     if on == "cuda":
         found = _nvidia_smi()
         return {name: value for name, value in found.items() if name != "driver_version"}
@@ -57,7 +57,7 @@ def state(on: str) -> dict[str, Any]:
 def _nvidia_smi() -> dict[str, str]:
     query = f"--query-gpu={','.join(ABOUT_GPU)}"
     index = str(torch.cuda.current_device())
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # by which torch counts, and it does not
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # nvidia-smi ignores it
         index = visible.split(",")[int(index)].strip()
     command = ["nvidia-smi", query, "--format=csv,noheader", "-i", index]
     try:
@@ -69,7 +69,7 @@ def _nvidia_smi() -> dict[str, str]:
 
 @functools.cache
 def described(on: str) -> dict[str, Any]:
-    """Device, driver, versions and commit, which every line carries."""
+    """Returns device, driver, versions and commit, which every line carries."""
     facts = run.provenance()
     commit = facts["commit"] or "unknown"
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
@@ -85,7 +85,7 @@ def described(on: str) -> dict[str, Any]:
 
 
 def folder_of(on: str) -> Path:
-    """The folder in which measurements of this machine's `cpu` or `cuda` are recorded."""
+    """Returns the folder for measurements of this machine's `cpu` or `cuda`."""
     return RESULTS / LOCAL / slug(described(on)["device"])
 
 
@@ -93,10 +93,9 @@ class Writer:
     """Appends to `<folder>/<date>-<name>.jsonl`.
 
     Args:
-        on: `cpu` or `cuda`.
         folder: `bench/results/local/<device>` by default.
         name: the commit by default; `tune` for the samples of the tuner.
-        settings: of the whole run, on every line.
+        settings: settings of the whole run, written on every line.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Writer:
         self.path = folder / f"{time.strftime('%Y-%m-%d')}-{name}.jsonl"
 
     def write(self, kind: str, *rows: dict[str, Any]) -> Path:
-        """A line for each row; where they are."""
+        """Writes a line for each row; returns the file."""
         with self.path.open("a") as file:
             for row in rows:
                 file.write(json.dumps({"kind": kind, **self.common, **row}) + "\n")
@@ -118,7 +117,7 @@ class Writer:
 
 
 def publish() -> list[Path]:
-    """Moves the local records beside the committed ones, and returns the files that grew by it."""
+    """Moves the local records beside the committed ones, and returns the files that it added to."""
     published = []
     for path in sorted((RESULTS / LOCAL).glob("*/*.jsonl")):
         target = RESULTS / path.relative_to(RESULTS / LOCAL)
@@ -133,9 +132,8 @@ def publish() -> list[Path]:
 def read(folder: Path | None = None) -> list[dict[str, Any]]:
     """Reads every record in `folder/<device>/`, oldest file first, with the `path` of its file.
 
-    Without a folder these are the committed records.
-
-    Lines that were written before lines had a kind take it from the name of their file.
+    By default it reads the committed records. Old lines without a kind take it from the name of
+    their file.
     """
     folder = folder or RESULTS
     rows = []
@@ -143,7 +141,7 @@ def read(folder: Path | None = None) -> list[dict[str, Any]]:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             kind = row.get("kind") or path.stem.rpartition("-")[2]
-            on = "cuda" if kind == "tune" else "cpu"  # of those that do not say
+            on = "cuda" if kind == "tune" else "cpu"  # for lines without `on`
             rows.append({"on": on, **row, "kind": kind, "path": path})
     return rows
 

@@ -1,9 +1,9 @@
-"""Have the ops become slower on this machine? `make bench-regress`, or `python -m bench.regress`.
+"""Checks if the ops became slower on this machine: `make bench-regress`, `python -m bench.regress`.
 
-pytest-benchmark times forward and backward of ours, one case of each op; `--save` keeps the times
-as the baseline of this machine, and later runs fail where the fastest round is over 10 % slower:
-the fastest, because whatever else a machine does can only add to it. Baselines stay in the cache of
-the machine they were taken on; without one nothing is compared, which is said.
+pytest-benchmark times forward and backward of our ops, one case of each. `--save` keeps the times
+as this machine's baseline; later runs fail if the fastest round is over 10 % slower. The fastest
+round counts, because other load on the machine only adds time. Baselines stay in the cache of the
+machine; without one nothing is compared, and a line says so.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def test_is_no_slower(case: Case, benchmark: Any) -> None:
 
 
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
-    """The name of the host is nobody's business; the device is what counts."""
+    """Replaces the name of the host, which is private, by the device."""
     machine_info["node"] = ""
     machine_info["device"] = device.device_name(ON)
 
@@ -61,7 +61,7 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
 
 
 def storage(name: str) -> Path:
-    """The folder of the baseline of a device."""
+    """Returns the folder of a device's baseline."""
     return cache_dir() / "regress" / records.slug(name)
 
 
@@ -73,8 +73,8 @@ def has_baseline(folder: Path) -> bool:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.regress", description=__doc__)
-    parser.add_argument("--save", action="store_true", help="make these times the baseline")
-    parser.add_argument("-k", default="", help="only cases whose names contain this")
+    parser.add_argument("--save", action="store_true", help="save these times as the baseline")
+    parser.add_argument("-k", default="", metavar="TEXT", help="only cases that contain TEXT")
     args = parser.parse_args(argv)
     name = device.device_name(ON)
     folder = storage(name)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
         command += ["--benchmark-compare", f"--benchmark-compare-fail={SLOWER}"]
     status = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1]).returncode
     if not args.save and not compare:
-        print(f"no baseline for {name}: nothing was compared; --save makes one")
+        print(f"no baseline for {name}, so nothing was compared; --save makes one")
     return status
 
 

@@ -1,9 +1,9 @@
-"""A page of all records and its plots: `python -m bench.report [--publish]`.
+"""Writes a page of all records with plots: `python -m bench.report [--publish]`.
 
 The page of local records is `bench/results/local/benchmarks.md`; with `--publish` they are moved
-beside the committed ones, and `docs/benchmarks.md` is written. Nothing there is typed by hand. Of
-each case the newest run of a device is shown, all its rows from that one run, and each links the
-file it is from.
+beside the committed ones, and `docs/benchmarks.md` is written. Nothing on the page is typed by
+hand. It shows the newest run of each case on a device, with all rows of that one run, and links the
+file of each row.
 """
 
 import os
@@ -22,25 +22,25 @@ from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = ("ours", "all")
-"""Implementations in a record of a refusal that stand for our own: `all`, where none was timed."""
+"""Implementations that count as ours in a record of a refusal; `all`: the whole case failed."""
 Row = dict[str, Any]
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from raw records, which `make bench` and `make gpu` take.
+Written by `python -m bench.report` from the raw records of `make bench` and `make gpu`.
 """
 NOTES = """
 ## How to read the tables
 
-- Each row links its record; how it was timed is said in `bench/timing.py`.
-- Times are medians, with the 20th and 80th percentiles. Rivals of one case took turns in one run.
-  The best peer is in **bold**.
-- **x ours** is a rival's time over ours: above 1 ours is faster. **Of limit**: the time that the
-  measured matmul rate or copy bandwidth of that run allows at best, over the time taken; on a CPU,
-  whose caches are warm, small cases can pass 100 %.
-- Losses may compute their gradients in the forward: look at `both`.
-- Attention counts 4 B H T² D FLOPs forward, half of it where causal, and 2.5 times that backward.
-- Nothing is timed before its outputs and gradients have passed the tolerance rule of the tests
-  (`kernels/parity.py`). † marks a peer that is beyond that rule but within 2 %.
+- Each row links its record; `bench/timing.py` describes how it was timed.
+- Times are medians, with the 20th and 80th percentiles. The implementations of a case took turns
+  in one run. The best peer is in **bold**.
+- **x ours** is the row's time divided by ours: above 1 ours is faster. **Of limit**: the time that
+  the measured matmul rate or copy bandwidth of that run allows, divided by the time taken; on a
+  CPU, whose caches are warm, small cases can exceed 100 %.
+- A loss may compute its gradient in the forward, so compare `both`.
+- Attention counts 4 B H T² D FLOPs forward, half of it if causal, and 2.5 times that backward.
+- An implementation is timed only if its outputs and gradients keep the tolerance rule of the tests
+  (`kernels/parity.py`). † marks a peer whose error is larger, but at most 2 %.
 """
 
 
@@ -49,12 +49,14 @@ class Report:
     """Writes a page with tables and plots of all records."""
 
     publish: bool = False
-    """Move the local records beside the committed ones and write docs/benchmarks.md; without, the
-    page is of the local records alone: bench/results/local/benchmarks.md."""
+    """Move the local records beside the committed ones and write docs/benchmarks.md.
+
+    By default the page has the local records alone: bench/results/local/benchmarks.md.
+    """
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The rows of each case from the newest run that has measured anything of it."""
+    """Returns the rows of each case from the newest run that measured it."""
     runs: dict[str, str] = {}
     rows = [row for row in rows if "run" in row and "case" in row]
     for row in rows:
@@ -79,12 +81,12 @@ def ms(figures: dict[str, float]) -> str:
 
 
 def host_us(row: Row) -> str:
-    """On a CPU the host is the device."""
+    """Formats the host's time of a row; empty on a CPU, where the host is the device."""
     return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
 
 
 def rate(row: Row) -> str:
-    """The rate that an op reaches: FLOPs or bytes, whichever limits it."""
+    """Formats the rate of an op: FLOPs or bytes, depending on which limits it."""
     if row["bound"] == "matmul":
         return f"{row['tflops']:.3g} TFLOP/s"
     return f"{row['gb_per_s']:.3g} GB/s"
@@ -98,7 +100,7 @@ def gigabytes(row: Row) -> str:
 
 
 def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """One op's rows, case by case and pass by pass, ours first."""
+    """Lays out one op's rows, case by case and pass by pass, ours first."""
     lines = []
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -119,12 +121,12 @@ def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
                     distances(case, which, rows, wanted) if row is ours else "", link(row),
                 )
             )  # fmt: skip
-    header = "case, pass|who|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
+    header = "case, pass|implementation|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
     return table(header, lines)
 
 
 def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """The distance of our row from each of its goals; said if it has none."""
+    """Formats the distance of our row from each of its goals, or "none set"."""
     said = []
     for goal in wanted:
         if (goal.case, goal.which) == (case, which):
@@ -159,13 +161,14 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
                 )
             )  # fmt: skip
     header = (
-        "case|who|precision|tok/s|ms (p20, p80)|MFU|x ours|peak GB|first step s (cold, warm)|goals|"
+        "case|trainer|precision|tok/s|ms (p20, p80)|MFU|x ours|peak GB|first step s (cold, warm)|"
+        "goals|"
     )
     return table(header, lines)
 
 
 def parts_table(rows: list[Row]) -> str:
-    """Milliseconds of each part, with the share of its limit where it has one."""
+    """Lays out the milliseconds of each part, with the share of its limit where it has one."""
     lines = []
     for row in rows:
         if "parts" in row:
@@ -175,11 +178,11 @@ def parts_table(rows: list[Row]) -> str:
                 share = f" ({least / spent:.0%})" if spent and least else ""
                 cells.append(f"{spent:.2f}{share}")
             lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
-    return table("case|who|" + "|".join(PARTS) + "|", lines) if lines else ""
+    return table("case|trainer|" + "|".join(PARTS) + "|", lines) if lines else ""
 
 
 def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Every goal of a device, those missed and those not measured included."""
+    """Lays out every goal of a device, including missed and unmeasured ones."""
     lines = []
     for goal in wanted:
         verdict = goals.judge(goal, rows)
@@ -189,11 +192,11 @@ def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
             found = (f"{verdict.value:.3g}", f"{verdict.distance:+.0%}", reached)
         stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
         lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
-    return table("row|goal|stretch|found|beyond it by|reached", lines)
+    return table("case|goal|stretch|measured|margin|reached", lines)
 
 
 def missing_table(rows: list[Row]) -> str:
-    """Implementations without figures, and why; cases with one reason share a line."""
+    """Lists implementations without figures, and why; ops with the same reason share a line."""
     why: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in rows:
         if row["kind"] in ("missing", "refused"):
@@ -203,17 +206,17 @@ def missing_table(rows: list[Row]) -> str:
         (", ".join(dict.fromkeys(ops)), name, kind, reason.replace("|", "/"))
         for (name, kind, reason), ops in why.items()
     ]
-    return table("of|who|is|because", lines) if lines else ""
+    return table("op|implementation|status|reason", lines) if lines else ""
 
 
 def other_tables(rows: list[Row]) -> str:
-    """Races of whole processes, the preparation of data, and the latest stages of `make gpu`."""
+    """Lays out races of whole processes, data preparation, and the latest stages of `make gpu`."""
     races, data, stages = ([r for r in rows if r["kind"] == k] for k in ("race", "data", "stage"))
     stages = list({row["stage"]: row for row in stages}.values())
     text = ""
     for title, header, found, cells in (
         ("Whole processes to a loss", f"{race.HEADER}|", races, race.cells),
-        ("Data", "what|figures|", data, _data),
+        ("Data", "measurement|result|", data, _data),
         ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
     ):
         if found:
@@ -240,7 +243,7 @@ def _stage(row: Row) -> tuple[str, ...]:
 
 
 def summary(ops: list[Row], steps: list[Row]) -> str:
-    """One line for each op and training step: ours beside the best peer, and of the limit."""
+    """Lays out a line for each op and training step: ours, the best peer, share of the limit."""
     lines = []
     for rows, shown in ((steps, steps_of), (ops, typical)):
         for group in shown(rows):
@@ -253,19 +256,19 @@ def summary(ops: list[Row], steps: list[Row]) -> str:
             against = (best["implementation"], f"{seconds(best) * 1e3:.3g}") if best else ("", "")
             ratio = f"{seconds(best) / seconds(ours):.2f}x" if best else ""
             lines.append((name, f"{seconds(ours) * 1e3:.3g}", *against, ratio, share))
-    header = "what|ours, ms|best peer|its ms|ours is faster by|share of the limit"
+    header = "case|ours, ms|best peer|its ms|its time / ours|share of the limit"
     return table(header, lines) if lines else ""
 
 
 def steps_of(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each training step."""
+    """Groups the rows by training step."""
     return [
         [r for r in rows if r["case"] == case] for case in dict.fromkeys(r["case"] for r in rows)
     ]
 
 
 def typical(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each op's first case, forward and backward together where both were timed."""
+    """Returns the rows of each op's first case: `both` where it was timed, else the forward."""
     found = []
     for op in dict.fromkeys(row["op"] for row in rows):
         first = next(row["case"] for row in rows if row["op"] == op)
@@ -276,11 +279,11 @@ def typical(rows: list[Row]) -> list[list[Row]]:
 
 
 def section(device: str, rows: list[Row], folder: Path) -> str:
-    """The section of one device; each of its ops has a page in `folder`."""
+    """Writes the section of one device; each of its ops has a page in `folder`."""
     shown = newest(rows)
     slug = records.slug(device)
     on = next((row["on"] for row in rows if row.get("on")), "cpu")
-    # goals without a device are a CPU's: those of GPUs name theirs
+    # goals without a device are for CPUs; those for GPUs name theirs
     wanted = [g for g in goals.read() if g.device in slug and (g.device or on == "cpu")]
     versions = next((row["versions"] for row in reversed(rows)), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -290,15 +293,13 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     if machine:
         units = {name: "GB/s" if name == "copy" else "GFLOP/s" for name in machine[-1]["rates"]}
         rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
-        text += f"Its own limits, measured: {rates} ({link(machine[-1])}).\n"
+        text += f"Measured limits of the machine: {rates} ({link(machine[-1])}).\n"
     text += f"\n{summary(ops, steps)}"
     if wanted:
         text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
     if steps:
         text += "\n### Training step\n\n" + step_table(steps, wanted)
-        text += (
-            f"\nMFU: {steps[-1]['mfu_convention']}. Milliseconds by part (share of its limit):\n\n"
-        )
+        text += f"\nMFU: {steps[-1]['mfu_convention']}. Milliseconds by part (limit / time):\n\n"
         text += parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
@@ -315,11 +316,11 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     if pages:
         text += f"\n### Ops\n\nEvery case and pass of {', '.join(pages)}.\n"
     if absent := missing_table(shown):
-        text += f"\n### Without figures\n\n{absent}"
+        text += f"\n### Not measured\n\n{absent}"
     text += other_tables(rows)
     older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
     tuned = [r for r in rows if r["kind"] == "tune"]
-    for found, what in ((older, "of an older form, not shown"), (tuned, "of `make tune`")):
+    for found, what in ((older, "in an older format, not shown"), (tuned, "of `make tune`")):
         if found:
             links = sorted({row["link"] for row in found})
             files = ", ".join(f"[{Path(link).name}]({link})" for link in links)
@@ -328,7 +329,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Writes `docs/benchmarks.md` and its plots from the records in `results`, and returns it."""
+    """Writes `docs/benchmarks.md` and its plots from the records in `results`; returns its path."""
     rows = records.read(results)
     for row in rows:
         row["link"] = os.path.relpath(row["path"], docs)
@@ -344,7 +345,7 @@ def write(results: Path, docs: Path) -> Path:
 
 
 def write_local() -> Path:
-    """Writes the page of what this checkout has measured and not published."""
+    """Writes the page of the unpublished records."""
     local = records.RESULTS / records.LOCAL
     return write(local, local)
 
@@ -353,7 +354,7 @@ def publish() -> Path:
     """Publishes the local records and writes `docs/benchmarks.md` from all.
 
     Raises:
-        UserError: an op of ours was refused a time in a local record.
+        UserError: a local record says that an op of ours was refused a time.
     """
     for row in records.read(records.RESULTS / records.LOCAL):
         if row["kind"] == "refused" and row["implementation"] in OURS:

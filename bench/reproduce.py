@@ -1,9 +1,9 @@
-"""Every system of the lecture, trained as published: `python -m bench.reproduce [--only A B]`.
+"""Trains every system of the lecture as published: `python -m bench.reproduce [--only A B]`.
 
-Each is one `python train.py RECIPE`. What it reaches is recorded, and a table written from all
-records: into bench/results/local, or with `--publish` beside the committed records and into
-docs/reproduction.md. A system whose record is kept is not trained again, and one that was
-interrupted goes on: the same command finishes what is left.
+Each system is one `python train.py RECIPE`. Its losses are recorded, and a table is written from
+all records: into bench/results/local, or with `--publish` beside the committed records and into
+docs/reproduction.md. A system that has a record is not trained again, and an interrupted run is
+resumed: the same command finishes what is left.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 NAME = "reproduction"
 PAGE = ROOT / "docs" / "reproduction.md"
 BEGIN, END = "<!-- written by bench.reproduce -->", "<!-- to here -->"
-"""Marks on the page: the text between them comes from the records, the rest is by hand."""
+"""Marks on the page: the text between them comes from the records, the rest is typed."""
 
 
 # --- what was published ---------------------------------------------------------------------------
@@ -39,29 +39,29 @@ BEGIN, END = "<!-- written by bench.reproduce -->", "<!-- to here -->"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A published loss, in nats a token."""
+    """A published loss, in nats for each token."""
 
     step: int
     published: float
     band: float = 0.05
-    """Largest deviation allowed: other random numbers move each loss by some hundredths."""
+    """Largest deviation allowed: other random numbers change each loss by a few hundredths."""
     key: str = "val_loss"
-    """A metric of the run: `val_loss`, the mean over 200 random batches, or `train_loss`, one."""
+    """Metric of the run: `val_loss`, a mean over 200 random batches, or `train_loss`, of one."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A rung of the lecture's ladder."""
+    """A step of the lecture: a model with its published losses."""
 
     letter: str
     recipe: str
     about: str
     targets: tuple[Target, ...]
     seeds: tuple[int, ...] = (1337, 1, 2)
-    """One run each: the mean of their losses is what is held to the band."""
+    """Seeds, with one run each; the mean of their losses is compared with the published one."""
     on_cpu: bool = True
-    """True if two cores train it in minutes."""
+    """True if two CPU cores train it in minutes."""
 
 
 SYSTEMS = (
@@ -106,17 +106,19 @@ SYSTEMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reproduce:
-    """Trains the systems of the lecture and writes what they reached beside what was published."""
+    """Trains the systems of the lecture and compares their losses with the published ones."""
 
     only: tuple[str, ...] = ()
-    """Systems by letter or recipe. None named: all but G', which is for a GPU."""
+    """Systems to train, by letter or recipe; by default all except G', which needs a GPU."""
     gpt_steps: int = 1000
-    """Steps of G, whose published losses are of 1000 and 2000 of its 5000; 1000 take two cores a
-    quarter of an hour."""
+    """Number of steps of system G, which has published losses at 1000 and 2000 of 5000 steps.
+
+    1000 steps take two CPU cores a quarter of an hour.
+    """
     again: bool = False
-    """Train also what is on record."""
+    """Also train systems that have a record."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where it is visible."""
+    """Device to train on; `auto` takes CUDA if torch sees it, else the CPU."""
     runs: Path = Path("runs/reproduce")
     """Folder of the runs."""
     publish: bool = False
@@ -128,7 +130,7 @@ class Reproduce:
 
 
 def chosen(only: tuple[str, ...]) -> list[System]:
-    """The systems of these letters or recipes, in the order of the ladder."""
+    """Returns the systems of these letters or recipes, in the order of the lecture."""
     known = {name: s for s in SYSTEMS for name in (s.letter, s.recipe)}
     for name in only:
         if name not in known:
@@ -137,14 +139,14 @@ def chosen(only: tuple[str, ...]) -> list[System]:
 
 
 def commands(system: System, options: Reproduce) -> list[list[str]]:
-    """The arguments of `python train.py` for each run, but for its folder."""
+    """Returns the arguments of `python train.py` for each run, except the run directory."""
     shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
     on = ["--train.device", device.pick_device(options.device, "--device")]
     return [[system.recipe, *shorter, *on, "--seed", str(seed)] for seed in system.seeds]
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The settings that decide a run's losses: all but those of its samples."""
+    """Returns the settings that decide a run's losses: all except those of its samples."""
     found = json.loads(to_json(config))
     for name in ("sample_prompt", "sample_tokens"):
         del found["train"][name]
@@ -152,15 +154,15 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def on_record(config: Config, device: str = "") -> dict[str, Any] | None:
-    """The newest record, local or committed, of a run with these settings, on a device or any."""
+    """Finds the newest record, local or committed, of a run with these settings (on a device)."""
     rows = [*records.read(), *records.read(records.RESULTS / records.LOCAL)]
     rows = [row for row in rows if row["kind"] == NAME and device in ("", row.get("device"))]
     same = (row for row in rows if _same(row["config"], config))
-    return max(same, key=lambda row: row["run"], default=None)  # it begins with the time
+    return max(same, key=lambda row: row["run"], default=None)  # a run's name begins with its time
 
 
 def _same(found: dict[str, Any], config: Config) -> bool:
-    """True if these are the settings of `config`, on whatever device.
+    """Returns True if a record has the settings of `config`, on any device.
 
     An option that is newer than the record had its default then.
     """
@@ -173,10 +175,10 @@ def _same(found: dict[str, Any], config: Config) -> bool:
 
 
 def train(argv: list[str], run_dir: Path) -> float:
-    """Trains; the seconds of the whole process, and of those before it that were broken off.
+    """Trains; returns the seconds of the whole process, plus those of earlier interrupted ones.
 
     Raises:
-        UserError: it failed; its own message is on the terminal.
+        UserError: the run failed; its own message is on the terminal.
     """
     clock = run_dir.with_suffix(".seconds")
     before = float(clock.read_text()) if clock.exists() else 0.0
@@ -190,19 +192,19 @@ def train(argv: list[str], run_dir: Path) -> float:
             clock.parent.mkdir(parents=True, exist_ok=True)
             clock.write_text(f"{seconds}")
     if done.returncode:
-        raise UserError(f"{' '.join(command)} failed: see above")
+        raise UserError(f"{' '.join(command)} failed; its message is above")
     return seconds
 
 
 def reproduce(system: System, argv: list[str], options: Reproduce) -> dict[str, Any]:
-    """Trains one run of a system; its row for the record."""
+    """Trains one run of a system; returns its row for the record."""
     config = cli.parse(argv)
     key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
     run_dir = options.runs.absolute() / f"{system.recipe}-{key}"
     seconds = train(argv, run_dir)
     log = read_records(run_dir / "metrics.jsonl")
     if log[-1]["step"] < config.steps:
-        raise UserError(f"{run_dir} stopped at step {log[-1]['step']}: the same command goes on")
+        raise UserError(f"{run_dir} stopped at step {log[-1]['step']}; the same command resumes it")
     measured = {
         f"{target.key} {target.step}": value
         for target in system.targets
@@ -227,7 +229,7 @@ def _value(log: list[dict[str, Any]], key: str, step: int) -> float | None:
 
 
 def write_page(options: Reproduce, path: Path) -> None:
-    """Writes `docs/reproduction.md` with a table of the newest record of each run to `path`."""
+    """Writes to `path` the text of `docs/reproduction.md` with a table of the newest records."""
     page = put_into(PAGE.read_text(encoding="utf-8"), render(recorded(options)))
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +237,7 @@ def write_page(options: Reproduce, path: Path) -> None:
 
 
 def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
-    """The newest record of each run, by system; a GPU's beside those of CPUs."""
+    """Returns the newest record of each run by system, on any device."""
     runs = {}
     for system in SYSTEMS:
         configs = [cli.parse(argv) for argv in commands(system, options)]
@@ -245,16 +247,16 @@ def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
 
 
 def put_into(page: str, table: str) -> str:
-    """`page` with `table` between its two marks."""
+    """Returns `page` with `table` between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise UserError(f"the page has no {BEGIN} followed by {END}: expected both")
+        raise UserError(f"the page lacks the marks {BEGIN} and {END}: put them back")
     return f"{before}{BEGIN}\n{table}{END}{after}"
 
 
 def render(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """The table; `runs` are the records of each system, and what has none is said to have none."""
+    """Formats the table from the records of each system; systems without a record are marked."""
     columns = ("system", "step", "published", "measured", "band", "inside", "seconds", "command")
     rows = [row for rows in runs.values() for row in rows]
     lines = [*_machines(rows), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -277,7 +279,7 @@ def _machines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _lines(system: System, rows: list[dict[str, Any]], notes: list[str]) -> Iterator[str]:
-    """One for each target."""
+    """Yields a line for each target."""
     name = f"{system.letter}: {system.about}"
     seconds = " + ".join(f"{row['seconds']:.0f}" for row in rows) or "-"
     command = f"`{rows[0]['command']}`" if rows else f"`python train.py {system.recipe}`"
@@ -296,7 +298,7 @@ def _lines(system: System, rows: list[dict[str, Any]], notes: list[str]) -> Iter
 
 
 def _judged(target: Target, found: list[float]) -> tuple[str, str]:
-    """The mean, with the lowest and highest where there are several, and whether it is inside."""
+    """Formats the mean, with the range of several runs, and whether it is within the band."""
     if not found:
         return "not run yet", "-"
     mean = statistics.fmean(found)
@@ -311,7 +313,7 @@ def main(argv: list[str]) -> None:
     console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     name = records.described(on)["device"]
     page = records.RESULTS / records.LOCAL / PAGE.name
-    write_page(options, page)  # whatever is wrong with it is known before hours of training
+    write_page(options, page)  # shows a problem before hours of training
     for system in chosen(options.only):
         for argv in commands(system, options):
             if options.again or on_record(cli.parse(argv), name) is None:

@@ -1,9 +1,9 @@
-"""A training step beside those of others: `python -m bench.step [recipe]`.
+"""Benchmarks a training step beside those of other trainers: `python -m bench.step [recipe]`.
 
 Every contender does what its trainer does between two log lines: batch, forward, backward,
-clipping, optimizer; the same number of tokens, the same precision (nanoGPT on a CPU in fp32, too:
-its default). Each runs in a process of its own. They take turns in an order that alternates, but
-for the largest batch that fits on a GPU, where one at a time has the memory.
+clipping, optimizer. All have the same number of tokens and the same precision (nanoGPT on a CPU
+also in fp32, its default). Each runs in a process of its own. They take turns in an order that
+alternates, except for the largest batch that fits on a GPU, where each runs alone.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES
 
 BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
-"""Sequences of a step, most telling first; 0: the largest that fits. On a CPU the recipe's."""
+"""Sequences in a step, most important first; 0: the largest that fits. On a CPU the recipe's."""
 LLMC_STEPS = 20
 GPT2_VOCABULARY = 50_257
 VOCABULARY = 65
@@ -38,44 +38,51 @@ VOCABULARY = 65
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBench:
-    """Times training steps of fastgpt and its peers, in turn."""
+    """Times training steps of fastgpt and other trainers, in turn."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "auto"
     """Recipe of the network and settings; `auto`: gpt2-124m on CUDA, else shakespeare-char."""
     batch: tuple[int, ...] = ()
-    """Sequences of a step; 0: the largest that fits on the GPU. By default 64, 16, 4 and the
-    largest on CUDA, on a CPU the recipe's."""
+    """Sequences in a step; 0: the largest number that fits on the GPU.
+
+    By default 64, 16, 4 and the largest on CUDA, the recipe's on a CPU.
+    """
     dropout: float | None = None
-    """Dropout of all contenders; None: the recipe's."""
+    """Dropout of all contenders; by default the recipe's."""
     contenders: tuple[str, ...] = ()
-    """By default fastgpt, eager, nanogpt (if given); on CUDA also `fastgpt triton` and compiled."""
+    """Names of the contenders; by default fastgpt, eager and nanogpt (if --nanogpt is given).
+
+    On CUDA `fastgpt triton` and compiled are added.
+    """
     nanogpt: Path | None = None
-    """A checkout of nanoGPT; its model.py is imported."""
+    """Path of a nanoGPT checkout, whose model.py is imported."""
     llmc: Path | None = None
-    """llm.c's train_gpt2cu, or a checkout with it; it is run as it is."""
+    """Path of llm.c's train_gpt2cu, or of a checkout that has it."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of fastgpt's model."""
+    """Use torch.compile for fastgpt's model."""
     rounds: int = 5
-    """Rounds that count, after one that does not; in each, every contender has a turn."""
+    """Number of timed rounds, after one that is not timed; every contender has a turn in each."""
     starts: Literal[1, 2] = 1
-    """2: start each a second time, with torch.compile's caches filled."""
+    """Number of starts of each contender; the second one finds torch.compile's caches filled."""
     parallel_start: bool = False
-    """Build and compile all contenders of a batch size at once; first steps are then not timed
-    alone, which the record says."""
+    """Build and compile all contenders of a batch size at once.
+
+    Their first steps then run at the same time, which the record notes.
+    """
     budget: float = float("inf")
-    """Seconds after which no further batch size is begun; what is left out is said."""
+    """Seconds after which no further batch size is started; the record lists skipped ones."""
     explain: bool = False
     """Print the three parts of fastgpt's step that cost the most over their limit."""
     tiny: bool = False
-    """A network for rehearsals: 1 layer of 16."""
+    """Use a network of 1 layer of 16, for rehearsals."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where it is visible."""
+    """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     out: Path | None = None
     """Folder of the record; by default bench/results/local/<device>."""
 
 
 def base_config(bench: StepBench, on: str, text: Path) -> Config:
-    """The recipe, on random text of its vocabulary."""
+    """Returns the recipe's settings, on random text of its vocabulary."""
     name = bench.recipe
     if name == "auto":
         name = "gpt2-124m" if on == "cuda" else "shakespeare-char"
@@ -100,11 +107,11 @@ def with_batch(plan: Plan, batch: int) -> Plan:
 
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
-    """The contenders that were asked for, or all that make sense on the device."""
+    """Returns the contenders that were asked for, or all that make sense on the device."""
     if unknown := [name for name in bench.contenders if name not in contenders.CONTENDERS]:
         raise unknown_name("contender", unknown[0], contenders.CONTENDERS)
     if wanted := [n for n in bench.contenders if n.startswith("nanogpt") and not bench.nanogpt]:
-        raise UserError(f"contender {wanted[0]}: expected --nanogpt, the path of a checkout")
+        raise UserError(f"contender {wanted[0]} needs --nanogpt PATH, a checkout")
     if bench.contenders:
         return bench.contenders
     names = ["fastgpt"]
@@ -115,22 +122,22 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
 
 
 def check(bench: StepBench, on: str) -> None:
-    """Raises `UserError` for what cannot be measured, before anything runs."""
+    """Raises `UserError` for options that cannot be measured, before anything runs."""
     if bench.rounds < 1:
         raise UserError(f"--rounds is {bench.rounds}: expected 1 or more")
     if wrong := [n for n in bench.batch if n < (0 if on == "cuda" else 1)]:
         raise UserError(
-            f"--batch {wrong[0]}: expected 1 or more, or on CUDA 0, the largest that fits"
+            f"--batch {wrong[0]}: expected 1 or more; on CUDA also 0, the largest that fits"
         )
     if bench.nanogpt is not None:
         nanogpt_module(bench.nanogpt)
 
 
 def largest_batch(plan: Plan, caches: Path) -> int:
-    """The largest power of two with which fastgpt takes a step, from 128 sequences upwards.
+    """Finds the largest power of two, from 64 sequences on, with which fastgpt takes a step.
 
     Raises:
-        UserError: it failed, and not for want of memory.
+        UserError: a step failed for another reason than memory.
     """
     fits = 64
     while fits < 4096:
@@ -149,7 +156,7 @@ def largest_batch(plan: Plan, caches: Path) -> int:
 
 
 def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of kind `step` and `missing`, each as soon as it is known."""
+    """Yields rows of kind `step` and `missing`, each as soon as it is known."""
     check(bench, on)
     names = names_of(bench, on)
     config = base_config(bench, on, folder / "text.txt")
@@ -157,7 +164,7 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
     rates = machine_rates(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
     if on == "cuda":
-        torch.cuda.empty_cache()  # 3 GB, which the contenders may need
+        torch.cuda.empty_cache()  # 3 GB for the contenders
     roof = roof_of(rates, precision)
     end = time.perf_counter() + bench.budget
     recipe_batch = RECIPES[config.recipe][1].global_batch
@@ -165,7 +172,7 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
         about = {"recipe": config.recipe, "precision": precision, "tiny": bench.tiny}
         try:
             if time.perf_counter() > end:
-                raise UserError(f"the {bench.budget:.0f} s were over")
+                raise UserError(f"over the budget of {bench.budget:.0f} s")
             batch = asked or largest_batch(plan, folder / "largest")
         except UserError as error:
             case = f"step/{config.recipe}/B={asked or 'largest'}"
@@ -191,7 +198,7 @@ def _contenders(
     bench: StepBench, names: tuple[str, ...], plan: Plan, roof: dict[str, float],
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Rows of one batch size; where it takes all of a GPU's memory, one contender at a time."""
+    """Yields the rows of one batch size; for the largest one, contenders run one at a time."""
     before = records.state(plan.on)
     how = {"alternating": not about["largest"], "first_step_alone": not bench.parallel_start}
     for group in [(name,) for name in names] if about["largest"] else [names]:
@@ -230,7 +237,7 @@ def _llmc(
     try:
         contenders.expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
-            raise UserError(f"its vocabulary is GPT-2's, not {config.model.vocab_size} tokens")
+            raise UserError(f"needs GPT-2's vocabulary, got {config.model.vocab_size} tokens")
         found = run_llmc(
             bench.llmc, Path(corpus.path), layers=config.model.num_layers,
             batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
@@ -250,11 +257,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         ratio = f"{row['seconds']['p50'] / ours['seconds']['p50']:.2f}x" if ours else "-"
         cells = (row["case"], row["implementation"], f"{row['tok_per_s']:,.0f}", ms)
         lines.append((*cells, f"{row['mfu']:.1%}", memory, ratio))
-    records.show("step|contender|tok/s|ms p20 p50 p80|MFU|GB|fastgpt is faster by", lines)
+    records.show("step|contender|tok/s|ms p20 p50 p80|MFU|GB|time / fastgpt's", lines)
 
 
 def run(bench: StepBench) -> Path:
-    """Measures, records and prints; where the record is."""
+    """Measures, records and prints; returns the path of the record."""
     on = device.pick_device(bench.device, "--device")
     settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
     writer = records.Writer(on, bench.out, **settings)
@@ -277,10 +284,10 @@ def run(bench: StepBench) -> Path:
                 print(f"{row['case']} {row['implementation']}:")
                 print("\n".join(f"  {line}" for line in lines))
     if not rows:
-        raise UserError("no contender took a step: the reasons are above")
+        raise UserError("no contender took a step; the reasons are above")
     asked = names_of(bench, on)
     if not any(map(is_ours, rows)) and any(name.startswith("fastgpt") for name in asked):
-        raise UserError("fastgpt took no step: the reasons are above")
+        raise UserError("fastgpt took no step; the reasons are above")
     return writer.path
 
 

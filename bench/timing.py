@@ -1,11 +1,11 @@
-"""The one way in which anything here is timed.
+"""Timing of calls: the same method for every benchmark.
 
 On CUDA a call lies between two events, behind a write that is larger than the L2 cache and a pause
-as long as the host needs to queue the call: what is measured is the GPU's work, not the host's
-haste. On a CPU it is `perf_counter`, over as many calls as make a millisecond, caches warm. The
-host's own time, from call to return, is kept beside it.
+as long as the host needs to queue the call, so that the time is the GPU's work and not the host's
+speed. On a CPU it is `perf_counter`, over as many calls as make a millisecond, caches warm. The
+host's own time, from call to return, is kept as well.
 
-Rivals take turns, A B B A, so that a machine whose speed drifts hurts all of them.
+Rivals take turns, A B B A, so that a drift of the machine's speed affects all of them alike.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from fastgpt.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 FLUSH_BYTES = 256 * 2**20
-"""Five times the L2 cache of an H200, twice that of a B200."""
+"""Size of the write before each call: five times the L2 cache of an H200, twice that of a B200."""
 LEAST_SECONDS = 1e-3
 """Shortest sample on a CPU: shorter calls are timed several at a time."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
@@ -47,24 +47,20 @@ class Timed:
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds of each sample: on the device, and until the host was free again."""
+    """Seconds of each sample: until the device is done, and until the call returned."""
 
     device: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
 
 def quantiles(samples: list[float]) -> dict[str, float]:
-    """The quantiles p20, p50 and p80 of at least two samples, and how many there were."""
+    """Returns the quantiles p20, p50 and p80 of at least two samples, and their number."""
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
     return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
 
 
 class Timer:
-    """Times calls on one device.
-
-    Args:
-        on: `cpu` or `cuda`.
-    """
+    """Times calls on one device, `cpu` or `cuda`."""
 
     def __init__(self, on: str) -> None:
         self.on = on
@@ -72,13 +68,13 @@ class Timer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The way it times, for the record."""
+        """The method of timing, for the record."""
         if self.on == "cuda":
             return {"clock": "CUDA events", "cache": f"flushed with {FLUSH_BYTES >> 20} MiB"}
         return {"clock": "perf_counter", "cache": "warm"}
 
     def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> tuple[float, float]:
-        """(seconds on the device, seconds of the host) of one call, the mean of `calls`."""
+        """Returns (seconds on the device, seconds of the host) of one call, the mean of `calls`."""
         if self.on == "cuda":
             return self._sample_cuda(timed, pause)
         states = [timed.prepare() for _ in range(calls)]
@@ -105,12 +101,12 @@ class Timer:
     def turns(
         self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
     ) -> dict[str, Samples]:
-        """Samples of each rival, all in turn, in an order that alternates.
+        """Times all rivals in turn, in an order that alternates; returns the samples of each.
 
         Args:
-            rivals: by name; the first call of each is not counted.
-            seconds: how long to go on, at least 3 and at most 100 rounds.
-            rounds: so many, whatever they take.
+            rivals: calls by name; the first call of each is not counted.
+            seconds: time in all, for at least 3 and at most 100 rounds.
+            rounds: exact number of rounds instead.
         """
         plans = {name: self._plan(timed) for name, timed in rivals.items()}
         samples = {name: Samples() for name in rivals}
@@ -124,7 +120,7 @@ class Timer:
         return samples
 
     def _plan(self, timed: Timed) -> tuple[int, float]:
-        """(calls a sample, seconds of pause), from two calls of which the first warms up."""
+        """Returns (calls in a sample, seconds of pause), from two calls; the first one warms up."""
         self.sample(timed)
         on_device, on_host = self.sample(timed)
         if self.on == "cuda":
@@ -133,10 +129,11 @@ class Timer:
 
 
 def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
-    """FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s of a copy.
+    """Measures FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s of a
+    copy.
 
-    They are the limits that every row of the same run is held against. A copy of n bytes reads and
-    writes: it counts 2 n, as the bytes of every op's row do.
+    They are the limits for every row of the same run. A copy of n bytes reads and writes: it counts
+    2 n, as the bytes of every op's row do.
     """
     on = timer.on
     rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds)[0] for name in dtypes}
@@ -148,15 +145,15 @@ def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -
 
 
 def roof_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
-    """`matmul` and `copy` for rows of one dtype."""
+    """Returns `matmul` and `copy` for rows of one dtype."""
     return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
 
 
 def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str]:
-    """(least seconds this can take, `matmul` or `copy`: what binds it).
+    """Returns the least seconds that this work can take, and `matmul` or `copy`, which limits it.
 
     Args:
-        flops: of matrix products.
+        flops: FLOPs of matrix products.
         size: bytes moved.
         roof: FLOP/s as `matmul` and bytes/s as `copy`, measured.
     """
@@ -166,15 +163,13 @@ def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str
 
 
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
-    """Runs Python as a process of its own; (seconds of all of it, what it printed).
+    """Runs Python as a process of its own; returns its seconds and its output.
 
     Args:
-        what: its name in an error.
-        arguments: those of Python.
-        cwd: where it runs.
+        what: name of the process in an error.
 
     Raises:
-        UserError: it failed; with the last line that it said.
+        UserError: the process failed; the message has the last line that it printed.
     """
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)

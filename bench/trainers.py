@@ -1,7 +1,7 @@
-"""The other trainers whose steps are timed beside ours.
+"""Training steps of other trainers, which are timed beside ours.
 
-Plain PyTorch as people write it (GPT-2, SDPA, fused AdamW, torch.compile), the model of a checkout
-of nanoGPT, and llm.c's binary, which is run as it is. None has a kernel of ours.
+They are plain PyTorch in the usual form (GPT-2, SDPA, fused AdamW, torch.compile), the model of a
+nanoGPT checkout, and llm.c's binary. None uses a kernel of ours.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from fastgpt.config import Config, ModelConfig
 from fastgpt.errors import UserError
 
 Batches = Callable[[], tuple[Tensor, Tensor]]
-"""Gives x and y, (B, T) each, on the device."""
+"""Function that returns x and y, (B, T) each, on the device."""
 
 
 def _step(
@@ -34,7 +34,7 @@ def _step(
     precision: str,
     batches: Batches,
 ) -> Callable[[], None]:
-    """A training step: batch, forward, backward, clipping, optimizer."""
+    """Makes a training step: batch, forward, backward, clipping, optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def step() -> None:
@@ -54,7 +54,7 @@ def _step(
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the stream."""
+    """A GPT-2 block: pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens and targets (B, T) -> mean loss (); head tied to the token embedding."""
+    """GPT-2 in plain PyTorch: tokens and targets (B, T) -> mean loss (); tied head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class GPT2(nn.Module):
 def plain_step(
     config: Config, on: str, precision: str, batches: Batches, *, compiled: bool
 ) -> Callable[[], None]:
-    """A step of `GPT2`, which torch.compile compiles, loss included, if `compiled`."""
+    """Makes a step of `GPT2`, which torch.compile compiles, loss included, if `compiled`."""
     model = GPT2(config.model).to(on)
     optim = config.optim
     groups = [
@@ -127,7 +127,7 @@ def plain_step(
 
 
 def nanogpt_module(checkout: Path) -> Any:
-    """The model.py of a checkout, imported under a name of its own."""
+    """Imports the model.py of a checkout under a name of its own."""
     path = checkout / "model.py"
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     if not path.exists() or spec is None or spec.loader is None:
@@ -141,13 +141,13 @@ def nanogpt_module(checkout: Path) -> Any:
 def nanogpt_step(
     config: Config, checkout: Path, on: str, precision: str, batches: Batches
 ) -> Callable[[], None]:
-    """A step as its train.py takes it between two log lines; on CUDA compiled."""
+    """Makes a step as nanoGPT's train.py takes it between two log lines; on CUDA compiled."""
     module = nanogpt_module(checkout)
     sizes, optim = config.model, config.optim
     model = module.GPT(
         module.GPTConfig(
             block_size=sizes.context,
-            # its own default for GPT-2 is padded, its other settings are not
+            # nanoGPT pads GPT-2's vocabulary by default, but no other
             vocab_size=50_304 if sizes.vocab_size == 50_257 else sizes.vocab_size,
             n_layer=sizes.num_layers,
             n_head=sizes.num_heads,
@@ -179,15 +179,15 @@ def run_llmc(
         binary: `train_gpt2cu`, or a checkout that has it.
         shards: a folder with `train_*.bin` and `val_*.bin` in its format.
         layers: depth of the network.
-        batch: sequences a step.
+        batch: sequences in a step.
         context: tokens of each.
-        steps: to take; the first one, which warms up, is not counted.
+        steps: number of steps; the first one, which warms up, is not counted.
 
     Returns:
-        dict[str, Any]: quantiles of a step's seconds, and the bytes that it says it allocates.
+        dict[str, Any]: quantiles of a step's seconds, and the bytes that it reports as allocated.
 
     Raises:
-        UserError: it is not there, fails, takes too long, or prints no steps.
+        UserError: the binary is missing, fails, takes too long, or prints no steps.
     """
     binary = binary / "train_gpt2cu" if binary.is_dir() else binary
     if not binary.exists():
@@ -200,12 +200,12 @@ def run_llmc(
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     except OSError as error:
-        raise UserError(f"--llmc {binary} does not run: {error.strerror}") from error
+        raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"--llmc {binary}: not done in {PATIENCE_S} s") from error
+        raise UserError(f"--llmc {binary}: not finished after {PATIENCE_S} s") from error
     steps_s = [float(ms) / 1e3 for n, ms in LLMC_STEP.findall(done.stdout) if int(n) > 1]
     if done.returncode or len(steps_s) < 2:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
-        raise UserError(f"--llmc {binary}: exit status {done.returncode}, it said: {said[0]}")
+        raise UserError(f"--llmc {binary}: exit status {done.returncode}, last line: {said[0]}")
     mib = sum(map(int, LLMC_MEMORY.findall(done.stdout)))
     return {"seconds": quantiles(steps_s), "peak_bytes": mib * 2**20 or None}

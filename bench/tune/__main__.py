@@ -1,22 +1,22 @@
-"""Chooses attention's configurations, offline: writes kernels/attention/tuning/*.json.
+"""Chooses the block sizes of attention's kernels and writes kernels/attention/tuning/*.json.
 
     python -m bench.tune [--static] [--arch 90] [--only TEXT ...] [--write]
 
 Every row of a table is a slot: a pass, the width of the dtype, head dimensions, plain or not. For
 each slot all candidates (blocks, warps, and for the best a bound on registers) are compiled ahead
-of time in every form that the row serves; what spills, needs more shared memory than there is or
-lacks its tensor-core instruction is thrown out.
+of time in every form that the row serves. A candidate that spills, needs more shared memory than
+there is or lacks its tensor-core instruction is dropped.
 
 With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`. The shipped row stays
 where it is right and within MARGIN of the best, unless --write is given with --margin 0.
 
-Without it, on CUDA, the best of that ranking and the shipped row are checked against the reference
-and timed in turn; --write then takes the measured best. Raw samples are added to
+Without --static, on CUDA, the best of that ranking and the shipped row are checked against the
+reference and timed in turn; --write then takes the measured best. Raw samples are added to
 bench/results/local/<device>/<date>-tune.jsonl.
 
-A table must do for every version of Triton: --json keeps the survivors of one, and --within starts
-from them with another. The safe table must do for every arch without one of its own: of several
-such archs, each starts from the survivors of those before it.
+A table must work with every version of Triton: --json keeps the survivors of one version, and
+--within starts from them with another. The safe table must work for every arch without one of its
+own: of several such archs, each starts from the survivors of those before it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from rich.table import Table
 from bench.timing import Timer
 from bench.tune.predict import identity, records
 from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
-from fastgpt.errors import UserError, run_command
+from fastgpt.errors import UserError, counted, run_command
 from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
 from fastgpt.kernels.proof.sass import DEVICES
@@ -47,7 +47,7 @@ COLUMNS = (
     "M x N", "warps", "stages", "maxnreg", "registers", "predicted ms", "measured ms", "error", ""
 )  # fmt: skip
 MARGIN = 0.05
-"""Differences below it mean nothing: the model is no better, and clocks differ as much."""
+"""Smallest relative difference that counts; neither the model nor the clocks are more accurate."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -55,14 +55,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, slot: Slot, settings: Settings) -> None:
-    """Gives the slot's row of a table these settings."""
+    """Writes these settings into the slot's row of a table."""
     table = [slot.row() | settings if slots([row]) == [slot] else row for row in read(path)]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
     path.write_text(f'{{\n "attention": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def own_table(arch: int) -> Path:
-    """The arch's table; of one that has none, a copy of the safe one: it is for every other."""
+    """Returns the arch's own table, which is made as a copy of the safe one if there is none."""
     path = TUNING / f"sm_{arch}.json"
     if not path.exists():
         path.write_text(table_path(arch).read_text(encoding="utf-8"), encoding="utf-8")
@@ -70,7 +70,7 @@ def own_table(arch: int) -> Path:
 
 
 def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
-    """The shipped one if it is right and within the margin of the best, else the best."""
+    """Picks the shipped candidate if it is right and within the margin, else the best one."""
     right = [x for x in found if not x.problems and x.time < math.inf]
     if not right:
         return None
@@ -85,7 +85,7 @@ def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | 
 def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int) -> Table:
     dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons(found).items()))
     right = [x for x in found if not x.problems]
-    title = f"sm_{arch} {slot.name()}: {len(right)} right; dropped: {dropped or 'none'}"
+    title = f"sm_{arch} {slot.name()}: {len(right)} without problems; dropped: {dropped or 'none'}"
     table = Table(*COLUMNS, title=title, title_justify="left")
     for x in found:
         mine = x.settings == now
@@ -106,10 +106,10 @@ def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int
 
 def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> str:
     if chosen is None:
-        return "no candidate is right: the shipped row stays"
+        return "every candidate has a problem: the shipped row stays"
     best = min(x.time for x in found if not x.problems)
     if chosen.settings == now:
-        return f"the shipped row stays: {chosen.time / best - 1:.1%} from the best"
+        return f"the shipped row stays: {chosen.time / best - 1:.1%} slower than the best"
     return f"better than the shipped row: {chosen.settings}"
 
 
@@ -122,17 +122,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--static", action="store_true", help="rank by machine code; needs no GPU")
-    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_LIMIT, help="with --static")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="slots with one")
-    parser.add_argument("--write", action="store_true", help="put what is chosen into the tables")
-    parser.add_argument("--margin", type=float, default=MARGIN, help="within which shipped stays")
-    parser.add_argument("--top", type=int, default=6, help="shown, and timed, of a slot")
-    parser.add_argument("--stages", type=int, nargs="+", help="to try; default: one by D and pass")
-    parser.add_argument("--budget", type=float, default=600, help="seconds of timing in all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the survivors there")
-    parser.add_argument("--within", type=Path, metavar="FILE", help="start from these survivors")
-    parser.add_argument("--jobs", type=int, help="compile at a time; default: all cores")
+    add = parser.add_argument
+    add("--static", action="store_true", help="rank by machine code; needs no GPU")
+    add("--arch", type=int, nargs="+", choices=SHARED_LIMIT, help="archs, with --static")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="only slots that contain a TEXT")
+    add("--write", action="store_true", help="write the choice into the tables")
+    add("--margin", type=float, default=MARGIN, help="keep the shipped row within this")
+    add("--top", type=int, default=6, help="candidates shown and timed in a slot")
+    add("--stages", type=int, nargs="+", help="stages to try; default: by D and pass")
+    add("--budget", type=float, default=600, help="seconds of timing in all")
+    add("--json", type=Path, metavar="FILE", help="write the survivors to FILE")
+    add("--within", type=Path, metavar="FILE", help="start from these survivors")
+    add("--jobs", type=int, help="compilations at a time [cores]")
     return parser.parse_args(argv)
 
 
@@ -148,17 +149,17 @@ def selected(archs: Iterable[int], only: list[str]) -> list[tuple[int, Slot]]:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if INTERPRETING:
-        raise UserError("unset TRITON_INTERPRET; the interpreter compiles nothing")
+        raise UserError("unset TRITON_INTERPRET, because the interpreter compiles nothing")
     if not args.static and not torch.cuda.is_available():
-        raise UserError("torch sees no CUDA device to time on; --static ranks without one")
+        raise UserError("torch sees no CUDA device to time on; use --static to rank without one")
     if not args.static:
         if args.arch:
-            raise UserError("--arch is for --static; what is timed is the GPU at hand")
+            raise UserError("--arch needs --static; without it this machine's GPU is timed")
         from bench.tune.measure import here
 
         args.arch = [here()]
         if args.arch[0] not in SHARED_LIMIT:
-            raise UserError(f"nothing is known of sm_{args.arch[0]}; known: {[*SHARED_LIMIT]}")
+            raise UserError(f"sm_{args.arch[0]} is unknown; expected one of {[*SHARED_LIMIT]}")
     warnings.filterwarnings("ignore", "attention was never tuned")
     todo = selected(args.arch or ARCHS, args.only)
     if not todo:
@@ -204,7 +205,7 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
         args.json.write_text(json.dumps(survivors, indent=1) + "\n", encoding="utf-8")
     stated = ", ".join(f"sm_{a}: {DEVICES[a].ghz} GHz" for a in sorted({a for a, _ in todo}))
     how = "predicted, not measured" if args.static else "measured"
-    counts = f"{len(todo)} slots, {wrong} without a right candidate"
+    counts = f"{counted(len(todo), 'slot')}, {wrong} without a usable candidate"
     print(f"{counts}; Triton {triton_minor()}; {how}; {stated}")
     return 1 if wrong else 0
 

@@ -1,8 +1,8 @@
-"""Times candidates of attention's kernels on the GPU at hand, and keeps a record of it.
+"""Times candidates of attention's kernels on this machine's GPU and records the samples.
 
-A candidate is first held to the rule of `kernels.parity`, forward and gradients, on a short odd
-length under every mask of the form; one that is wrong gets no time. Then the kernel alone is timed,
-all candidates of a slot in turn, by the bench's own timer.
+A candidate is first checked with the rule of `kernels.parity`, forward and gradients, on a short
+odd length under every mask of the form; one with wrong results gets no time. Then the kernel alone
+is timed, all candidates of a slot in turn, by the benchmark's own timer.
 """
 
 import math
@@ -31,7 +31,7 @@ CHECKED_T = 515
 
 
 def here() -> int:
-    """The arch of the current device."""
+    """Returns the arch of the current device."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -40,7 +40,7 @@ def here() -> int:
 
 
 def make(form: tuple[int, str], bits: int, device: str, T: int | None = None) -> dict[str, Any]:
-    """Random q, k and v of one packed projection, and what its masks ask for."""
+    """Makes random q, k and v of one packed projection, and the arguments of its masks."""
     D, masks = form
     B, length, H = SHAPES[padded(D)]
     T = T or length
@@ -83,7 +83,7 @@ def complaints(
 def launches(
     step: str, wanted: list[Settings], form: tuple[int, str], bits: int, device: str
 ) -> list[Callable[[], object]]:
-    """A call for each of `wanted` that launches `step` alone, on what real calls would hold."""
+    """Makes a call for each of `wanted` that launches `step` alone, on a real call's tensors."""
     made = make(form, bits, device)
     q, k, v = made["qkv"]
     seed = torch.full((1,), 5, dtype=torch.int64, device=device) if made["dropout_p"] else None
@@ -122,18 +122,16 @@ def measure(
     timer: Timer,
     folder: Path | None = None,
 ) -> Path | None:
-    """Times the `top` best of the ranking and the shipped one; the others become infinitely slow.
+    """Times the `top` best of the ranking and the shipped candidate; the others get infinite time.
 
     Args:
-        arch: of the device.
-        slot: what they are for.
-        found: ranked, see `bench.tune.search.search`; each one's `measured` is set, and what is
-            wrong gets a problem instead.
+        arch: arch of the device.
+        found: ranked candidates, see `bench.tune.search.search`; sets `measured` of each, or adds
+            a problem to one with wrong results.
         now: the shipped settings.
-        top: how many to time.
-        seconds: for the timing alone.
-        timer: of the device to run on.
-        folder: of the record; that of the device by default.
+        top: number of candidates to time.
+        seconds: time for the timing alone.
+        folder: folder of the record; by default that of the device.
 
     Returns:
         Path | None: the record that was added to; None where nothing was right.

@@ -1,4 +1,4 @@
-"""Predicts the time of attention's kernels from their machine code, beside measured times.
+"""Predicts the time of attention's kernels from their machine code.
 
 A kernel's time is what its loops' passes and its programs' fixed part take on all multiprocessors:
 
@@ -8,8 +8,8 @@ A kernel's time is what its loops' passes and its programs' fixed part take on a
     a program   its instructions outside of the loops, at the issue rate, and the wait for its first
                 tile, over the same blocks
 
-Left out: every other latency, memory beyond L2, the last wave of programs. So it is a lower bound
-that ranks tiles of different size; how far off it is, only the records of a GPU can say.
+Not included: every other latency, memory beyond L2, the last wave of programs. So it is a lower
+bound that ranks tiles of different size; only the records of a GPU show how far off it is.
 """
 
 import json
@@ -24,15 +24,15 @@ from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
 
 L2 = 40.0
-"""Bytes a clock and multiprocessor: an A100's 5120 for 108 (its white paper); taken for all."""
+"""Bytes per clock and multiprocessor: an A100's 5120 for 108 (white paper), used for all GPUs."""
 FIRST_TILE = 1000.0
-"""Clocks until a program's first loads are there, about two trips to memory."""
+"""Clocks until a program's first loads arrive, about two trips to memory."""
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 STEP_OF = {kernel: step for step, (kernel, _) in STEPS.items()}
 
 
 def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """Tiles of a head's (T, T) scores that every query sees whole, and that need a mask."""
+    """Counts the tiles of a head's (T, T) scores that need no mask, and those that need one."""
     full = masked = 0
     for first in range(0, T, block_m):
         last = min(first + block_m, T) - 1
@@ -47,15 +47,15 @@ def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None)
 
 
 def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
-    """At `kernels.attention.spec.SHAPES`; None where the arch has no figures or a row no loops.
+    """Predicts the time at `kernels.attention.spec.SHAPES`; None without figures or loops.
 
     Args:
-        row: what the compiler made of one of attention's kernels.
-        meta: the constexprs it was launched with.
-        bits: of the dtype.
+        row: compiled form of one of attention's kernels.
+        meta: the constexprs of its launch.
+        bits: width of the dtype.
     """
     device = DEVICES.get(row.arch)
-    # The two with most to do; the masked one does more than the other.
+    # The two loops with most instructions; the masked one has more than the other.
     main = sorted(row.loops, key=lambda x: sum(x.units.values()))[-2:]
     if device is None or not main:
         return None
@@ -87,13 +87,13 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
 
 
 def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
-    """The key by which a measurement is matched with a compiled configuration."""
+    """Returns the key that matches a measurement with a compiled configuration."""
     tile = (meta["BLOCK_M"], meta["BLOCK_N"], row.warps, row.stages, meta.get("maxnreg"))
     return row.arch, row.kernel, row.config, *tile
 
 
 def records(folder: Path = RESULTS) -> dict[tuple[Any, ...], float]:
-    """Median milliseconds by `identity`, of all `*-tune.jsonl`; later lines and files win."""
+    """Reads median milliseconds by `identity` from all `*-tune.jsonl`; the latest line wins."""
     found = {}
     for path in sorted(folder.rglob("*-tune.jsonl"), key=lambda path: path.name):
         for line in path.read_text(encoding="utf-8").splitlines():

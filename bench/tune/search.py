@@ -1,4 +1,4 @@
-"""The search for configurations of attention's kernels: candidates, compiled and judged."""
+"""Searches configurations of attention's kernels: lists candidates, compiles and checks them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,10 +34,10 @@ class Slot:
     bits: int
     D: tuple[int, ...]
     plain: bool | None
-    """None: both."""
+    """True for calls without masks, False for calls with them, None for both."""
 
     def row(self) -> dict[str, Any]:
-        """The keys of its row; see `attention_config`."""
+        """Returns the keys of the slot's row; see `kernels.attention.config`."""
         row: dict[str, Any] = {"step": self.step, "bits": self.bits}
         row["D"] = self.D[0] if len(self.D) == 1 else list(self.D)
         return row if self.plain is None else {**row, "plain": self.plain}
@@ -47,7 +47,7 @@ class Slot:
         return f"{self.step} {self.bits} bits D={','.join(map(str, self.D))}{which}"
 
     def forms(self) -> Iterator[tuple[int, str]]:
-        """(head dimension, masks) of the code that the row serves, the one to rank by first."""
+        """Returns (head dimension, masks) of each form that the row serves; the first ranks."""
         for D in reversed(self.D):
             if self.plain is not False:
                 yield from ((D, masks) for masks in MASKS[:2])
@@ -58,7 +58,7 @@ class Slot:
 
 
 def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
-    """The slots of a table, in its order."""
+    """Returns the slots of a table, in its order."""
     return [
         Slot(
             row["step"], row["bits"],
@@ -70,22 +70,22 @@ def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
 
 @dataclass(slots=True)
 class Candidate:
-    """One configuration for a slot and what is known of it."""
+    """A configuration for a slot, with its predicted and measured times and its problems."""
 
     settings: Settings
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: float = 0.0
-    """Milliseconds of the form to rank by."""
+    """Milliseconds of the form that is used for ranking."""
     measured: float | None = None
-    """Milliseconds; infinite for one that was not timed where others were."""
+    """Milliseconds; infinite for a candidate that was not timed where others were."""
     recorded: float | None = None
-    """Milliseconds of an earlier record: to be shown, not to choose by."""
+    """Milliseconds of an earlier record, shown but not used in the choice."""
     configs: list[Config] = field(default_factory=list)
 
     @property
     def time(self) -> float:
-        """Milliseconds to choose by."""
+        """Milliseconds used in the choice."""
         return self.predicted if self.measured is None else self.measured
 
 
@@ -93,9 +93,8 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
     """Lists all combinations whose accumulators can fit into registers.
 
     Args:
-        slot: what they are for.
-        stages: to try; None is one that is known to do well, because what stages are for, latency,
-            is not in the machine code.
+        stages: numbers of stages to try; None: one that is known to do well, because latency, which
+            stages hide, is not in the machine code.
     """
     D = max(slot.D)
     if stages is None:
@@ -109,7 +108,7 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
 
 
 def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
-    """The compiler's input for each form of the slot."""
+    """Returns the compiler's input for each form of the slot."""
     kernel, _ = STEPS[slot.step]
     dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
     found = []
@@ -135,9 +134,9 @@ def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick)
 def examine(
     arch: int, slot: Slot, wanted: list[Settings], jobs: int | None, tick: Tick
 ) -> list[Candidate]:
-    """Compiles the form to rank by of all, and every form of the best KEPT that are right.
+    """Compiles the ranking form of all candidates, and every form of the KEPT best that are right.
 
-    Those in between, of which one form alone is known to be right, are not among the result.
+    Candidates of which only the ranking form is known to be right are not in the result.
     """
     found = [Candidate(settings, configs=configs(arch, slot, settings)) for settings in wanted]
     _compile(found, slice(1), jobs, tick)
@@ -156,7 +155,7 @@ def examine(
 
 
 def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
-    """The best once more with a bound on registers under which one more block is resident."""
+    """Adds copies of the best with a bound on registers under which one more block is resident."""
     found = []
     for x in best:
         row = x.rows[0]
@@ -181,16 +180,15 @@ def search(
     within: list[Settings] | None = None,
     tick: Tick = lambda: None,
 ) -> list[Candidate]:
-    """Every candidate, the shipped one among them: first those that are right, the fastest first.
+    """Returns every candidate, the shipped one included: the right ones first, fastest first.
 
     Args:
-        arch: to compile for.
-        slot: of its table.
+        arch: arch to compile for.
         now: the shipped settings.
-        jobs: compiles at a time.
-        stages: as for `candidates`.
-        within: to keep to, as another version of Triton compiled them without fault.
-        tick: called after each compile.
+        jobs: compilations at a time.
+        stages: see `candidates`.
+        within: settings to choose from, such as those that another version of Triton compiled well.
+        tick: called after each compilation.
     """
     wanted = candidates(slot, stages) if within is None else within
     found = examine(arch, slot, [x for x in wanted if x != now], jobs, tick)
@@ -202,7 +200,7 @@ def search(
 
 
 def reasons(found: Iterable[Candidate]) -> Counter[str]:
-    """Why candidates were dropped, and how many for each reason."""
+    """Counts the candidates that were dropped for each reason."""
     words = ("spills", "shared memory", "has no", "does not compile")
     return Counter(
         next(word for word in words if word in x.problems[0]) for x in found if x.problems
