@@ -18,7 +18,7 @@ from rich.progress import track
 from bench import goals, measure, peers, records, report, step
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
-from fastgpt import device
+from fastgpt import device, flags
 from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
@@ -55,7 +55,7 @@ class Bench:
     """Seconds after which no further case is started; skipped cases are recorded as missing."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
-    sizes: Literal["", "tiny"] = ""
+    sizes: Literal["usual", "tiny"] = "usual"
     """Sizes of the cases; `tiny` takes small shapes, for a rehearsal in Triton's interpreter."""
     out: Path | None = None
     """Folder of the record, without a page; by default bench/results/local/<device>."""
@@ -66,7 +66,7 @@ class Bench:
     """
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, to measure its training step as well."""
-    memory_of: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
+    memory_of: str = ""
     """Name of an implementation: print the memory that a process takes to run it on one case."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ def chosen(bench: Bench, on: str) -> list[Case]:
 
 def chosen_steps(bench: Bench, on: str) -> list[str]:
     """Returns the recipes whose training step is measured as well."""
-    if on != "cpu" or bench.sizes:
+    if on != "cpu" or bench.sizes == "tiny":
         return []
     patterns = bench.only or ("*",)
     return [name for name in CPU_STEPS if any(fnmatch(f"step/{name}", p) for p in patterns)]
@@ -150,7 +150,7 @@ def print_rows(rows: list[measure.Row]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    bench = tyro.cli(Bench, prog="python -m bench", args=argv)
+    bench = flags.parse(Bench, argv, prog="python -m bench")
     on = device.pick_device(bench.device, "--device")
     peers.COMPILE_ON_CPU = bench.compiled
     todo, steps = chosen(bench, on), chosen_steps(bench, on)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from bench import records
 from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
-from fastgpt import device
+from fastgpt import device, flags
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, run_command
@@ -121,7 +120,7 @@ def run(asked: Convergence) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    row = run(tyro.cli(Convergence, prog="python -m bench.convergence", args=argv))
+    row = run(flags.parse(Convergence, argv, prog="python -m bench.convergence"))
     last = row["last"]
     print(
         f"loss after {row['steps']} steps: triton {last['triton']:.5f}, torch {last['torch']:.5f};"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from bench import records
 from bench.timing import quantiles, time_process
+from fastgpt import flags
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.prepare import open_corpus
@@ -99,7 +99,7 @@ def _rate(loader: Loader, tokens: int, batches: int = 50) -> float:
 
 
 def main(argv: list[str]) -> None:
-    bench = tyro.cli(DataBench, prog="python -m bench.data", args=argv)
+    bench = flags.parse(DataBench, argv, prog="python -m bench.data")
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
     alone, ours, memory, tokens = [], [], [], 0
     with tempfile.TemporaryDirectory() as name:

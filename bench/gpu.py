@@ -286,13 +286,14 @@ def _end(process: subprocess.Popen) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
+        usage="%(prog)s [--FLAG VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     environ, names = os.environ, [stage.name for stage in STAGES]
     chosen = environ.get("STAGES", "").split() or names
     parser.add_argument("--stages", nargs="+", default=chosen, metavar="NAME", help=" ".join(names))
-    parser.add_argument("--out", type=Path, default=environ.get("OUT") or None)
+    parser.add_argument("--out", type=Path, default=environ.get("OUT") or None, help="folder")
     full = environ.get("FULL", "") not in ("", "0")
     parser.add_argument("--full", action="store_true", default=full, help="no time budgets")
     parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU")

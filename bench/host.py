@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-import tyro
 from torch import Tensor
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
+from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels import attention, layer_norm
 from fastgpt.kernels.runtime import recording
@@ -87,7 +87,7 @@ def _call(op: Op, inputs: list[Tensor], which: str, _: None) -> None:
 
 
 def main(argv: list[str]) -> None:
-    rows = measure(tyro.cli(Host, prog="python -m bench.host", args=argv))
+    rows = measure(flags.parse(Host, argv, prog="python -m bench.host"))
     lines = []
     for row in rows:
         figures = " ".join(f"{1e6 * row['seconds'][p]:.1f}" for p in ("p20", "p50", "p80"))

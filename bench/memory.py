@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench import records
-from fastgpt import ops
+from fastgpt import flags, ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import linear
@@ -106,7 +106,7 @@ class Memory:
 
 
 def main(argv: list[str]) -> None:
-    asked = tyro.cli(Memory, prog="python -m bench.memory", args=argv)
+    asked = flags.parse(Memory, argv, prog="python -m bench.memory")
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     if asked.batch < 1:

@@ -87,7 +87,7 @@ def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
     axes.set_xticks(range(len(places)), labels, rotation=35, ha="right", fontsize=7)
     if names:
         axes.legend(fontsize=7)
-    _tidy(axes, ylabel="time / our time", title=op)
+    _tidy(axes, ylabel="time over ours", title=op)
     return _save(figure, folder, f"{slug}-{op.replace('_', '-')}", op)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
 from bench import records
 from bench.timing import time_process
 from bench.trainers import nanogpt_module
+from fastgpt import flags
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.data.prepare import open_corpus
@@ -100,7 +100,7 @@ def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> None:
-    race = tyro.cli(Race, prog="python -m bench.race", args=argv)
+    race = flags.parse(Race, argv, prog="python -m bench.race")
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
     results: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from bench import goals, plots, race, records
 from bench.goals import seconds
 from bench.parts import PARTS
+from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -51,7 +50,7 @@ class Report:
     publish: bool = False
     """Move the local records beside the committed ones and write docs/benchmarks.md.
 
-    By default the page has the local records alone: bench/results/local/benchmarks.md.
+    Without it, the page is bench/results/local/benchmarks.md and has only the local records.
     """
 
 
@@ -364,7 +363,7 @@ def publish() -> Path:
 
 
 def main(argv: list[str]) -> None:
-    report = tyro.cli(Report, prog="python -m bench.report", args=argv)
+    report = flags.parse(Report, argv, prog="python -m bench.report")
     print(publish() if report.publish else write_local())
 
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 
 from bench import records
-from fastgpt import cli, device
+from fastgpt import cli, device, flags
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.metrics import read_records
@@ -309,7 +308,7 @@ def _judged(target: Target, found: list[float]) -> tuple[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    options = tyro.cli(Reproduce, prog="python -m bench.reproduce", args=argv)
+    options = flags.parse(Reproduce, argv, prog="python -m bench.reproduce")
     console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     name = records.described(on)["device"]
     page = records.RESULTS / records.LOCAL / PAGE.name

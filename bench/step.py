@@ -21,7 +21,7 @@ from bench.contenders import TINY, Contender, Plan
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import nanogpt_module, run_llmc
-from fastgpt import device
+from fastgpt import device, flags
 from fastgpt.config import Config, DataConfig
 from fastgpt.data.prepare import open_corpus
 from fastgpt.errors import UserError, run_command, unknown_name
@@ -271,7 +271,7 @@ def run(bench: StepBench) -> Path:
             writer.write(kind, row)
             said = f"{row['case']} {row['implementation']}"
             if kind == "missing":
-                print(f"{said}: missing: {row['reason']}", flush=True)
+                print(f"{said}: not measured: {row['reason']}", flush=True)
             else:
                 print(f"{said}: {row['tok_per_s']:,.0f} tok/s", flush=True)
                 rows.append(row)
@@ -292,7 +292,7 @@ def run(bench: StepBench) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    print(run(tyro.cli(StepBench, prog="python -m bench.step", args=argv)))
+    print(run(flags.parse(StepBench, argv, prog="python -m bench.step")))
 
 
 if __name__ == "__main__":

@@ -139,11 +139,12 @@ def static_table(rows: Iterable[Row]) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.aot",
+        usage="%(prog)s [--FLAG VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT)
+    add("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT, help="GPU archs")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
     add("--changed", action="store_true", help="what changed, and one form of each kernel")
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")

@@ -119,6 +119,7 @@ def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.tune",
+        usage="%(prog)s [--FLAG VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -167,7 +167,7 @@ def test_figures_of_the_bench_and_of_the_step():
         op("attention", "ours", "fwd", 215.4),
         op("attention", "ours", "bwd", 300.0),
     ]
-    assert gpu._measured(rows) == "3 rows of ours; attention/gpt2-124m/bf16 fwd 215 TFLOP/s"
+    assert gpu._measured(rows) == "3 of our rows; attention/gpt2-124m/bf16 fwd 215 TFLOP/s"
     rates = {"fastgpt": 1000.0, "fastgpt triton": 2000.0, "nanogpt": 3000.0}
     steps = [
         {"case": "step/gpt2-124m/B=64", "implementation": who, "tok_per_s": rate}

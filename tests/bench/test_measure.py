@@ -209,7 +209,7 @@ def test_a_kernel_of_ours_that_is_refused_fails_the_command(
     case = case_of("attention", **{"ours": RIGHT, name: always(not_a_number)})
     monkeypatch.setattr(command, "chosen", lambda bench, on: [case])
     assert command.main([*TINY, str(tmp_path)]) == status
-    assert "refused: wrong: output 0" in capsys.readouterr().out
+    assert "not timed: wrong: output 0" in capsys.readouterr().out
 
 
 def test_a_step_that_is_not_measured_here_is_named(tmp_path):
@@ -220,7 +220,7 @@ def test_a_step_that_is_not_measured_here_is_named(tmp_path):
 def test_what_the_budget_leaves_out_is_said(tmp_path, capsys):
     command.main([*TINY, str(tmp_path), "--budget", "0", "--only", "rms_norm/*"])
     rows = [row for row in records.read(tmp_path) if row["kind"] == "missing"]
-    assert [row["reason"] for row in rows] == ["the 0 s were over"] * len(rows) != []
+    assert [row["reason"] for row in rows] == ["over the budget of 0 s"] * len(rows) != []
 
 
 @pytest.mark.parametrize(("visible", "index"), [(None, "1"), ("3,5", "5")])

@@ -66,7 +66,7 @@ def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_
     assert rows["fastgpt"]["ops"]["attention"] == "blocked"
     printed = capfd.readouterr().out
     assert printed.count("ms over the") == 3
-    assert f"{failed['implementation']}: missing: FileExistsError" in printed
+    assert f"{failed['implementation']}: not measured: FileExistsError" in printed
 
 
 FIGURES = {"seconds": {"p20": 1.0, "p50": 1.0, "p80": 1.0}, "tok_per_s": 1.0, "mfu": 0.1}

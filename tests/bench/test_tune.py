@@ -270,7 +270,7 @@ def test_all_masks_at_once_are_checked(small, step):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "torch sees no CUDA device to time on; --static ranks without one"),
+        ((), "torch sees no CUDA device to time on; use --static to rank without one"),
         (("--static", "--only", "no such"), "no slot matches --only no such"),
     ],
 )
