@@ -1,7 +1,8 @@
 """Writes `docs/architecture.md` from the code itself: `python -m tests.architecture`.
 
-The files of the core in reading order, each with its length and what it says of itself, and a
-picture of who imports whom. `tests/test_architecture.py` fails where the page is not current.
+The page lists the files of the core in reading order, each with its length and the first sentence
+of its docstring, and has a picture of their imports. `tests/test_architecture.py` fails if the page
+is out of date.
 """
 
 import ast
@@ -33,7 +34,7 @@ CORE = [name for names in PARTS.values() for name in names]
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the text of the page."""
     lines = sum(length(name) for name in CORE)
     text = (
         "# Architecture\n\n"
@@ -50,8 +51,7 @@ def page() -> str:
 
 
 def picture() -> str:
-    """A diagram in Mermaid's language; what another file of the core imports already is left out,
-    so that an arrow can be a path of several."""
+    """Draws the imports as a Mermaid diagram, without those that another import implies."""
     imports = {name: imported(name) for name in CORE}
     text = "```mermaid\nflowchart TD\n"
     for i, (title, names) in enumerate(PARTS.items()):
@@ -65,7 +65,7 @@ def picture() -> str:
 
 
 def reached(name: str, imports: dict[str, set[str]]) -> set[str]:
-    """The file itself, and all that it imports at once or through others."""
+    """Returns the file and all files that it imports, directly or through others."""
     found, todo = {name}, [name]
     while todo:
         todo += (new := imports[todo.pop()] - found)
@@ -74,7 +74,7 @@ def reached(name: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def imported(name: str) -> set[str]:
-    """The files of the core that a file of it imports."""
+    """Returns the files of the core that a file of it imports."""
     modules = set(modules_imported(name))
     return {x for x in CORE if x.replace("/", ".").replace("kernels", "fastgpt.kernels") in modules}
 
@@ -93,7 +93,7 @@ def modules_imported(name: str) -> Iterator[str]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a file's docstring."""
+    """Returns the first sentence of a file's docstring."""
     text = ast.get_docstring(ast.parse(source(name))) or ""
     first = re.split(r"(?<=[.:])\s", text.replace("\n", " "), maxsplit=1)[0]
     return text.split("\n\n")[0].replace("\n", " ") if first.endswith(":") else first

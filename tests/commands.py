@@ -1,7 +1,6 @@
-"""The commands that people are told to type: those of the Makefile, README, CONTRIBUTING and docs.
+"""Collects the commands in the Makefile, README, CONTRIBUTING and docs, and makes each one short.
 
-They are taken from the files, so that none is forgotten, and each is made short: `test_commands`
-runs them.
+They are read from the files, so that none is forgotten; `test_commands` runs them.
 """
 
 import re
@@ -17,7 +16,7 @@ PROGRAMS = ("make", "python", "torchrun", "fastgpt-train", "fastgpt-sample", "fa
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command as it stands on a page."""
+    """A command as written on a page."""
 
     text: str
     page: str
@@ -29,7 +28,7 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """Every command, once: of the Makefile's targets, then of the pages."""
+    """Returns every command once: those of the Makefile's targets, then those of the pages."""
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
     found = [Command(f"make {target}", "Makefile", 0) for target in targets]
     for page in PAGES:
@@ -39,7 +38,7 @@ def commands() -> list[Command]:
 
 
 def commands_in(page: str) -> Iterator[tuple[int, str]]:
-    """(line, command) of a page in Markdown: lines of code blocks, and code within sentences."""
+    """Yields (line, command) of a Markdown page, from code blocks and from code in sentences."""
     blocks = re.split(r"^```.*\n", page, flags=re.M)
     line = 1
     for i, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""What every test stands on: a device, a seed, and a cache that is not the user's."""
+"""Fixtures of all tests: a device, a seed, and a cache that is not the user's."""
 
 import importlib.util
 import os
@@ -20,8 +20,11 @@ if not torch.cuda.is_available():
 
 
 def patch_language_once() -> None:
-    """Halves the time of interpreted kernels: Triton patches its language for every device function
-    that they call, by looking at each of its members, though the launch has done so already."""
+    """Halves the time of interpreted kernels by patching Triton's language once for each launch.
+
+    Triton patches it again for every device function that they call, by looking at each of its
+    members.
+    """
     from triton.runtime import interpreter
 
     def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
@@ -77,7 +80,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same numbers whichever tests ran before, and in whichever worker."""
+    """Seeds random numbers, so that they do not depend on earlier tests or on the worker."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -85,7 +88,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def shakespeare() -> Path:
-    """The path of tiny shakespeare; without it the test is skipped."""
+    """Path of tiny shakespeare; without it the test is skipped."""
     path = Path(os.environ.get("FASTGPT_DATA", "data"), "tinyshakespeare.txt").absolute()
     if not path.is_file():
         pytest.skip(f"FASTGPT_DATA has no {path.name}")
@@ -113,7 +116,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For models so small that threads only wait for each other; what is started has one, too."""
+    """Uses one thread, also in processes that are started: tiny models are slower with more."""
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
@@ -125,9 +128,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def tiny(
     text: Path, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[str]]:
-    """A command line of a run that takes a blink, in `tmp_path / "run"`; flags given later win.
+    """Command line of a run that takes a moment, in `tmp_path / "run"`; flags given later win.
 
-    In this process the machine's peak is not measured: it takes time, and notices other workers.
+    In this process the machine's peak is not measured, because that takes time and other workers
+    disturb it.
     """
     monkeypatch.setattr("fastgpt.device.measured_peak", lambda *_: (1e11, 1.0))
 
@@ -140,7 +144,7 @@ def tiny(
 
 @pytest.fixture
 def fit(tiny: Callable[..., list[str]]) -> Callable[..., Path]:
-    """Trains a tiny run in this process; the run directory."""
+    """Trains a tiny run in this process; returns the run directory."""
 
     def run(*flags: str) -> Path:
         from fastgpt.cli import parse

@@ -1,8 +1,8 @@
-"""Faults made on purpose, to see that the tests catch them: `python -m tests.mutants`.
+"""Makes faults on purpose, to see that the tests catch them: `python -m tests.mutants`.
 
-A mutant is a change of one line, drawn with a fixed seed and not picked by hand. It is found by the
-name of its function and the text of its line, whatever the file. So a plan drawn before a reshaping
-can be applied after it (`--plan`), to see that both suites catch the same.
+A mutant is a change of one line, drawn with a fixed seed, not picked by hand. It is found by the
+name of its function and the text of its line, in any file. So a plan drawn before a refactoring can
+be applied after it (`--plan`), to see that both suites catch the same.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SWAPS = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A changed line and where it was found; `occurrence` tells equal ones of a function apart."""
+    """A changed line and its place; `occurrence` tells equal lines of a function apart."""
 
     function: str
     line: str
@@ -60,14 +60,14 @@ class Mutant:
     row: int
 
     def change(self) -> tuple[str, str, str, int]:
-        """The part that is the same in every tree."""
+        """Identifies the change independently of the file."""
         return self.function, self.line, self.mutated, self.occurrence
 
     def id(self) -> str:
         return f"{zlib.crc32(repr((self.path, self.change())).encode()):08x}"
 
     def apply(self, text: str) -> str:
-        """The file's `text` with the line changed."""
+        """Returns the file's `text` with the line changed."""
         lines = text.split("\n")
         lines[self.row] = lines[self.row].replace(self.line, self.mutated)
         return "\n".join(lines)
@@ -77,13 +77,13 @@ class Mutant:
 
 
 def find(root: Path) -> list[Mutant]:
-    """Every mutant of the checkout `root`; those that are never drawn have no group."""
+    """Finds every mutant of the checkout `root`; those that are never drawn have no group."""
     paths = [path for top in ("fastgpt", "kernels") for path in sorted((root / top).rglob("*.py"))]
     return [m for p in paths for m in find_in(p.read_text(), p.relative_to(root).as_posix())]
 
 
 def find_in(text: str, path: str) -> Iterator[Mutant]:
-    """The mutants of one file."""
+    """Finds the mutants of one file."""
     lines, seen = text.encode().split(b"\n"), Counter()
     for function, jit, row, mutated in dict.fromkeys(_walk(ast.parse(text), lines, "", None)):
         place = f"{path}:{function}{jit * ' jit'}"
@@ -97,7 +97,7 @@ def find_in(text: str, path: str) -> Iterator[Mutant]:
 def _walk(
     node: ast.AST, lines: list[bytes], function: str, jit: bool | None
 ) -> Iterator[tuple[str, bool, int, str]]:
-    """Yields (function, is it device code, row, changed line); `jit` is None outside functions."""
+    """Yields (function, is it device code, row, changed line); function is None at module level."""
     if isinstance(node, ast.Raise | ast.JoinedStr):  # messages
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -136,7 +136,7 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, str]]:
 
 
 def _changed(node: ast.AST, old: str) -> str:
-    """The changed text of a node, or of the operator between its operands."""
+    """Returns the changed text of a node, or of the operator between its operands."""
     match node:
         case ast.AugAssign() | ast.Expr(value=ast.Call()):
             return "pass"
@@ -149,7 +149,7 @@ def _changed(node: ast.AST, old: str) -> str:
 
 
 def draw(root: Path, seed: int, count: int) -> list[Mutant]:
-    """`count` mutants or a few more, as many from each group, no two of one line."""
+    """Draws `count` mutants or a few more, as many from each group, at most one for each line."""
     plan, found = [], sorted(find(root), key=lambda m: (m.path, m.row))
     for group in GROUPS:
         ours = groupby((m for m in found if m.group == group), lambda m: (m.path, m.row))
@@ -161,9 +161,9 @@ def draw(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def locate(mutant: Mutant, found: list[Mutant]) -> Mutant | None:
-    """The same change in another tree, where the path is most like the old one; None if gone.
+    """Finds the same change in another tree, at the most similar path; None if it is gone.
 
-    A line of some length that is found once counts even in a function of another name.
+    A long line that occurs once also counts in a function of another name.
     """
     same = {m.path: m for m in found if m.change() == mutant.change()}
     if nearest := difflib.get_close_matches(mutant.path, same, n=1, cutoff=0):
@@ -176,7 +176,7 @@ def locate(mutant: Mutant, found: list[Mutant]) -> Mutant | None:
 
 
 def own_tests(path: str) -> list[str]:
-    """The arguments with which pytest runs the tests that belong to a module."""
+    """Returns the pytest arguments for the tests that belong to a module."""
     top, folder, *_ = Path(path).with_suffix("").parts
     if top == "kernels":
         return ["tests/kernels", "-k", folder]
@@ -184,7 +184,7 @@ def own_tests(path: str) -> list[str]:
 
 
 class Copy:
-    """A checkout's files, copied into `folder`, where mutants are made and tested."""
+    """A copy of a checkout's files in `folder`, where mutants are made and tested."""
 
     def __init__(self, root: Path, folder: Path, timeout: int) -> None:
         self.root, self.timeout = folder / "checkout", timeout
@@ -201,7 +201,7 @@ class Copy:
         }
 
     def failure(self, *args: str) -> str | None:
-        """The first test that fails, or why pytest did not get that far."""
+        """Returns the first test that fails, or why pytest did not get that far."""
         command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", "-p", "no:cacheprovider"]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(
@@ -225,7 +225,7 @@ class Copy:
         return failed[1] if failed else f"pytest's status {status}"
 
     def caught_by(self, mutant: Mutant, tests: list[str]) -> str | None:
-        """The first of `tests` that fails with the mutant; it must pass without."""
+        """Returns the first of `tests` that fails with the mutant; it must pass without."""
         path = self.root / mutant.path
         before = path.read_text()
         path.write_text(mutant.apply(before))
@@ -237,7 +237,7 @@ class Copy:
 
 
 def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
-    """The verdict on a mutant: the tests of its module run first, then the whole suite."""
+    """Tests a mutant: first by the tests of its module, then by the whole suite."""
     by, start = None, time.monotonic()
     if at:
         own = own_tests(at.path)

@@ -1,4 +1,4 @@
-"""Helpers of the kernels' tests: the one tolerance rule, awkward inputs, guarded buffers."""
+"""Helpers of the kernels' tests: the tolerance rule, awkward inputs, guarded buffers."""
 
 import math
 from collections import Counter
@@ -19,9 +19,9 @@ def awkward(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random numbers that hide nothing: none near 0, a mean other than 0, NaN all around each row.
+    """Makes random numbers that show errors: none near 0, a mean other than 0, NaN around each row.
 
-    So the rows are neither adjacent nor aligned, and whoever reads past one meets a NaN.
+    So the rows are neither adjacent nor aligned, and a read past one meets a NaN.
     """
     *rows, N = shape or (1,)
     x = torch.randn(*rows, N, generator=generator)  # drawn on the CPU: the same for every device
@@ -41,16 +41,15 @@ def assert_parity(
     gradients: bool = True,
     **options: object,
 ) -> None:
-    """Holds outputs and gradients of `op` against the rule.
+    """Asserts that outputs and gradients of `op` keep the tolerance rule.
 
     Args:
         op: called as op(*inputs, **options); returns a tensor or several.
-        ref: the same contract; the truth when run in `truth_dtype`.
+        ref: reference; the truth when run in `truth_dtype`.
         inputs: all floating ones, of one dtype, get a gradient; the names appear in the message.
         eager: PyTorch's own op, or its plain operations, in the inputs' dtype; `ref` by default.
         truth_dtype: float64, or float32 where the inputs are narrower and large.
         gradients: False where the op has none.
-        options: handed on to each of the three.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
 
@@ -77,7 +76,7 @@ def assert_parity(
 
 @contextmanager
 def launches(*kernels: str) -> Iterator[None]:
-    """Fails unless each of `kernels` was launched inside; with none named, unless nothing was."""
+    """Asserts that each of `kernels` is launched inside; if none is named, that nothing is."""
     before = Counter(LAUNCHES)
     yield
     seen = LAUNCHES - before
@@ -90,11 +89,11 @@ def launches(*kernels: str) -> Iterator[None]:
 
 @contextmanager
 def guarded() -> Iterator[list[Tensor]]:
-    """Poisons what kernels allocate; on leaving, fails if a poisoned row around a buffer changed.
+    """Poisons the kernels' buffers; on leaving, fails if a poisoned row around a buffer changed.
 
     Inside, `torch.empty`, by which launchers allocate, gives buffers full of NaN between rows of
-    NaN (of the least number where the dtype has no NaN): what a kernel forgets to write is NaN in
-    its output, what it writes elsewhere is missed here. Yields the buffers.
+    NaN (of the least number where the dtype has no NaN): elements that a kernel forgets to write
+    are NaN in its output, writes outside are missing in the rows. Yields the buffers.
     """
     empty = torch.empty
     buffers: list[Tensor] = []
@@ -143,7 +142,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def forward_backward(
     op: Op, inputs: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
 ) -> list[Tensor]:
-    """Outputs, and gradients of floating inputs; `inputs` keep their strides."""
+    """Returns outputs, and gradients of floating inputs; `inputs` keep their strides."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     ys = op(*leaves)
     ys = (ys,) if isinstance(ys, Tensor) else ys
@@ -155,5 +154,5 @@ def forward_backward(
 
 
 def backward_only(x: Tensor, factor: float) -> Tensor:
-    """`x`, whose gradient alone is multiplied by `factor`."""
+    """Returns `x` with its gradient multiplied by `factor`."""
     return x + (factor - 1) * (x - x.detach())

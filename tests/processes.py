@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Helpers that run Python in a process of its own."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def python(*arguments: object, **environment: str | None) -> subprocess.Complete
 
 
 def printed_by(script: str, **environment: str) -> str:
-    """What a script prints that ends well, where Triton compiles and does not interpret."""
+    """Returns the output of a script that must succeed; Triton compiles in it."""
     done = python("-c", script, TRITON_INTERPRET=None, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

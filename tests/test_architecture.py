@@ -1,4 +1,4 @@
-"""The page about the architecture is what the code gives."""
+"""The page about the architecture matches the code."""
 
 from tests import architecture
 

@@ -1,4 +1,4 @@
-"""What `auto` takes on CUDA, tried here on a CPU: Triton interprets, and a stand-in tells times."""
+"""The choice of `auto` on CUDA, tried on a CPU: interpreted kernels, and scripted times."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def timer_of(*seconds):
-    """PyTorch's time, then ours; an exception is raised. Each step is run once."""
+    """Fakes the timer: PyTorch's time, then ours, or an exception; each step is run once."""
     told = mock.Mock(side_effect=seconds)
 
     def timer(step):
@@ -106,7 +106,7 @@ def test_timed_as_the_run_calls_it():
 
 @pytest.fixture
 def on_cuda(monkeypatch, tmp_path):
-    """`choose` as on a GPU, with a child that runs `code`; the lines it warned with."""
+    """Runs `choose` as on a GPU, with a child that runs `code`; returns the warnings."""
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
     monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
 

@@ -1,4 +1,4 @@
-"""Each command of the Makefile, README, CONTRIBUTING and docs does what it says, made short.
+"""Each command of the Makefile, README, CONTRIBUTING and docs runs, in a short form.
 
 `make test-full ARGS=tests/test_commands.py` runs them; they are slow for `make test`.
 """
@@ -89,7 +89,7 @@ def shortened(command: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A folder that looks like a checkout, with the files that the commands name."""
+    """Makes a folder that looks like a checkout, with the files that the commands name."""
     for name in ("train.py", "Makefile", "pyproject.toml", "fastgpt", "kernels", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("bench", "docs"):  # commands write there
@@ -106,7 +106,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def run(command: str) -> str:
-    """What the command prints; it must end well."""
+    """Runs the command, which must succeed; returns its output."""
     words = shlex.split(command)
     if words[0] == "python":
         words[0] = sys.executable

@@ -24,7 +24,7 @@ KERNELS_THIRD_PARTY = {"torch", "triton", "numpy"}
 
 
 def imported_modules(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import, nested ones too; a relative one in full."""
+    """Yields (line, dotted name) of each import, nested ones too; a relative one in full."""
     package = ["fastgpt" * (path.parts[0] == "kernels"), *path.parts[:-1]]
     for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
         match node:

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants` draws, finds and judges mutants as it says."""
+"""`python -m tests.mutants` draws, finds and judges mutants as documented."""
 
 import ast
 from dataclasses import replace

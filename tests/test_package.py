@@ -1,8 +1,8 @@
-"""The project as a package: what is installed, and whose `kernels` a program gets.
+"""The installed package: its files, and the `kernels` that a program imports.
 
 Hugging Face has a distribution with the name of our folder, `kernels`. Installed, ours are
 `fastgpt.kernels` alone. In the repository's root `import kernels` finds our folder first, which
-stands for `fastgpt.kernels` and leads to the other distribution for what is not ours.
+stands for `fastgpt.kernels` and leads to the other distribution for names that are not ours.
 """
 
 import ast
@@ -53,7 +53,7 @@ ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get
 
 
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
-    """What a process prints that starts in `cwd`; it must end well."""
+    """Returns the output of a process that starts in `cwd` and must succeed."""
     env = {**os.environ, "PYTHONPATH": "", **env}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def finish(*command: str | Path, cwd: Path, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of the repository, since building writes into it."""
+    """Copies the repository, because building writes into it."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("fastgpt", "kernels", "bench", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
@@ -82,9 +82,9 @@ def wheel(source) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(request, source, wheel, tmp_path_factory) -> Path:
-    """The folder of commands of a new environment with the project and another's `kernels`.
+    """Makes an environment with the project and another `kernels`; returns its folder of commands.
 
-    All that is installed where the tests run, torch say, is seen in it as well.
+    All that is installed where the tests run, such as torch, is available in it as well.
     """
     folder = tmp_path_factory.mktemp("environment")
     finish(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)

@@ -1,6 +1,6 @@
-"""The Makefile installs once, and never takes a half-made environment for a whole one.
+"""The Makefile installs once, and never takes a half-made environment for a complete one.
 
-`make` runs on a copy, with a stand-in for Python that writes down what it is asked to do.
+`make` runs on a copy, with a stand-in for Python that records its arguments.
 """
 
 import os
@@ -38,7 +38,7 @@ TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(
 
 
 class Checkout:
-    """A copy of the files that a set-up reads, in a folder whose name holds a space."""
+    """A copy of the files for a set-up, in a folder whose name has a space."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.root, self.bin = folder, folder / "a checkout", folder / "bin"
@@ -53,7 +53,7 @@ class Checkout:
             (self.bin / name).chmod(0o755)
 
     def make(self, args: str, fails: str | None = None) -> list[str]:
-        """What `make` asked of Python; with `fails` it must fail and print that."""
+        """Returns the arguments of Python in `make`; with `fails` it must fail and print that."""
         (self.folder / "log").write_text("")
         env = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
         command = ["make", *args.split()]

@@ -1,4 +1,4 @@
-"""`make gpu`: stages under budgets, each recorded whatever becomes of the next."""
+"""`make gpu`: stages with time budgets, each recorded whatever becomes of the next."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ def fake(name: str, code: str, budget: int = 20) -> Stage:
 
 @pytest.fixture
 def rehearse(monkeypatch, tmp_path):
-    """Runs these stages in place of the real ones; the exit status, and their rows by name."""
+    """Runs these stages instead of the real ones; returns the exit status and rows by name."""
 
     def run(*stages: Stage, flags: tuple[str, ...] = ()):
         monkeypatch.setattr(gpu, "STAGES", stages)
@@ -174,7 +174,7 @@ def test_figures_of_the_bench_and_of_the_step():
         for who, rate in rates.items()
     ]
     assert gpu._steps(steps) == "fastgpt triton 2,000 tok/s at gpt2-124m/B=64"
-    assert gpu._steps(steps[2:]) == "fastgpt took no step"
+    assert gpu._steps(steps[2:]) == "no step of fastgpt"
 
 
 def test_the_outcome_of_each_test_is_recorded_once(tmp_path):

@@ -1,4 +1,4 @@
-"""The host's part of a call: both ways are taken, and no kernel is."""
+"""Host benchmark: both ways of calling an op are taken, and no kernel runs."""
 
 from unittest import mock
 

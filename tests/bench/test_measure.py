@@ -1,4 +1,4 @@
-"""Cases: wrong kernels get no time, absent peers are named, each op's own are right."""
+"""Benchmark cases: wrong kernels get no time, absent peers are named, each op's own are right."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -19,19 +19,19 @@ from tests.parity import backward_only, launches
 ROOF = {"matmul": 1e12, "copy": 1e10}
 EAGER = SPECS["attention"].eager
 RIGHT = always(EAGER)
-"""Ours, where the interpreter would only take time."""
+"""Implementation used for ours where the interpreter would only take time."""
 TIMED = ["op"] * 3
-"""Kinds of the rows of what is right."""
+"""Kinds of rows that a right implementation gets."""
 
 
 def case_of(name: str, **implementations) -> Case:
-    """The tiny case of an op, with some implementations replaced or added."""
+    """Returns the tiny case of an op, with some implementations replaced or added."""
     (case,) = cases("cpu", only=(f"{name}/*",), tiny=True)
     return replace(case, peers={**case.peers, **implementations})
 
 
 def rows_of(case: Case) -> tuple[dict[str, list[str]], dict[str, list[dict]]]:
-    """Kinds and rows by implementation."""
+    """Returns kinds and rows by implementation."""
     kinds, rows = defaultdict(list), defaultdict(list)
     for kind, row in measure.rows_of(case, Timer("cpu"), ROOF, seconds=0, rounds=2):
         kinds[row["implementation"]].append(kind)

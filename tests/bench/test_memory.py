@@ -1,4 +1,4 @@
-"""What a step holds at its peak, counted by shapes: `bench.memory` against hand counts."""
+"""Peak memory of a step, counted by shapes: `bench.memory` against counts by hand."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`make bench-regress`: a baseline for each machine, and a failure where it is missed by 10 %."""
+"""`make bench-regress`: a baseline for each machine, and a failure if an op is 10 % slower."""
 
 import json
 from unittest import mock

@@ -51,12 +51,12 @@ def text_of(tmp_path, *rows, **name):
 
 
 def text_in(page):
-    """The text of the page, and of those of the ops."""
+    """Returns the text of the page and of the ops' pages."""
     return "".join(path.read_text() for path in (page, *page.parent.glob("benchmarks/*.md")))
 
 
 def line_of(text, *parts):
-    """The one line of the tables that contains all parts."""
+    """Returns the one line of the tables that contains all parts."""
     (line,) = [x for x in text.splitlines() if x.startswith("|") and all(p in x for p in parts)]
     return line
 
@@ -107,7 +107,7 @@ def test_only_the_newest_run_of_a_case_is_compared(tmp_path):
 
 @pytest.mark.parametrize("lacks", [(), ("kind", "run", "on", "dirty", "settings")])
 def test_a_gpu_with_records_of_its_tuning_alone_has_no_goals_of_a_cpu(lacks, tmp_path):
-    """The first of them said less."""
+    """Old records do not say if they are of a CPU."""
     row = {"kind": "tune", "run": "r1", **COMMON, "case": "D=64 bfloat16"}
     row = {key: value for key, value in row.items() if key not in lacks}
     text = text_of(tmp_path, row, name="2026-01-01-tune.jsonl")

@@ -1,4 +1,4 @@
-"""The lecture's ladder in short, and the command that trains all of it and writes the page."""
+"""The lecture's systems in short, and the command that trains all of them and writes the page."""
 
 import json
 from contextlib import closing
@@ -103,7 +103,7 @@ LEFT = System(letter="H", recipe="lecture-head", about="left", targets=TARGETS[:
 
 @pytest.fixture
 def command(shakespeare, tmp_path, monkeypatch):
-    """Runs it on two small systems, the records and the page in `tmp_path`."""
+    """Runs the command on two small systems, with the records and the page in `tmp_path`."""
     monkeypatch.setattr(reproduce, "SYSTEMS", (SHORT, LEFT))
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
@@ -169,7 +169,7 @@ def test_an_unknown_system_and_a_page_without_marks_are_named(command, tmp_path,
         command("--only", "Z")
     (tmp_path / "page.md").write_text(f"only {END} and {BEGIN}")
     monkeypatch.setattr(reproduce, "train", None)  # it is seen before
-    with pytest.raises(UserError, match="the page has no"):
+    with pytest.raises(UserError, match="the page lacks the marks"):
         command()
 
 

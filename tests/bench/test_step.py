@@ -1,4 +1,4 @@
-"""The training step's bench: contenders in processes of their own, llm.c's output, parts."""
+"""Benchmark of the training step: contenders in processes of their own, llm.c's output, parts."""
 
 import multiprocessing
 from contextlib import nullcontext
@@ -96,7 +96,7 @@ def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
     [
         ({"recipe": "gpt3"}, "unknown recipe 'gpt3'"),
         ({"contenders": ("eagre",)}, "unknown contender 'eagre'; did you mean 'eager'"),
-        ({"contenders": ("nanogpt",)}, "expected --nanogpt"),
+        ({"contenders": ("nanogpt",)}, "needs --nanogpt PATH"),
         ({"rounds": 0}, "--rounds is 0"),
         ({"batch": (4, 0)}, "--batch 0: expected 1 or more"),
     ],
@@ -109,7 +109,7 @@ def test_bad_requests_are_refused_before_anything_runs(tmp_path, options, messag
 def test_peers_with_another_network_are_refused():
     for name in ("gpt2-124m", "shakespeare-char", "shakespeare-cpu"):
         contenders.expect_gpt2(RECIPES[name][1].model)
-    with pytest.raises(UserError, match="not GPT-2's in activation, position, qk_norm"):
+    with pytest.raises(UserError, match="from GPT-2's in activation, position, qk_norm"):
         contenders.expect_gpt2(RECIPES["gpt2-124m-modern"][1].model)
 
 
@@ -121,7 +121,7 @@ def no_process(monkeypatch):
 
 @pytest.fixture
 def script(no_process, monkeypatch):
-    """What contenders answer, which may be changed, and what they were asked."""
+    """Scripted answers of contenders, which a test may change, and the requests that they got."""
     answers = {
         "": {"first_step_s": 9.0},
         "turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]},
@@ -219,7 +219,7 @@ step    4/4 | loss 10.700000 (-0.52z)| norm 8.0 (+1.20z)| lr 3.00e-04 | 120.00 m
 
 
 def run_llmc(folder, script):
-    """Runs the script as llm.c's binary; without one, the empty folder as a checkout of it."""
+    """Runs the script as llm.c's binary; without a script, an empty folder as a checkout of it."""
     binary = folder / "train_gpt2cu"
     if script:
         binary.write_text(f"#!/bin/sh\n{script}\n")
@@ -239,9 +239,9 @@ def test_llmc_is_run_and_its_figures_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("echo no GPU >&2; exit 3", "exit status 3, it said: no GPU"),
+        ("echo no GPU >&2; exit 3", "exit status 3, last line: no GPU"),
         ("true", "exit status 0"),
-        ("exec sleep 5", "not done in"),
+        ("exec sleep 5", "not finished after"),
         (None, "found nothing"),
     ],
 )

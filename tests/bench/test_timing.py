@@ -1,4 +1,4 @@
-"""The timer, against a clock of our own."""
+"""The timer, tested with a fake clock."""
 
 import statistics
 import time
@@ -32,7 +32,7 @@ def test_agrees_with_an_independent_timing_of_the_same_call(one_thread):
 
 
 class Clock:
-    """Stands still but for what is done with it."""
+    """A fake clock that only moves when something is done with it."""
 
     now = 0.0
 

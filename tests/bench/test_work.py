@@ -16,7 +16,7 @@ A = {"B": 16, "T": 1024, "H": 12, "D": 64}
 
 
 def counted(call, *inputs):
-    """(forward, backward) FLOPs as torch counts them."""
+    """Returns (forward, backward) FLOPs as torch counts them."""
     with FlopCounterMode(display=False) as forward:
         out = call(*inputs)
     with FlopCounterMode(display=False) as backward:

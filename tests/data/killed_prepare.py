@@ -1,7 +1,7 @@
-"""Prepares a corpus in processes that kill themselves wherever they touch the disk.
+"""Prepares a corpus in processes that kill themselves at each access to the disk.
 
-`python -m tests.data.killed_prepare SOURCE FOLDER OPTIONS` prints what was found, as JSON: a
-process of its own, because it forks, and what forks must have no threads.
+`python -m tests.data.killed_prepare SOURCE FOLDER OPTIONS` prints its findings as JSON. It is a
+process of its own because it forks, and a process that forks must have no threads.
 """
 
 import builtins
@@ -24,7 +24,7 @@ CHUNK_BYTES, BATCH_CHARACTERS = 40, 60
 
 
 class Disk:
-    """Counts writes, syncs, renames and removals; before number `last` the process is killed."""
+    """Counts writes, syncs, renames and removals; kills the process before number `last`."""
 
     def __init__(self, last: int) -> None:
         self.left = last
@@ -68,7 +68,7 @@ class Disk:
 
 
 def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bool:
-    """Prepares in another process that dies at operation `last`; whether it did."""
+    """Prepares in another process that dies at operation `last`; returns True if it did."""
     child = os.fork()
     if child == 0:
         Disk(last)
@@ -85,7 +85,7 @@ def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bo
 
 
 def looks_whole(out: Path, whole: dict[str, bytes]) -> list[str]:
-    """What has the name or the header of something finished and is not."""
+    """Lists files that have the name or the header of a finished file but are not finished."""
     found = []
     if out.exists():
         there = contents(out)

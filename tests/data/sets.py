@@ -1,5 +1,4 @@
-"""Small data sets in every format, and what was written read back with none of the code under
-test."""
+"""Small data sets in every format, and readers that share no code with the program under test."""
 
 import gzip
 import json
@@ -21,7 +20,7 @@ WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
 
 
 def gpt2_files() -> Path:
-    """The folder of GPT-2's two files; without them the test is skipped."""
+    """Folder of GPT-2's two files; without them the test is skipped."""
     folder = Path(os.environ.get("FASTGPT_DATA", "data"))
     missing = [name for name in ("encoder.json", "vocab.bpe") if not (folder / name).is_file()]
     if missing:
@@ -39,7 +38,7 @@ LEARNT = [
 
 @cache
 def tokenizer_of(kind: str) -> Tokenizer:
-    """A tokenizer of that kind, which has learnt from `LEARNT` what it has to learn."""
+    """Returns a tokenizer of that kind, trained on `LEARNT` where it needs training."""
     if kind == "gpt2":
         gpt2_files()
     return make_tokenizer(kind, lambda: LEARNT, vocab_size={"bpe": 500, "wordpiece": 400}.get(kind))
@@ -49,7 +48,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
-    """`count` texts of 1 to `longest` words, all different."""
+    """Makes `count` texts of 1 to `longest` words, all different."""
     draw, words = random.Random(seed), WORDS.split()
     lengths = [draw.randint(1, longest) for _ in range(count)]
     return [f"{i} " + " ".join(draw.choices(words, k=n)) for i, n in enumerate(lengths)]
@@ -61,7 +60,7 @@ PACKERS = {".gz": gzip.compress, ".zst": partial(pyarrow.Codec("zstd").compress,
 def write_documents(
     path: Path, texts: Sequence[str | None], *, separator: str = "", field: str = "text"
 ) -> Path:
-    """A file of documents in the format that its name says: JSON lines, Parquet, else a text."""
+    """Writes documents in the format of the file's name: JSON lines, Parquet, else a text."""
     if path.suffix == ".parquet":
         table = pyarrow.table({"id": list(range(len(texts))), field: texts})
         rows = 3 if len(texts) < 1000 else 1000
@@ -80,7 +79,7 @@ def write_documents(
 
 
 def prepared(out: Path, documents: list[str], tokenizer: str = "bpe", **options) -> Path:
-    """A prepared directory `out` of `documents`, a fifth of them held out by their hash.
+    """Prepares `documents` in the directory `out`, with a fifth of them held out by their hash.
 
     257 tokens are the 256 bytes and the end of a text: sources of one alphabet share them.
     """
@@ -93,11 +92,11 @@ def prepared(out: Path, documents: list[str], tokenizer: str = "bpe", **options)
 # --- shards ---------------------------------------------------------------------------------------
 
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
-"""llm.c's two formats, by their description alone: magic and version by the type of a token."""
+"""Magic number and version of llm.c's two formats, by token type, from their description alone."""
 
 
 def shard_bytes(ids, kind="uint16", magic=None, version=None, count=None) -> bytes:
-    """A shard as llm.c writes it; what is given instead of the header's own numbers is wrong."""
+    """Builds a shard in llm.c's format; arguments replace numbers of the header by wrong ones."""
     known_magic, known_version = FORMATS[kind]
     header = struct.pack(
         "<3i", magic or known_magic, version or known_version, len(ids) if count is None else count
@@ -111,19 +110,19 @@ def write_shard(path: Path, ids, kind="uint16") -> Path:
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
-    """Damages a file, or mends it again."""
+    """Flips a bit of a file; a second call repairs it."""
     data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
     path.write_bytes(data)
 
 
 def same_times(path: Path, status: os.stat_result) -> None:
-    """Has a file look as old as it was."""
+    """Restores a file's old modification time."""
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def read_ids(path: Path) -> np.ndarray:
-    """The token ids of an llm.c shard."""
+    """Reads the token ids of an llm.c shard."""
     data = path.read_bytes()
     kinds = {numbers: kind for kind, numbers in FORMATS.items()}
     ids = np.frombuffer(data, kinds[struct.unpack_from("<2i", data)], offset=1024)
@@ -132,11 +131,11 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def split_ids(folder: Path, split: str) -> np.ndarray:
-    """All ids of a split, in the order of its shards' names."""
+    """Reads all ids of a split, in the order of its shards' names."""
     return np.concatenate([read_ids(path) for path in sorted(folder.glob(f"{split}_*.bin"))])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, hidden ones too."""
+    """Reads every file below a folder, hidden ones too."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""`python -m fastgpt.data DIR`: what it says of a data set is so, and damage is found."""
+"""`python -m fastgpt.data DIR` describes a data set correctly and finds damage."""
 
 import re
 
@@ -17,7 +17,7 @@ TEXTS = texts(120, longest=30)
 
 @pytest.fixture
 def stories(tmp_path):
-    """120 documents in several shards."""
+    """Directory with 120 documents in several shards."""
     return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
 
 
@@ -28,14 +28,14 @@ def corpus(stories):
 
 @pytest.fixture
 def plain(tmp_path):
-    """A text that has no documents."""
+    """Directory of a text that has no documents."""
     (tmp_path / "x.txt").write_text("[red]no[/red] [/] [bold] " * 20)
     return prepare(str(tmp_path / "x.txt"), tmp_path / "x")
 
 
 @pytest.fixture
 def shown(capfd):
-    """Runs the command, which must succeed; what it prints."""
+    """Runs the command, which must succeed; returns its output."""
 
     def run(*argv):
         main([str(arg) for arg in argv])
@@ -48,13 +48,13 @@ def shown(capfd):
 
 @pytest.fixture
 def error(capfd):
-    """Runs the command, which must fail with one line on stderr; that line."""
+    """Runs the command, which must fail with one line on stderr; returns that line."""
 
     return lambda *argv: one_line_error(capfd, main, [str(arg) for arg in argv])
 
 
 def row(out, name):
-    """The numbers of a row of the table."""
+    """Returns the numbers of a row of the table."""
     [line] = [line for line in out.splitlines() if re.match(rf"│ {name} +│", line)]
     return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
 
@@ -145,7 +145,7 @@ def test_verify_reads_every_byte(stories, shown, error):
 
 
 def test_verify_finds_what_size_and_time_hide(stories, shown, error):
-    """What has passed once is not read again without `--verify`."""
+    """A shard that has passed once is not read again without `--verify`."""
     shown(stories)
     path = stories / "val_000000.bin"
     status = path.stat()

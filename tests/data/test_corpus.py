@@ -38,7 +38,7 @@ def opened(source, tokenizer="auto", val_fraction=0.1, **options):
 
 
 def entries():
-    """But for the locks, which stay."""
+    """Lists the entries of the cache, except the locks, which stay."""
     return sorted(path.name for path in (cache_dir() / "corpora").glob("[!.]*"))
 
 
@@ -48,7 +48,7 @@ def text_of(corpus):
 
 @pytest.fixture
 def written(monkeypatch):
-    """The entries that are prepared, in order."""
+    """Records the entries that are prepared, in order."""
     names = []
 
     def count(request, out, **_):

@@ -1,4 +1,4 @@
-"""What a run reads: one data set or several by weight, ours or another program's."""
+"""Data sets of a run: one or several by weight, ours or another program's."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from tests.trainer.runs import before_each, series
 
 @pytest.fixture
 def two(tmp_path):
-    """Two texts; the paths."""
+    """Writes two texts; returns their paths."""
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text("the first of two texts. " * 30)
     b.write_text("and here is the second, a longer one. " * 60)
@@ -89,7 +89,7 @@ def test_weight_that_is_none_is_named(source, part):
 
 
 def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):
-    """Also where only the characters differ, or the two have as many tokens."""
+    """This includes tokenizers of the same size, and those that differ only in their characters."""
     a, b = two
     both = r"a \(chars, 12 tokens\) and b \(chars, 16 tokens\) cannot be mixed"
     with pytest.raises(UserError, match=both):
@@ -108,7 +108,7 @@ def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):
 
 @pytest.fixture
 def fineweb(tmp_path):
-    """Named as llm.c's fineweb.py names them; the ids are bytes, and two documents."""
+    """Shards named as by llm.c's fineweb.py; the ids are the bytes of two documents."""
     folder = tmp_path / "fineweb10B"
     folder.mkdir()
     write_shard(folder / "fineweb_val_000000.bin", range(60, 100))
@@ -181,7 +181,7 @@ def test_prepared_tokenizer_must_be_the_one_asked_for(tmp_path):
 
 
 def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
-    """655 tokens are 40 windows of 16; 8 of them a step."""
+    """The 655 tokens make 40 windows of 16, of which a step takes 8."""
     run = fit()
     assert series(run, "epoch") == {step: pytest.approx(step / 5) for step in range(1, 9)}
     out = capfd.readouterr().out

@@ -33,7 +33,7 @@ MIXED = st.lists(
 
 @pytest.fixture
 def small(monkeypatch):
-    """Everything that is taken at a time is so little that it cuts wherever it can."""
+    """Makes every buffer so small that documents are cut wherever they can be."""
     for name, value in {"CHUNK_BYTES": 7, "ROWS": 2, "MAX_PIECE": 25}.items():
         monkeypatch.setattr(documents, name, value)
 

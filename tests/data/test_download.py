@@ -17,8 +17,11 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves `CONTENT`; `server.faults` are what goes wrong with the next requests, one each: a
-    status, a status with a Retry-After, or after how many bytes the connection ends."""
+    """Serves `CONTENT`; `server.faults` holds one fault for each of the next requests.
+
+    A fault is a status, a status with a Retry-After, or the number of bytes after which the
+    connection ends.
+    """
 
     def do_GET(self):
         self.server.requests += 1
@@ -49,7 +52,7 @@ def server():
 
 @pytest.fixture
 def get(server, tmp_path, monkeypatch):
-    """Fetches the server's file without waiting; `get.waits` are the pauses it would have made."""
+    """Fetches the server's file without waiting; `get.waits` lists the pauses that it skipped."""
 
     def get(url=server.url, sha256=SHA256):
         fetch(url, get.path, sha256=sha256, instead="put it there")

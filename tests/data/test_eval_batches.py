@@ -1,4 +1,4 @@
-"""What is scored of a held-out split: every target once, by any number of ranks."""
+"""Evaluation of a held-out split: every target is scored once, by any number of ranks."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.data.test_loader import EOT, of_texts, padded
 
 
 def batches(tokens, world_size=1, **options):
-    """Those of all ranks, one rank after the other."""
+    """Collects the batches of all ranks, one rank after the other."""
     options = {"context": 10, "micro_batch": 1, "max_tokens": 0, **options}
     ranks = [
         eval_batches(tokens, rank=rank, world_size=world_size, **options)
@@ -23,7 +23,7 @@ def batches(tokens, world_size=1, **options):
 
 
 def scored(num_tokens, *, context=10, micro_batch=3, **options):
-    """The target positions that all ranks score, in one sorted list."""
+    """Lists the target positions that all ranks score, sorted."""
     found, tokens = [], np.arange(num_tokens, dtype=np.uint16)
     for x, y in batches(tokens, context=context, micro_batch=micro_batch, **options):
         assert x.shape == y.shape == (micro_batch, context)
@@ -117,7 +117,7 @@ def test_budget_counts_the_targets_that_are_scored():
 
 
 def drawn(*, seed=(3, 0, 0), world_size=1, tokens=None):
-    """Every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
+    """Draws every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
     tokens = np.arange(100, dtype=np.uint16) if tokens is None else tokens
     options = {"context": 5, "micro_batch": 2, "samples": 12, "seed": seed}
     ranks = [

@@ -1,4 +1,4 @@
-"""The same samples in the same order: for any number of ranks, any accumulation, after a resume."""
+"""Order of samples: equal for any number of ranks, any accumulation, and after a resume."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from fastgpt.data.order import ALIGNMENTS, SAMPLINGS, Mixture, SampleOrder
 
 @st.composite
 def mixtures(draw):
-    """Makes, from a state, a fresh mixture of 1 to 3 corpora; and the corpora and the context."""
+    """Returns a function that makes a mixture of 1 to 3 corpora from a state, and its data."""
     context = draw(st.integers(1, 20))
     align, sampling = draw(st.sampled_from(ALIGNMENTS)), draw(st.sampled_from(SAMPLINGS))
     corpora, settings = [], []
@@ -35,8 +35,10 @@ def mixtures(draw):
 
 
 def read(case, steps, *, world_size, accumulation, rows=None, size=None, state=None):
-    """x and y of all ranks in the documented order: (steps, global batch, 2 T), and the state after
-    each step, with the shares (steps, micro-steps, ranks)."""
+    """Reads x and y of all ranks in the documented order: (steps, global batch, 2 T).
+
+    Also returns the state after each step, with the shares (steps, micro-steps, ranks).
+    """
     make, corpora, context = case
     size = size or world_size * accumulation * rows
     rows = size // (world_size * accumulation)
@@ -62,7 +64,7 @@ def read(case, steps, *, world_size, accumulation, rows=None, size=None, state=N
 @settings(max_examples=15, deadline=None)  # 15 loaders in each
 @given(case=mixtures(), data=st.data())
 def test_global_batches_are_the_same_for_any_ranks_accumulation_and_resume(case, data):
-    """24 samples a step, more than some of these epochs have; 6 steps."""
+    """There are 6 steps of 24 samples each, more than some of these epochs have."""
     expected, states, _ = read(case, 6, world_size=1, accumulation=1, size=24)
     for world_size in (1, 2, 3, 8):
         splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if 24 % (world_size * n) == 0]

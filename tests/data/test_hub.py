@@ -21,7 +21,7 @@ def nowhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Puts columns of made-up splits in the place of the network; what was asked for."""
+    """Replaces the network by columns of made-up splits; returns the requests."""
     import datasets
 
     def serve(**splits):

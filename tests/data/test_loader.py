@@ -1,4 +1,4 @@
-"""Batches: what is in them, and the thread that makes them ready."""
+"""The loader: contents of batches, and the thread that prepares them."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ def loader_threads():
 
 
 def open_loader(tokens=POSITIONS, *, context=16, seed=0, sampling="epoch", state=None, **kwargs):
-    """A loader of windows of one corpus."""
+    """Opens a loader of windows of one corpus."""
     order = SampleOrder(len(tokens), context=context, seed=seed, sampling=sampling)
     return Loader([tokens], Mixture([order], [1.0], state), context=context, **kwargs)
 
@@ -52,7 +52,7 @@ TEXTS = [[7, 8, 9], [], [1, 2, 3, 4, 5, 6, 7], [10], [2, 4, 6, 8, 10]]
 
 
 def of_texts(texts, *, context, align, sampling="epoch"):
-    """Their tokens, and the order of the samples of them."""
+    """Returns the tokens of `TEXTS`, and the order of their samples."""
     tokens = np.array([token for text in texts for token in (EOT, *text)])
     documents = np.flatnonzero(tokens == EOT)
     order = SampleOrder(
@@ -62,7 +62,7 @@ def of_texts(texts, *, context, align, sampling="epoch"):
 
 
 def padded(text, context):
-    """x and y of a document as one row: cut at T + 1 tokens, or filled up."""
+    """Makes x and y of a document in one row: cut at T + 1 tokens, or padded."""
     sample = [EOT, *text, EOT][: context + 1]
     fill = context - len(sample) + 1
     return sample[:-1] + [EOT] * fill, sample[1:] + [IGNORED] * fill
@@ -70,7 +70,7 @@ def padded(text, context):
 
 @pytest.mark.parametrize("context", [1, 4, 6, 7, 8, 9])
 def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
-    """The last one of the corpus, too, ends with an end-of-text target, which no token follows."""
+    """The last one of the corpus also ends with an end-of-text target, which no token follows."""
     tokens, order = of_texts(TEXTS, context=context, align="document")
     samples = Mixture([order], [1.0])
     size = {"context": context, "global_batch": 5, "micro_batch": 5}
@@ -144,7 +144,7 @@ def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
 
 
 def test_waiting_for_a_batch_is_measured(monkeypatch):
-    """A read is made to take 0.2 s; what is ready costs nothing."""
+    """A read is made to take 0.2 s; a batch that is ready costs nothing."""
     before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.2))
     with open_loader(global_batch=4, micro_batch=2) as loader:
         loader.next()

@@ -1,4 +1,4 @@
-"""Which samples an epoch has, and in what order: of one corpus, and of several mixed."""
+"""Samples of an epoch and their order, for one corpus and for a mixture."""
 
 from itertools import accumulate, pairwise
 
@@ -169,7 +169,7 @@ def test_bos_epochs_begin_with_every_document_of_the_first_window():
 
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_document_samples_are_each_document_once_and_its_end(lengths, context, epoch):
-    """Also where the corpus is shorter than one window."""
+    """This also holds if the corpus is shorter than one window."""
     *documents, num_tokens = accumulate(lengths, initial=0)
     order = SampleOrder(
         num_tokens, context=context, seed=0, align="document", documents=np.array(documents)
@@ -187,14 +187,14 @@ weights = st.lists(st.floats(0.001, 1), min_size=1, max_size=5)
 
 
 def mixed(weights, state=None, align="none"):
-    """A corpus for each weight, each in an order of its own."""
+    """Mixes one corpus for each weight, each in an order of its own."""
     orders = [order_of(align, seed=seed) for seed in range(len(weights))]
     return Mixture(orders, weights, state)
 
 
 @given(weights=weights, scale=st.floats(0.01, 100))
 def test_every_count_stays_within_a_few_of_its_share(weights, scale):
-    """After each of 3,000 samples; by chance alone, it would be off by 50 and more."""
+    """It holds after each of 3,000 samples; by chance alone, it would be off by 50 and more."""
     corpora = mixed([weight * scale for weight in weights]).take(3_000)[:, 0]
     numbers = np.arange(1, 3_001)
     for corpus, weight in enumerate(weights):

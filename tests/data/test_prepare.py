@@ -29,7 +29,7 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def main(tmp_path):
-    """Runs the command for an output in `tmp_path`; that output."""
+    """Runs the command for an output in `tmp_path`; returns that output."""
 
     def run(source, *flags, out="out"):
         prepare.main([str(source), "--out", str(tmp_path / out), *flags])

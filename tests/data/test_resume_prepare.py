@@ -21,7 +21,7 @@ NEVER = 1e9
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Batches so small that a short text has many."""
+    """Makes batches so small that a short text has many."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
 
@@ -33,7 +33,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def preparing(source, tmp_path):
-    """Prepares `source` with one set of options, and others; `reports` are the tokens told of."""
+    """Prepares `source` with fixed options, and others; `reports` lists the progress in tokens."""
 
     def run(out="out", given=source, stop_after=None, **options):
         run.reports = []
@@ -51,7 +51,7 @@ def preparing(source, tmp_path):
 
 @pytest.fixture
 def interrupted(preparing):
-    """Prepares until Ctrl-C after so many batches; what was reported then."""
+    """Prepares until Ctrl-C after so many batches; returns the progress reported until then."""
 
     def run(after, **options):
         with pytest.raises(KeyboardInterrupt):

@@ -119,7 +119,7 @@ print("fine")
 
 
 def test_thousands_of_shards_need_few_file_descriptors(tmp_path):
-    """200 are allowed; each map keeps one."""
+    """The limit is 200 descriptors; each memory map keeps one."""
     (tmp_path / "many").mkdir()
     for i in range(3_000):
         write_shard(tmp_path / "many" / f"train_{i:06d}.bin", range(5 * i, 5 * i + 5))
@@ -128,7 +128,7 @@ def test_thousands_of_shards_need_few_file_descriptors(tmp_path):
 
 
 def mapped_bytes():
-    """What of this process's resident set are pages of files."""
+    """Returns the bytes of this process's resident set that are pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = dict(line.split(":") for line in lines if line.startswith(("RssFile", "RssShmem")))
     return sum(int(size.split()[0]) * 1024 for size in sizes.values())
@@ -137,7 +137,7 @@ def mapped_bytes():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("count", [1, 4])
 def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
-    """A file of 64 MiB is read all over; each read maps 64 KiB to 2 MiB of the page cache."""
+    """Reads a file of 64 MiB all over; each read maps 64 KiB to 2 MiB of the page cache."""
     monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
     ones = np.ones(2**25 // count)
     tokens = Tokens([write_shard(tmp_path / f"{i}.bin", ones) for i in range(count)])

@@ -13,7 +13,7 @@ from tests.data.sets import write_documents
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
-    """No files, and a network that must not be asked."""
+    """Provides no files, and a network that must not be used."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
     monkeypatch.setattr(download, "fetch", None)
     monkeypatch.setattr(sources, "hub_files", None)
@@ -21,7 +21,7 @@ def nowhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Records what is asked of the hub."""
+    """Records the requests to the hub."""
     asked = []
 
     def hub_files(source, instead):

@@ -1,4 +1,4 @@
-"""What is no text is told from text: in a file of its own, and in a folder or a pattern."""
+"""Files that are not text are told from text, alone, in a folder and in a pattern."""
 
 import pickle
 import zipfile

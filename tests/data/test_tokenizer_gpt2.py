@@ -41,7 +41,7 @@ def gpt2():
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Ids by another implementation, built from the same two files."""
+    """Returns ids by another implementation, built from the same two files."""
     files = gpt2_files()
     tokenizer = TheirTokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
     return lambda text: tokenizer(text, split_special_tokens=True)["input_ids"]
@@ -69,7 +69,7 @@ def test_hard_texts_have_gpt2s_ids_and_round_trip(gpt2, theirs):
 
 
 def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
-    """Beside letters, digits, spaces and themselves: each class is cut differently."""
+    """They are put beside letters, digits, spaces and themselves: each class splits differently."""
     points = [*range(0x3000), *range(0x3000, 0x30000, 13), *range(0x30000, 0x110000, 997)]
     chars = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     assert len({unicodedata.category(char) for char in chars}) == 29  # all but surrogates
@@ -85,7 +85,7 @@ def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \t\r\n"])
 def test_a_million_spaces_before_a_word(gpt2, theirs, space):
-    """More than the regular expression can take in one go."""
+    """The regular expression cannot match so many at once."""
     run = space * (1_000_000 // len(space))
     text = f"a{run}b{run}{run[:5]}\x1c{run[:20_000]}7 8"
     assert gpt2.encode(text).tolist() == theirs(text)

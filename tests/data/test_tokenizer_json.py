@@ -25,7 +25,7 @@ def wordpiece():
 
 
 def words(vocabulary, **more):
-    """A foreign tokenizer that knows whole words only."""
+    """A tokenizer of the tokenizers library that knows whole words only."""
     model = models.WordLevel(vocabulary, unk_token=more.pop("unk", "?"))
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -21,7 +21,7 @@ from tests.data.sets import LEARNT, tokenizer_of
 
 @pytest.fixture(scope="module")
 def tokenizer(request):
-    """The tokenizer of a kind; not made in a test, which is timed."""
+    """Makes the tokenizer of a kind, outside of the tests, which are timed."""
     return tokenizer_of(request.param)
 
 

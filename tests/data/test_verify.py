@@ -1,4 +1,4 @@
-"""A damaged shard is found, whatever is wrong with it, and a whole one is not read twice."""
+"""Verification finds any damage of a shard, and does not read an intact one twice."""
 
 import os
 import zlib
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
 
 
 def summed(path):
-    """A shard of `TOKENS` ids up to 999, with its checksums."""
+    """Writes a shard of `TOKENS` ids up to 999, with its checksums."""
     sums = checksums(write_shard(path, np.arange(TOKENS) % 1_000))
     return Shard(path=path, sha256=sums["sha256"], crc32=tuple(sums["crc32"]))
 
@@ -40,7 +40,7 @@ def shard(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The names of the shards that are read whole, as they are."""
+    """Records the names of the shards that are read whole."""
     seen = []
     before_each(
         monkeypatch, verify, "check_shard", lambda shard, *_, **__: seen.append(shard.path.name)
@@ -75,7 +75,7 @@ def test_any_flipped_bit_is_found_where_it_is(tmp_path_factory, byte, bit, sha25
 
 
 def test_another_file_of_right_blocks_is_told_by_its_sha256(shard):
-    """A manifest whose two kinds of checksums are of two files is told from a right one."""
+    """The two kinds of checksums in the manifest belong to two different files."""
     other = Shard(path=shard.path, sha256="0" * 64, crc32=shard.crc32)
     check_shard(other, 1_000, sha256=False)
     with pytest.raises(UserError, match=rf"train_000003\.bin: sha256 {shard.sha256}, expected 000"):
@@ -85,7 +85,7 @@ def test_another_file_of_right_blocks_is_told_by_its_sha256(shard):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("position", [0, 511, 512, 1_023, 1_024, TOKENS - 1])
 def test_id_beyond_the_vocabulary_is_named_with_its_byte(tmp_path, kind, position):
-    """At both ends of the file and of a block, in a shard of which nothing was written down."""
+    """Tests both ends of the file and of a block, in a shard without records."""
     ids = np.full(TOKENS, 299)
     ids[position:] = 300
     path = write_shard(tmp_path / "val_000000.bin", ids, kind)

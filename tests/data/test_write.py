@@ -26,13 +26,13 @@ DOCUMENTS = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Batches so small that a short text has many."""
+    """Makes batches so small that a short text has many."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 500)
 
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Prepares texts that are written to a file of that name; the directory."""
+    """Prepares texts that are written to a file of that name; returns the directory."""
 
     def run(texts=DOCUMENTS, name="x.jsonl", separator=None, **options):
         path = write_documents(tmp_path / name, texts, separator=separator or "")
@@ -43,7 +43,7 @@ def prepared(tmp_path):
 
 
 def held_out(out):
-    """The documents on each side, for tokenizers that end them with a line."""
+    """Returns the documents on each side, for tokenizers that end them with a line."""
     decode = load_tokenizer(out / "tokenizer.json").decode
     return {split: decode(split_ids(out, split)).splitlines() for split in ("train", "val")}
 

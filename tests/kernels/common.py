@@ -1,4 +1,4 @@
-"""What tests of single ops share: problems drawn at random, and tensors whose dtypes differ."""
+"""Helpers for tests of single ops: random problems, and tensors whose dtypes differ."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,12 +21,12 @@ DTYPES = st.sampled_from([torch.float32, torch.float16])
 
 
 def sizes(least, most, largest):
-    """`least` to `most` leading sizes of a tensor, each from 1 to `largest`."""
+    """Draws `least` to `most` leading sizes of a tensor, each from 1 to `largest`."""
     return st.lists(st.integers(1, largest), min_size=least, max_size=most).map(tuple)
 
 
 def assert_dtypes_may_differ(spec, problem, device, of_inputs, of_outputs):
-    """The rule of errors holds where each input has a dtype of its own, and so do the outputs."""
+    """Checks the rule of errors where each input and each output has a dtype of its own."""
 
     def cast(f):
         def call(*tensors, **options):

@@ -1,7 +1,7 @@
-"""What every op must do, as functions of its `Spec`: `test_conformance` runs them over all specs.
+"""Checks that every op must pass, as functions of its `Spec`: `test_conformance` runs them.
 
-On a CPU the kernels run in Triton's interpreter, on CUDA as they are compiled. A check takes
-(spec, problem, device) and raises AssertionError.
+On a CPU the kernels run in Triton's interpreter, on CUDA compiled. A check takes (spec, problem,
+device) and raises AssertionError.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ Check = Callable[[Spec, Problem, str], None]
 def make_inputs(
     spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A problem's tensors, each row between NaN that no kernel may read."""
+    """Makes a problem's tensors, each row between NaN that no kernel may read."""
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         if below:
@@ -48,12 +48,12 @@ def make_inputs(
 
 
 def plain(inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Contiguous copies."""
+    """Copies the tensors with contiguous strides."""
     return [x.clone(memory_format=torch.contiguous_format) for x in inputs.values()]
 
 
 def run(spec: Spec, op: Callable[..., Any], tensors: Any, upstream: Any = None) -> list[Tensor]:
-    """Outputs, and gradients where there are any."""
+    """Returns outputs, and gradients if there are any."""
     if spec.differentiable:
         return forward_backward(op, tensors, upstream)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def run(spec: Spec, op: Callable[..., Any], tensors: Any, upstream: Any = None) 
 
 
 def careful(spec: Spec) -> Spec:
-    """The same op, given a copy of what it would write over: the checks need their inputs again."""
+    """Gives the op a copy of the input that it overwrites, which the checks need again."""
 
     def op(*tensors: Tensor, **options: Any) -> Any:
         if options.get("inplace_grad"):
@@ -78,7 +78,7 @@ def apart(spec: Spec, *tensors: Tensor, **options: Any) -> Any:
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    """The same bits in the same layout; NaN is NaN."""
+    """Asserts equal bits in the same layout; NaN equals NaN."""
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         assert a.stride() == b.stride()
@@ -88,7 +88,7 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def the_reference_is_pytorchs_own(spec: Spec, problem: Problem, device: str) -> None:
-    """In fp64, where two ways to compute the same differ by rounding alone."""
+    """Compares in fp64, where two ways to compute the same differ by rounding alone."""
     inputs = make_inputs(spec, problem, device, torch.float64).values()
     ref, eager = (spec.call(f, problem, device) for f in (spec.ref, spec.eager))
     for a, b in zip(run(spec, ref, inputs), run(spec, eager, inputs), strict=True):
@@ -96,7 +96,7 @@ def the_reference_is_pytorchs_own(spec: Spec, problem: Problem, device: str) -> 
 
 
 def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch.float32) -> None:
-    """Outputs and gradients keep the rule of errors, and no row around a buffer is touched."""
+    """Checks that outputs and gradients keep the rule of errors, and rows around buffers stay."""
     inputs = make_inputs(spec, problem, device, dtype)
     op, ref, eager = (spec.call(f, problem, device) for f in (spec.op, spec.ref, spec.eager))
     with launches(*spec.launches(problem)), guarded():
@@ -104,7 +104,7 @@ def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch
 
 
 def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
-    """An error of 1 %, or another sign, in one output or gradient breaks the rule there alone."""
+    """Checks that an error of 1 %, or another sign, in one output or gradient is noticed there."""
     inputs = make_inputs(spec, problem, device)
     op, ref = spec.call(spec.op, problem, device), spec.call(spec.ref, problem, device)
     outputs = op(*inputs.values())
@@ -138,7 +138,7 @@ def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def far_apart(x: Tensor) -> Tensor:
-    """x with 2**30 elements and more between its three rows: few pages of memory are used."""
+    """Copies x with over 2**30 elements between its three rows; few pages of memory are used."""
     if 3 not in x.shape[:-1]:
         return x
     dim, stride = x.shape[:-1].index(3), (1 << 30) + 8
@@ -149,7 +149,7 @@ def far_apart(x: Tensor) -> Tensor:
 
 
 def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
-    """Any layout of any input gives the bits of a contiguous one."""
+    """Checks that any layout of any input gives the bits of a contiguous one."""
     inputs = make_inputs(spec, problem, device)
     op, contiguous = spec.call(spec.op, problem, device), plain(inputs)
     want = run(spec, op, contiguous)
@@ -197,7 +197,7 @@ def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def no_rows(spec: Spec, problem: Problem, device: str) -> None:
-    """Empty outputs, gradients of 0, and nothing launched."""
+    """Checks that empty inputs give empty outputs, gradients of 0, and no launch."""
     assert spec.empty
     for change in spec.empty:
         inputs = make_inputs(spec, {**problem, **change}, device)
@@ -221,7 +221,7 @@ def same_input_same_bits(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def gradients_of_some_inputs(spec: Spec, problem: Problem, device: str) -> None:
-    """Asked for one gradient alone, it is that of all of them."""
+    """Checks that one gradient alone equals that of a call for all of them."""
     inputs = make_inputs(spec, problem, device)
     op = spec.call(spec.op, problem, device)
     floating = [name for name, x in inputs.items() if x.is_floating_point()]
@@ -238,7 +238,7 @@ def gradients_of_some_inputs(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def an_output_may_be_unused(spec: Spec, problem: Problem, device: str) -> None:
-    """Its gradient then counts as 0."""
+    """Checks that an unused output has a gradient of 0."""
     inputs = plain(make_inputs(spec, problem, device))
     leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
     ys = spec.call(spec.op, problem, device)(*inputs)
@@ -290,7 +290,7 @@ def autocast_sets_the_dtype_of_outputs_alone(spec: Spec, problem: Problem, devic
 
 
 class Calls(TorchDispatchMode):
-    """Notes what is called of torch's ops that are ours, with detached arguments."""
+    """Records calls of our ops at torch's dispatcher, with detached arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def opcheck_passes(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def assert_opcheck(spec: Spec, op: Callable[..., Any], inputs: list[Tensor]) -> None:
-    """For each op that torch knows ours by, forward and backward, on arguments of a real call."""
+    """Runs opcheck for each registered op, forward and backward, on arguments of a real call."""
     with Calls() as calls:
         run(spec, op, inputs)
     assert calls.seen
@@ -325,7 +325,7 @@ def assert_opcheck(spec: Spec, op: Callable[..., Any], inputs: list[Tensor]) -> 
 
 
 def compiles_once(spec: Spec, problem: Problem, device: str) -> None:
-    """One node in a full graph, the same bits, and no new graph for new sizes."""
+    """Checks that the op is one node in a full graph, with the same bits, for all sizes."""
     nodes, graphs = [], []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
@@ -352,7 +352,7 @@ def compiles_once(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def fake_tensors_need_no_kernel(spec: Spec, problem: Problem, device: str) -> None:
-    """They give outputs and gradients of the same shapes, dtypes and strides."""
+    """Checks that fake tensors give outputs and gradients of equal shapes, dtypes and strides."""
     inputs = plain(make_inputs(spec, problem, device))
     for autocast in (False, True):
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -381,7 +381,7 @@ def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device
 
 
 def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
-    """A dtype, a device or a size that does not fit: one line, before anything is launched."""
+    """Checks that a wrong dtype, device or size raises one line, before anything is launched."""
     inputs = dict(
         zip(make_inputs(spec, problem, device), plain(make_inputs(spec, problem, device)))
     )
@@ -431,7 +431,7 @@ OF_GRADIENTS: tuple[Check, ...] = (
 
 
 def checks(spec: Spec) -> tuple[Check, ...]:
-    """Those that an op must pass at each of its structural problems."""
+    """Returns the checks that an op must pass at each of its structural problems."""
     every = ANYWHERE + (OF_GRADIENTS if spec.differentiable else ())
     return tuple(check for check in every if check.__name__ not in spec.exempt)
 

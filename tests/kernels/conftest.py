@@ -1,4 +1,4 @@
-"""What the tests of all kernels stand on."""
+"""Fixtures of all kernel tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def products_in_fp32() -> Iterator[None]:
-    """What kernels are compared with must not multiply in TF32, whatever was set before."""
+    """Turns TF32 off, as the kernels are compared with products in fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

@@ -1,4 +1,4 @@
-"""What is special about attention; the rest is in `test_conformance`."""
+"""Attention's own tests; `test_conformance` has the checks of every op."""
 
 import math
 from functools import partial
@@ -44,7 +44,7 @@ def docs(*lengths):
 
 
 def sees(i, j, Tq, Tk, causal, window, doc_ids) -> bool:
-    """The contract for query i and key j of one sequence, in words of one place at a time."""
+    """Returns True if query i sees key j of a sequence, by the definition for a single pair."""
     place = i + Tk - Tq  # the last query stands beside the last key
     if (causal or window is not None) and j > place:
         return False
@@ -54,7 +54,7 @@ def sees(i, j, Tq, Tk, causal, window, doc_ids) -> bool:
 
 
 def one_by_one(q, k, v, *, causal=True, scale=None, window=None, doc_ids=None) -> Tensor:
-    """Attention of one query of one head at a time, over a list of the keys that it sees."""
+    """Computes attention for one query of one head at a time, over a list of keys that it sees."""
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     rows = []
     for b, i, h in torch.cartesian_prod(*map(torch.arange, (B, Tq, H))).tolist():
@@ -127,7 +127,7 @@ def test_on_a_cpu_a_window_of_one_sees_its_own_place(name):
 @pytest.mark.parametrize("lengths", [(64, 1, 65), (3, 597)], ids=str)
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_on_a_cpu_documents_are_kept_apart(name, lengths, options):
-    """Documents that end where a block of queries does, beside it, and in another row elsewhere."""
+    """Documents end where a block of queries does, beside it, and in another row elsewhere."""
     options = {**options, "doc_ids": torch.stack((docs(*lengths), docs(*reversed(lengths))))}
     inputs = make(2, sum(lengths), 4, 8, K=2)
     assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, **options)
@@ -144,7 +144,7 @@ def test_blocked_passes_gradcheck(options):
 
 
 def dropped_weights(op, q: Tensor, k: Tensor, p: float, seed: int, **options) -> Tensor:
-    """The attention weights (B, H, T, T) after dropout: what comes out where v is the identity.
+    """Returns the attention weights (B, H, T, T) after dropout: the output where v is the identity.
 
     So q and k are as wide as they are long.
     """
@@ -211,7 +211,7 @@ def test_any_shape(B, T, Tk, K, group, D, causal, window, longest, p, dtype, dev
     ids=["one-token", "window", "documents"],
 )
 def test_queries_that_see_one_key(T, options, dtype):
-    """The weight is 1, so true gradients of q and k are 0, which no relative rule can hold."""
+    """The weight is 1, so the true gradients of q and k are 0, which no relative rule can hold."""
     q, k, v = make(1, T, 2, 16, dtype=dtype).values()
     upstream = awkward(1, T, 2, 16, dtype=dtype)
     with launches(*KERNELS), guarded():

@@ -1,4 +1,4 @@
-"""Every op against its `Spec`: errors at each problem, and all that holds whatever the op."""
+"""Every op against its `Spec`: errors at each problem, and the checks that all ops must pass."""
 
 import pytest
 import torch

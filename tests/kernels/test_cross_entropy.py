@@ -1,4 +1,4 @@
-"""What is special about the losses, of logits and of a head; the rest is in `test_conformance`."""
+"""The losses' own tests, of logits and of a head; `test_conformance` has those of every op."""
 
 import math
 from dataclasses import replace
@@ -36,13 +36,13 @@ every_problem = pytest.mark.parametrize(
 
 @pytest.fixture
 def plain(monkeypatch):
-    """No kernel runs on a CPU."""
+    """Runs no kernel on a CPU."""
     monkeypatch.setattr(runtime, "INTERPRETING", False)
 
 
 @pytest.fixture(params=["kernels"] if torch.cuda.is_available() else ["kernels", "plain"])
 def kernels(request):
-    """The kernels that run: none where the interpreter is turned off, which a CPU alone can."""
+    """Names of the kernels that run; none on a CPU with the interpreter turned off."""
     if request.param == "plain":
         request.getfixturevalue("plain")
         return ()
@@ -50,19 +50,19 @@ def kernels(request):
 
 
 def make(name, device, dtype=torch.float32, **problem):
-    """Inputs of a loss by name; logits of 6 rows if nothing else is said."""
+    """Makes inputs of a loss by name; logits of 6 rows by default."""
     problem = {"M": 6, "C": 24, "V": 40, **problem}
     return conformance.make_inputs(SPECS[name], problem, device, dtype)
 
 
 def head(device, **problem):
-    """x, weight, targets and a bias for 12 tokens, some of them ignored."""
+    """Makes x, weight, targets and a bias for 12 tokens, some of them ignored."""
     chosen = {"M": (3, 4), "V": 70, "ignored": True, "bias": True, **problem}
     return make("linear_cross_entropy", device, **chosen).values()
 
 
 def step(name, tensors, **options):
-    """[loss, gradients of floating inputs]."""
+    """Returns [loss, gradients of floating inputs]."""
     return forward_backward(partial(SPECS[name].op, **options), tensors)
 
 
@@ -125,8 +125,9 @@ def test_any_shape(name, data, device):
     ids=["far-from-0", "far-below-the-cap"],
 )
 def test_no_digits_are_lost(factor, shift, options, inplace, device):
-    """The log-sum-exp of logits of 10,000 as one fp32 number would be off by 5e-4, and so would
-    every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
+    """With logits of 10,000, a log-sum-exp in one fp32 number would be off by 5e-4.
+
+    So would every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
     """
     inputs = make("cross_entropy", device, V=300, ignored=True)
     inputs["logits"] = inputs["logits"] * factor + shift
@@ -234,7 +235,7 @@ def test_gradient_takes_the_place_of_the_logits(reduction, dtype, kernels, devic
 
 
 def test_rows_in_place_may_be_far_apart(device):
-    """Three rows 2**30 and more elements apart: memory is reserved, three pages of it are used."""
+    """The three rows are over 2**30 elements apart; of the reserved memory few pages are used."""
     logits, targets = make("cross_entropy", device, torch.bfloat16, M=3).values()
     upstream = [torch.ones((), device=device)]
     want = forward_backward(cross_entropy, [logits, targets], upstream)
@@ -294,7 +295,7 @@ def test_logits_that_would_be_copied_are_refused(layout, M, device):
 @reductions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
-    """Products in `dtype`, the sums that make the weight's gradient in fp32."""
+    """The products are in `dtype`, the sums that make the weight's gradient in fp32."""
     tensors = list(head(device, M=(3, 32), C=40))
     options = {"reduction": reduction, "chunk_tokens": 40}
     reference = partial(linear_cross_entropy_ref, **options)
@@ -311,7 +312,7 @@ def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
 
 
 def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
-    """16 chunks of which the first's gradient is far larger: bf16 would drop all the others."""
+    """The first of 16 chunks has by far the largest gradient: sums in bf16 would drop the rest."""
     x = torch.ones(16, 4, device=device, dtype=torch.bfloat16)
     x[0] = 512.0
     weight = torch.zeros(8, 4, device=device)
@@ -326,7 +327,8 @@ def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
 
 
 def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
-    """1 / 16384 of a probability of 1 / 1000 is the least fp16 has; the mean's factor waits.
+    """1 / 16384 of a probability of 1 / 1000 is fp16's least number, so the mean's factor comes
+    last.
 
     For so many rows the interpreter is too slow.
     """
@@ -410,7 +412,7 @@ def test_a_second_backward_is_the_same(reduction, kernels, device):
 
 
 def test_gradients_of_tied_weights_add_up_over_micro_steps(kernels, device):
-    """Each of the four has a quarter of the loss, with a GradScaler's factor on top."""
+    """Each of the four has a quarter of the loss, times a GradScaler's factor."""
     _, weight, targets, _ = head(device, M=(8, 3))
     tokens = torch.randint(70, (8, 3), device=device)
 
@@ -544,7 +546,7 @@ print(*re.findall(r"(?:LDG|STG)\\.[\\w.]*", disassemble(compiled.asm["cubin"])))
 
 
 def test_padded_rows_are_read_and_written_16_bytes_at_a_time(tmp_path):
-    """A mask at column 50,257 lies inside a vector, and would make eight accesses of one."""
+    """A mask at column 50,257 lies inside a vector, and would turn one access into eight."""
     found = printed_by(COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
     vectors = [access for access in found if access.endswith(".128")]
     # loss and gradient, each once over whole blocks (2 vectors a lane) and once over the rest (1)

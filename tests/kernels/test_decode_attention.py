@@ -1,4 +1,4 @@
-"""What is special about attention over a cache; the rest is in `test_conformance`."""
+"""Cached attention's own tests; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ PROBLEMS = DECODE_ATTENTION.problems
 
 
 def make(s, device="cpu", dtype=torch.float32):
-    """(inputs, options) of a problem."""
+    """Returns (inputs, options) of a problem."""
     inputs = conformance.make_inputs(DECODE_ATTENTION, s, device, dtype)
     return list(inputs.values()), DECODE_ATTENTION.options(s, device)
 

@@ -1,4 +1,4 @@
-"""What is special about dropout; that it drops what it should is in `test_conformance`."""
+"""Dropout's own tests; `test_conformance` checks which elements are dropped."""
 
 import math
 

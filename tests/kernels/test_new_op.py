@@ -1,4 +1,4 @@
-"""A new op from nothing: described once, here, it is proved by the suite and nothing else changes.
+"""A new op from nothing: the suite tests it from a description in this file alone.
 
 CONTRIBUTING.md walks through it. Each fault below is one that a kernel has had; the checks named
 beside it must notice it, so the suite itself is tested too.
@@ -23,7 +23,7 @@ from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
 from tests.kernels import conformance
 
 FAULTS: set[str] = set()
-"""What is wrong with the op for now."""
+"""Faults of the op that are turned on."""
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,4 +1,4 @@
-"""What is special about LayerNorm and RMSNorm; the rest is in `test_conformance`."""
+"""LayerNorm and RMSNorm's own tests; `test_conformance` has the checks of every op."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_opcheck_where_dtypes_differ(device):
 
 
 def test_variance_takes_two_passes(device):
-    """Mean 1e4 and deviation 1: E[x**2] - E[x]**2 in fp32 would keep no digit of the variance."""
+    """With mean 1e4 and deviation 1, E[x**2] - E[x]**2 in fp32 has no right digit."""
     inputs = {"x": awkward(6, 300, device=device) + 1e4}
     assert_kernel_parity(lambda x: layer_norm(x, None), lambda x: layer_norm_ref(x, None), inputs,
                          kernels=(FWD, BWD))  # fmt: skip
@@ -92,7 +92,7 @@ def test_variance_takes_two_passes(device):
 
 @summed
 def test_statistics_are_those_of_the_rounded_sum(name, device):
-    """The backward sees no other; near 1000 an fp16 sum is off by up to a quarter."""
+    """The backward uses the rounded sum; near 1000 an fp16 sum is off by up to a quarter."""
     x, *others = make(name, 5, 40, torch.float16, device).values()
     y, total = SPEC[name].op(1000 + x, *others)
     assert torch.equal(y, SPEC[name.removeprefix("add_")].op(total, *others[1:]))

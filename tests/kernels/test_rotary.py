@@ -1,4 +1,4 @@
-"""What is special about rotary positions; the rest is in `test_conformance`."""
+"""Rotary positions' own tests; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TYPICAL = ROTARY.problems["grouped"]
 
 
 def projection(device):
-    """(queries, keys and values of the typical problem in one tensor, how many heads each has)."""
+    """Returns (queries, keys and values of the typical problem in one tensor, heads of each)."""
     B, T, H, K, D = TYPICAL.values()
     return awkward(B, T, H + 2 * K, D, device=device).contiguous(), (H, K, K)
 

@@ -1,4 +1,4 @@
-"""`python -m kernels.aot`, run as a command: in this process kernels may be interpreted."""
+"""`python -m kernels.aot`, run as a command, because this process may interpret kernels."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def compiling(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def aot(tmp_path: Path, *args: str, stderr: str = "^$") -> tuple[int, str, list[dict]]:
-    """(exit code, what was printed, rows)."""
+    """Returns (exit code, output, rows)."""
     out = tmp_path / "rows.json"
     done = compiling("-m", "kernels.aot", "--json", str(out), *args)
     assert re.search(stderr, done.stderr), done.stderr
@@ -63,7 +63,7 @@ def test_the_safe_default_is_safe_where_there_is_no_table(tmp_path):
 
 
 def test_at_most_about_two_hundred_configurations_are_shipped():
-    """Each table row of each arch, and each set of sizes that a rule gives where forms need it."""
+    """They are each table row of each arch, and each set of sizes that a rule gives."""
     done = compiling("-c", COUNT)
     configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
@@ -87,7 +87,7 @@ print(json.dumps([len({config.settings for config in found}), keys]))
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """One run over faulty kernels, with a budget of one register for the sound one."""
+    """Runs the command over faulty kernels, with a budget of one register for the sound one."""
     folder = tmp_path_factory.mktemp("faults")
     budget = folder / "budget.json"
     record([Row("_square_kernel", 90, "sound", registers=1, shared=1)], budget)
@@ -122,7 +122,7 @@ def test_faults_are_counted(faults):
 
 
 def test_loops_are_counted_by_unit(faults):
-    """The work that a source demands, found again in the machine code."""
+    """The work in the source is found again in the machine code."""
     _, _, rows = faults
     (square,) = rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
     assert square["flops"] * 4 == 2 * 64**3

@@ -1,4 +1,4 @@
-"""`python -m kernels.aot --changed`: what CI compiles."""
+"""`python -m kernels.aot --changed`, the form that CI runs."""
 
 import json
 
@@ -66,7 +66,7 @@ print(json.dumps(found | {name: selected(name) for name in names}))
 
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory):
-    """What is chosen of each changed source, after the unchanged one was recorded."""
+    """Returns the selection for each changed source, after the unchanged one was recorded."""
     folder = tmp_path_factory.mktemp("changed")
     for change, source in CHANGES.items():
         assert (source == SOURCE) == (change == "nothing")

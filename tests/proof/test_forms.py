@@ -1,4 +1,4 @@
-"""New sizes compile nothing anew: each kernel has one form whatever the batch and the length."""
+"""New sizes compile nothing anew: each kernel has one form for any batch and length."""
 
 import json
 

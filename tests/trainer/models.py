@@ -1,4 +1,4 @@
-"""Tiny models, and the network written a second time, from its weights alone."""
+"""Tiny models, and a second implementation of the network from its weights alone."""
 
 import math
 from dataclasses import replace
@@ -46,12 +46,12 @@ each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked
 
 
 def on_cpu(**asked: str) -> Ops:
-    """The ops of an uncompiled model on a CPU."""
+    """Returns the ops of an uncompiled model on a CPU."""
     return ops.select(OpsConfig(**asked), "cpu", compiled=False)  # pyright: ignore
 
 
 def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> GPT:
-    """A tiny model whose every parameter matters: none is 0 or 1, and attention is not even."""
+    """Builds a tiny model whose every parameter matters: none is 0 or 1, attention is uneven."""
     model = initial(chosen=chosen or on_cpu(attention=attention), **options)
     with torch.no_grad():
         for weight in model.parameters():
@@ -62,13 +62,15 @@ def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> 
 
 
 def initial(config: ModelConfig = TINY, *, chosen: Ops | None = None, **options) -> GPT:
-    """A model before training."""
+    """Builds a model before training."""
     return build_model(replace(config, **options), chosen or on_cpu())
 
 
 def sharp(noise: float = 0.3, **options) -> GPT:
-    """A model that is sure of itself, in evaluation: GPT-2's initial weights tell tokens apart by
-    little, and attend to all of them alike."""
+    """Builds a model with confident predictions, in evaluation.
+
+    GPT-2's initial weights hardly distinguish tokens, and attend to all of them alike.
+    """
     model = initial(**options)
     with torch.no_grad():
         for weight in model.parameters():
@@ -81,7 +83,7 @@ def draw_tokens(B: int = 2, T: int = 16, V: int = 50) -> Tensor:
 
 
 def greedy(model: GPT, prompt: Tensor, new: int) -> list[int]:
-    """The prompt continued by `new` tokens, from the whole window at each step."""
+    """Continues the prompt by `new` tokens, computed from the whole window at each step."""
     row = prompt.tolist()
     for _ in range(new):
         window = torch.tensor([row[-model.config.context :]])
@@ -106,7 +108,7 @@ def plain_linear(x, w, name):
 
 
 def plain_rotary(x, base):
-    """Pairs (i, i + D/2) as complex numbers, turned by position * base ** (-2 i / D)."""
+    """Rotates pairs (i, i + D/2) as complex numbers by position * base ** (-2 i / D)."""
     T, half = x.shape[1], x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:])
     for t in range(T):
@@ -117,7 +119,7 @@ def plain_rotary(x, base):
 
 
 def plain_attention(x, w, name, config):
-    """Head by head and query by query; no projection where a step of the lecture has none."""
+    """Computes attention by head and query; without a projection where a lecture step has none."""
     B, T, C = x.shape
     H, K = config.num_heads, config.num_kv_heads or config.num_heads
     D = C // H
@@ -188,7 +190,7 @@ def plain_block(x, w, block, config):
 
 
 def plain_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """The same network from its weights alone, in float64 and in the order of the papers."""
+    """Computes the logits from the weights alone, in float64 and in the order of the papers."""
     config = model.config
     w = {name: weight.double() for name, weight in model.state_dict().items()}
     if config.architecture == "bigram":

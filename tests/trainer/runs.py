@@ -1,4 +1,4 @@
-"""What tests of runs share: how they are started, cut short and compared."""
+"""Helpers that start, interrupt and compare runs."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ from tests.processes import ROOT
 
 
 class Crash(BaseException):
-    """Power cut: nothing in the trainer may catch it and tidy up."""
+    """A power cut, which nothing in the trainer may catch to tidy up."""
 
 
 def crash():
@@ -35,7 +35,7 @@ def terminate():
 
 
 def at_step(monkeypatch, step, action):
-    """Does `action` once, when `step` has been logged."""
+    """Does `action` once, after `step` has been logged."""
     show = Display.step
 
     def shown(self, record, steps):
@@ -48,7 +48,7 @@ def at_step(monkeypatch, step, action):
 
 
 def before_each(monkeypatch, owner, name, action):
-    """Has each call of a function begin with `action`, which is given the same arguments."""
+    """Makes each call of a function begin with `action`, which gets the same arguments."""
     function = getattr(owner, name)
 
     def call(*args, **kwargs):
@@ -70,7 +70,7 @@ def files_of_at_most(size):
 
 
 def one_line_error(capfd, command, *args):
-    """The one line on stderr with which a command must fail."""
+    """Returns the one line on stderr with which a command must fail."""
     with pytest.raises(SystemExit) as stopped:
         command(*args)
     error = capfd.readouterr().err
@@ -83,12 +83,12 @@ def one_line_error(capfd, command, *args):
 
 
 def series(run, key):
-    """The values of one key of metrics.jsonl, by step."""
+    """Returns the values of one key of metrics.jsonl by step."""
     return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
 
 
 def outcome(run):
-    """Everything that must be equal: losses, norms and rates by step, and the last weights."""
+    """Returns everything that must be equal: losses, norms and rates by step; last weights."""
     kept = ("step", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
     records = [
         {key: value for key, value in record.items() if key in kept}
@@ -99,7 +99,7 @@ def outcome(run):
 
 
 def assert_same_up_to_rounding(run, expected):
-    """Sums run in another order, nothing else differs: as measured, losses agree to 3e-7."""
+    """Asserts equality up to the order of sums: as measured, losses agree to 3e-7."""
     for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
         assert series(run, key) == pytest.approx(series(expected, key), rel=tolerance)
     weights, wanted = (
@@ -113,7 +113,7 @@ def assert_same_up_to_rounding(run, expected):
 
 
 def torchrun(ranks, *argv, cwd=ROOT, **environment):
-    """Starts `torchrun --nproc_per_node=RANKS ARGV`, on a port of its own, in a session of its own.
+    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
 
     The port comes through torchrun's own environment variable, so that the command is as typed.
     """
@@ -132,7 +132,7 @@ def torchrun(ranks, *argv, cwd=ROOT, **environment):
 
 
 def finish(process, timeout=150):
-    """What it printed, when it has ended well."""
+    """Returns the output of a process that must succeed."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -143,7 +143,7 @@ def finish(process, timeout=150):
 
 
 def read_until(process, pattern):
-    """Reads its lines up to the first that matches."""
+    """Reads the output's lines up to the first that matches."""
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -1,4 +1,4 @@
-"""Whatever a person gets wrong is answered in one line that says what was given and expected."""
+"""Wrong input gets one line that says what was given and expected."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.trainer.runs import before_each, one_line_error
 
 @pytest.fixture
 def error(monkeypatch, capfd):
-    """Runs train.py's `main`, which must fail with one line on stderr; that line."""
+    """Runs train.py's `main`, which must fail with one line on stderr; returns that line."""
 
     def run(argv):
         monkeypatch.setattr(sys, "argv", ["train.py", *argv])
@@ -163,7 +163,7 @@ def test_fork_into_a_directory_that_holds_another_run(error, fit, tiny, tmp_path
 
 @pytest.mark.parametrize("place", ["run", "run/inner"])
 def test_run_directory_that_cannot_be_made(error, tiny, tmp_path, place):
-    """Permissions mean nothing to root; a file where the folder would be does."""
+    """Root may write anywhere, so a file stands where the folder would be."""
     (tmp_path / "run").write_text("")
     assert str(tmp_path / place) in error(tiny(f"--run-dir {tmp_path / place}"))
 

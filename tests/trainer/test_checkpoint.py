@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, whatever happens while it is written or kept."""
+"""A checkpoint is complete or absent, whatever happens while it is written or kept."""
 
 import errno
 import json
@@ -110,7 +110,7 @@ def killed_at_line(number):
 
 
 def crashes(folder):
-    """Once for each line at which a save may end, having begun it: 1 goes, 2 stays, 3 comes."""
+    """Yields once for each line at which a save may end: 1 goes, 2 stays, 3 comes."""
     for number in range(10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):
@@ -141,7 +141,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def wrapped(error):
-    """As PyTorch's writer raises it."""
+    """Wraps an error as PyTorch's writer does."""
     outer = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     outer.__context__ = error
     return outer
@@ -187,7 +187,7 @@ def test_full_disk_is_said_plainly_and_costs_no_earlier_checkpoint(
 
 @pytest.mark.parametrize("numbers", [20_000, 14_800], ids=["weights", "state"])
 def test_real_failed_writes_are_reported(folder, numbers):
-    """A limit of 60 kB on files is a full disk that needs no disk: state.pt is longer by 1 kB."""
+    """A limit of 60 kB on files acts as a full disk: state.pt is 1 kB longer."""
     good = save(folder, 1)
     complaint = r"of step 2 in .*: .*File too large.*$"
     with files_of_at_most(60_000), pytest.raises(UserError, match=complaint):
@@ -296,7 +296,7 @@ def test_state_is_plain_and_safe_to_read(fit):
 
 
 def test_best_follows_the_held_out_loss(fit):
-    """A learning rate that ruins the model: the best checkpoint is not the last one."""
+    """The learning rate ruins the model, so that the best checkpoint is not the last one."""
     flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
     run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
     losses = series(run, "val_loss")
@@ -308,7 +308,7 @@ def test_best_follows_the_held_out_loss(fit):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
-    """In a row of the table that no token uses: neither loss nor gradient shows it."""
+    """They are in a row of the table that no token uses, so neither loss nor gradient shows it."""
     trainer = Trainer(parse(tiny("--model.no-tied --eval-every 0")))
     table = dict(trainer.engine.model.named_parameters())["wte.weight"]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `make parity` runs these; without CUDA each is skipped and says so."""
+"""Training on a GPU: `make parity` runs these tests; without CUDA each is skipped."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def on_cuda(tiny, *flags: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet():
-    """Each case compiles the same code object anew; together they would pass Dynamo's limit."""
+    """Resets Dynamo, as all cases compile the same code object and would pass its limit."""
     torch.compiler.reset()
 
 

@@ -47,7 +47,7 @@ with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
 
 
 def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
-    """2 ranks x 2 micro-steps x 2 sequences beside 1 x 2 x 4 and 1 x 4 x 2, in fp32."""
+    """Compares 2 ranks x 2 micro-steps x 2 sequences with 1 x 2 x 4 and 1 x 4 x 2, in fp32."""
     (tmp_path / "counted.py").write_text(COUNTED)
     flags = "--train.micro-batch 2 --optim.kind adamw --data.eval-tokens 0"
     argv = tiny(flags, f"--run-dir {tmp_path / 'two'}")

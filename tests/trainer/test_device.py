@@ -1,4 +1,4 @@
-"""What is made of the machine: number format, compiler, and how fast it multiplies."""
+"""Settings that depend on the machine: number format, compiler, and its matmul rate."""
 
 import json
 import time
@@ -119,7 +119,7 @@ def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, m
 
 
 def test_peak_is_what_the_machine_does(tmp_path, one_thread):
-    """Within a factor of 3 of a product timed by hand: not FLOPs for MACs, nor n^2 for n^3."""
+    """It is within a factor of 3 of a product timed by hand: not FLOPs for MACs or n^2 for n^3."""
     peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
     a, b = torch.randn(2, 768, 768)
     times = []
@@ -141,7 +141,7 @@ def test_damaged_memory_is_measured_again(tmp_path, damage):
 
 
 def test_memory_that_cannot_be_written_is_done_without(tmp_path):
-    """One measurement is enough: libraries are loaded before it, which takes a second on a GPU."""
+    """There is one measurement only, after loading the libraries, which takes a second on a GPU."""
     (tmp_path / "file").touch()
     assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0)[0] > 1e8
 
@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_written_is_done_without(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not device.has_compiler(), reason="no C++ compiler")
 def test_compiled_training_gives_the_losses_of_eager(fit, tmp_path):
-    """With evaluations and samples in between, which must not make the training graph anew."""
+    """Evaluations and samples come in between, and must not rebuild the training graph."""
     flags = "--train.device cpu --optim.kind adamw --run-dir"
     eager = fit(flags, str(tmp_path / "eager"))
     torch._dynamo.reset()

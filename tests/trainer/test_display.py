@@ -1,4 +1,4 @@
-"""The terminal is readable at any width, and loss.png shows what matters."""
+"""The terminal is readable at any width, and loss.png shows the loss of the run."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Runs over documents: the same for any ranks and accumulation, and after a resume."""
+"""Runs over documents: equal for any ranks and accumulation, and after a resume."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """100 documents of 3 to 63 tokens: most are cut or filled up at a context of 32."""
+    """Writes 100 documents of 3 to 63 tokens: most are cut or padded at a context of 32."""
     return prepared(tmp_path_factory.mktemp("documents") / "short", texts(100, longest=16))
 
 
 @pytest.fixture
 def documents(folder):
-    """Flags of a run over them, of which 4 are a step."""
+    """Returns the flags of a run over them, of which 4 make a step."""
     return f"--data.source {folder} --model.context 32 --data.align document"
 
 
@@ -93,7 +93,7 @@ def test_resumed_run_equals_the_unbroken_one(fit, documents, tmp_path, monkeypat
 
 
 def test_mask_and_alignment_reach_the_model_and_the_data(fit, documents, tmp_path):
-    """Each of them alone changes the first loss that training moves."""
+    """Each of the two options alone changes the first loss after a step."""
     flags = [
         "--data.align none", "--data.align bos", "--data.align document",
         "--data.align none --model.document-mask",

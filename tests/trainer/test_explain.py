@@ -15,7 +15,7 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 
 
 class Output:
-    """What was printed, read with none of the code under test."""
+    """The printed output, parsed without any code under test."""
 
     def __init__(self, text: str) -> None:
         self.tensors: dict[str, np.ndarray] = {}
@@ -32,7 +32,7 @@ class Output:
                 self.tensors[found[1]] = np.array(rows).reshape(shape)
 
     def numbers(self, pattern: str) -> list[float]:
-        """Those in the one claim that `pattern` is found in; it is taken out."""
+        """Returns the numbers of the one claim that matches `pattern`, and removes the claim."""
         [claim] = [claim for claim in self.claims if pattern in claim]
         self.claims.remove(claim)
         return [float(n) for n in re.findall(NUMBER, claim)]

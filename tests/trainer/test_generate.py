@@ -23,7 +23,7 @@ def sharp_model(**options) -> GPT:
 
 
 class Bigram(nn.Module):
-    """Stands in for the network: the logits follow from the last token alone."""
+    """A fake network whose logits follow from the last token alone."""
 
     def __init__(self, logits: list[list[float]]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Bigram(nn.Module):
 
 
 def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
-    """How often each token was drawn, as a share."""
+    """Returns how often each token was drawn, as a share."""
     model = Bigram([torch.tensor(probabilities).log().tolist()] * len(probabilities))
     options = {"vocab_size": len(probabilities), **options}
     tokens = generate(model, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=1, **options)
@@ -44,7 +44,7 @@ def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
 
 @torch.no_grad()
 def test_greedy_is_the_argmax_over_the_last_context_tokens():
-    """Beyond the context, too; a prompt that is longer than it is cropped, but kept."""
+    """It holds beyond the context, too; a longer prompt is cropped for the model, but kept."""
     model = sharp_model(context=8)
     for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
         expected = greedy(model, prompt, 12)
@@ -127,7 +127,7 @@ def test_no_gradient_is_kept():
 
 
 def counted(model: GPT) -> list[int]:
-    """How many tokens each call of the model computes, from here on."""
+    """Counts the tokens of each call of the model, from here on."""
     counts = []
     model.wte.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
     return counts
@@ -200,7 +200,7 @@ each_option = pytest.mark.parametrize(
 
 
 def step_by_step(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
-    """Logits at all positions, from so many tokens at a time."""
+    """Computes logits at all positions, from so many tokens at a time."""
     cache = Cache(model.config, len(tokens), sum(chunks), tokens.device)
     return torch.cat([model(part, cache=cache) for part in tokens.split(chunks, 1)], 1)
 
@@ -225,7 +225,7 @@ def test_logits_equal_those_of_the_whole_at_every_position(options):
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_logits_of_every_recipe_equal_those_of_the_whole(name):
-    """Its options at a size of two layers; the lecture's steps are models of their own."""
+    """Recipes are cut to two layers; the lecture's steps are models of their own."""
     config = RECIPES[name][1].model
     heads = min(4, config.num_heads)
     config = replace(

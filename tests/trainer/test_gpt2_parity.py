@@ -22,7 +22,7 @@ def theirs() -> GPT2LMHeadModel:
 
 
 def to_our_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their linear layers hold (in, out) and ours (out, in); the names differ by a prefix."""
+    """Renames their weights to ours; their linear layers hold (in, out), ours (out, in)."""
     linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     return {
         name.removeprefix("transformer."): x.T if name.endswith(linear) else x

@@ -1,6 +1,6 @@
 """The short help of each command at 80 columns is the text in tests/trainer/help.
 
-After a change that is wanted: `UPDATE=1 python -m pytest tests/trainer/test_help.py`.
+To accept a change: `UPDATE=1 python -m pytest tests/trainer/test_help.py`.
 """
 
 import os
@@ -28,7 +28,7 @@ COMMANDS = {
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What a command prints at 80 columns before it exits with status 0."""
+    """Returns the output of a command at 80 columns that exits with status 0."""
 
     def run(command) -> str:
         with pytest.raises(SystemExit) as stopped:

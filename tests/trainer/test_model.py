@@ -33,7 +33,7 @@ from tests.trainer.models import (
 
 
 def loss_and_gradients(net, model: GPT, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-    """Loss and gradients of a model, or of what was compiled from it."""
+    """Computes loss and gradients of a model, or of its compiled form."""
     torch.manual_seed(3)  # the same dropout for each
     loss = net(tokens, targets)
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
@@ -135,7 +135,7 @@ def test_label_smoothing_and_z_loss_are_of_training_alone(options, loss):
 
 
 def with_dropout_as_zero() -> tuple[Ops, list[float]]:
-    """Ops whose dropout drops everything, and the probabilities that attention was given."""
+    """Returns ops whose dropout drops everything, and the probabilities that attention got."""
     seen = []
 
     def attention(q, k, v, *, scale, window, dropout_p, doc_ids):
@@ -302,7 +302,7 @@ PARAMETERS = {
     "pubmed": 8_704_068,
 }
 TOKENS = {"tinystories-char": 82, "pubmed": 28_996}
-"""Others have GPT-2's, or the 65 characters of tiny shakespeare."""
+"""Vocabulary sizes of recipes; others have GPT-2's, or tiny shakespeare's 65 characters."""
 
 
 @pytest.mark.parametrize("vocab_multiple", [1, 64])
@@ -357,14 +357,14 @@ ROWS = [[40, 24, 1, 85], [63, 1, 2, 84]]
 
 
 def build_masked(attention: str, **options) -> GPT:
-    """The same model for each way of attention."""
+    """Builds the same model for each implementation of attention."""
     config = {"num_kv_heads": 2, "context": 150, "eot_id": EOT, "document_mask": True}
     torch.manual_seed(0)
     return sharp(chosen=on_cpu(attention=attention), **{**config, "position": "none", **options})
 
 
 def draw_documents() -> tuple[Tensor, list[list[Tensor]]]:
-    """(2, 150) tokens, and the documents in each row."""
+    """Draws (2, 150) tokens, and the documents in each row."""
     generator = torch.Generator().manual_seed(1)
     rows = [[torch.randint(EOT, (n,), generator=generator) for n in row] for row in ROWS]
     for number, row in enumerate(rows):
@@ -376,7 +376,7 @@ def draw_documents() -> tuple[Tensor, list[list[Tensor]]]:
 @each_attention
 @pytest.mark.parametrize("options", [{}, {"position": "rotary"}, {"window": 30}], ids=str)
 def test_packed_documents_give_what_each_gives_alone(attention, options):
-    """Logits and every gradient, in fp32; rotary positions are relative, so they agree as well."""
+    """Logits and every gradient agree in fp32, also with rotary positions, which are relative."""
     model = build_masked(attention, **options)
     tokens, rows = draw_documents()
     targets = tokens.roll(3, 1)

@@ -1,4 +1,4 @@
-"""The model on our kernels gives what it gives on PyTorch's ops; here they are interpreted."""
+"""The model on our interpreted kernels gives the same results as on PyTorch's ops."""
 
 import importlib.util
 import sys
@@ -142,7 +142,7 @@ def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """A stand-in for the package: its arguments, our reference."""
+    """A fake package with flash-attn's arguments and our reference."""
 
     def flash_attn_func(
         q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)

@@ -1,5 +1,4 @@
-"""The lecture's ladder and the write-ups around it: sizes, first losses, what one batch can teach,
-and one command that samples from any of them."""
+"""Recipes of the lecture and of other write-ups: sizes, first losses, overfitting, sampling."""
 
 import json
 import math
@@ -83,7 +82,7 @@ def corpus(shakespeare) -> Tensor:
 
 @torch.no_grad()
 def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
-    """Over every so many-th window of the text."""
+    """Computes the loss over every so many-th window of the text."""
     T = model.config.context
     count = (len(ids) - 1) // T
     windows, targets = (ids[i : i + count * T].view(-1, T)[::every] for i in (0, 1))
@@ -92,7 +91,7 @@ def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
 
 
 def test_bigram_starts_at_the_published_loss(corpus):
-    """ln V + 1/2 where the rows are normal numbers; a few frequent ones decide how far off."""
+    """It is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off."""
     assert loss_over(build(recipe("lecture-bigram")), corpus) == pytest.approx(4.67, abs=0.15)
 
 
@@ -112,8 +111,11 @@ def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
 
 
 def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
-    """The least loss on a batch (B, T): the entropy of the next token given the `reach` last ones,
-    and where the row begins, as far as a model of that reach can see it."""
+    """Computes the least loss on a batch (B, T) of a model that sees `reach` tokens.
+
+    It is the entropy of the next token given the last `reach` ones and, as far as such a model can
+    see it, the start of the row.
+    """
     seen = defaultdict(Counter)
     for row, wanted in zip(tokens.tolist(), targets.tolist()):
         for t, token in enumerate(wanted):
@@ -123,7 +125,7 @@ def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
 
 
 def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
-    """The loss at which AdamW stops: the first one that is lower than `below`, or the 3000th."""
+    """Returns the loss at which AdamW stops: the first one below `below`, or the 3000th."""
     # one head's softmax saturates and stays where it is, unless its weights decay
     table = model.config.architecture == "bigram"
     lr, decay = (0.3, 0.0) if table else (3e-3, 0.3)
@@ -141,11 +143,11 @@ def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
 
 SHRUNK = {"num_layers": 2, "num_heads": 2, "dim": 64, "context": 16}
 LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
-"""gpt2-124m's network, with more of it."""
+"""Larger recipes with gpt2-124m's network."""
 
 
 def shrunk(name: str) -> ModelConfig:
-    """The network of a recipe: small ones as they are, of others what makes them what they are."""
+    """Shrinks the network of a recipe: small ones stay, others keep their options."""
     model = RECIPES[name][1].model
     if model.dim > 64:
         model = replace(model, **SHRUNK)
@@ -193,7 +195,7 @@ def test_three_projections_in_one_matrix_give_what_three_give():
 
 @pytest.fixture(scope="module")
 def abstracts(tmp_path_factory) -> Path:
-    """A folder for FASTGPT_DATA with paragraphs of Python's manual as `pubmed`."""
+    """Makes a folder for FASTGPT_DATA with paragraphs of Python's manual as `pubmed`."""
     place = tmp_path_factory.mktemp("abstracts")
     paragraphs = sorted(set("\n\n".join(topics.values()).split("\n\n")))
     prepared(place / "pubmed", paragraphs[::10], tokenizer="wordpiece", vocab_size=800)
@@ -202,7 +204,7 @@ def abstracts(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
-    """The recipe, but small."""
+    """Returns the flags that make a recipe small."""
     monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
     small = (
         "--model.num-layers 2 --model.dim 32 --model.context 48 --train.batch-tokens 384"

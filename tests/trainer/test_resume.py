@@ -1,4 +1,4 @@
-"""A run that was cut short, in whatever way, goes on to the very bits of one that was not."""
+"""A run that was interrupted, in any way, continues with the same bits as one that was not."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def unbroken(fit, tmp_path):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("sampling", ["epoch", "random-windows"])
 def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, sampling, kind, cut):
-    """Cut at step 7: in the second epoch, between two checkpoints, with 2 micro-steps to a step."""
+    """Step 7 is in the second epoch, between two checkpoints, and has 2 micro-steps."""
     flags = f"{STEPS} --optim.kind {kind} --data.sampling {sampling} --train.micro-batch 4"
     at_step(monkeypatch, 7, cut)
     with pytest.raises(Crash) if cut is crash else nullcontext():
@@ -113,7 +113,7 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
 def test_stop_signal_is_answered_before_the_next_forward(
     fit, unbroken, monkeypatch, capfd, forward, saved
 ):
-    """5 forwards are an evaluation here, and 8 a step."""
+    """An evaluation is 5 forwards here, a step 8."""
     calls = []
 
     def interrupt(*_, **__):
@@ -140,7 +140,7 @@ def test_stop_signal_is_answered_before_the_next_forward(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, None)]
 )
 def test_second_signal_ends_the_process(number, ends):
-    """SIGTERM by the system, even within an operation of PyTorch's."""
+    """The system's SIGTERM ends it even within an operation of PyTorch's."""
     stop = StopSignal([].append)
     try:
         signal.raise_signal(number)
@@ -164,7 +164,7 @@ def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capf
 
 
 def test_ranks_meet_before_one_leaves():
-    """Only where all of them come by: a rank that went on alone would wait for the others."""
+    """A rank that went on alone would wait for the others."""
     stop = StopSignal([].append)
     stop.restore()
     met = []
@@ -182,7 +182,7 @@ def test_ranks_meet_before_one_leaves():
 
 
 def test_dropout_is_at_work(fit, unbroken):
-    """Without this, equal runs with dropout would say nothing of its random numbers."""
+    """Without this, equal runs with dropout would not test its random numbers."""
     assert unbroken()[1] != outcome(fit(STEPS, "--model.dropout 0"))[1]
 
 
@@ -199,7 +199,7 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, monkeypatch)
 
 
 def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
-    """Also where the crash left half a line, and lines of steps that will be taken again."""
+    """A crash may leave half a line, and lines of steps that will be taken again."""
     at_step(monkeypatch, 7, crash)
     with pytest.raises(Crash):
         fit(STEPS)

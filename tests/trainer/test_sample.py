@@ -18,7 +18,7 @@ FLAGS = ("--device", "cpu", "--tokens", "9")
 
 @pytest.fixture
 def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
-    """What the command prints of a model that was trained for a moment, text by text."""
+    """Runs the command on a briefly trained model; returns its texts."""
     run = fit("--steps 8 --data.tokenizer chars --train.sample-tokens 0 --train.sample-prompt t")
     capsys.readouterr()
 
@@ -59,7 +59,7 @@ def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
 
 
 class WithEnd(ByteTokenizer):
-    """Bytes below 30, of which one ends the text."""
+    """A tokenizer of bytes below 30, of which one ends the text."""
 
     vocab_size = 30
 

@@ -13,7 +13,7 @@ SHAPES = {
     "wsd": lambda x: min(1.0, (1 - x) / 0.25),
     "constant": lambda x: 1.0,
 }
-"""The share of the way from the smallest ratio to the peak, when x of the way is behind."""
+"""Factor between the smallest ratio (0) and the peak (1) after a share x of the decay."""
 
 
 @pytest.mark.parametrize("schedule", SHAPES)

@@ -1,4 +1,4 @@
-"""Training itself: the loss falls, and what a run writes about itself is true."""
+"""Training itself: the loss falls, and a run's record of itself is true."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def test_loss_falls(fit, kind, precision):
 
 
 def test_bf16_rounds_and_stays_close(fit, tmp_path):
-    """bf16 that silently were fp32 would pass every other test."""
+    """If bf16 silently were fp32, every other test would pass."""
     runs = [fit(f"--train.precision {p} --run-dir {tmp_path / p}") for p in ("fp32", "bf16")]
     full, rounded = (list(series(run, "train_loss").values()) for run in runs)
     assert full != rounded
@@ -56,7 +56,7 @@ def test_bf16_rounds_and_stays_close(fit, tmp_path):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
-    """Sums in another order, nothing else: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
+    """Only the order of sums differs: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
     whole, split = (
         fit(f"--optim.kind {kind} --train.micro-batch {size} --run-dir {tmp_path / str(size)}")
         for size in (8, 3)  # 3 does not divide 8: 2 is taken
@@ -69,7 +69,7 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
 def test_a_batch_that_leaves_half_of_a_micro_batch_unused_is_worth_a_warning(
     fit, capfd, asked, warned
 ):
-    """14 sequences: micro-batches of 3 or 4 become ones of 2, those of 7 stay."""
+    """There are 14 sequences: micro-batches of 3 or 4 become ones of 2, those of 7 stay."""
     fit(f"--steps 1 --train.batch-tokens {14 * 16} --train.micro-batch {asked}")
     assert ("divide into micro-batches of 2 at most" in capfd.readouterr().out) == warned
 
@@ -93,7 +93,7 @@ def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
 
 
 def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
-    """Whatever reads a number out of a tensor waits for the device; only a log line may."""
+    """Reading a number out of a tensor syncs the device; only a log line may."""
     reads = []
 
     class Reads(TorchDispatchMode):
@@ -315,7 +315,7 @@ def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatc
 
 
 def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
-    """Two runs of one second do not meet."""
+    """Two runs that start in the same second get different names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20240102-030405")
     for _ in range(2):

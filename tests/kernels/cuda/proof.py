@@ -1,4 +1,4 @@
-"""What the CUDA tests of the kernels have in common: a step is called, its tensors are compared."""
+"""Helpers of the kernels' CUDA tests, which call a step and compare its tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,16 +24,16 @@ def need(gib: int) -> None:
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """A copy whose address and strides are multiples of 16, whatever the number of rows.
+    """Copies x so that address and strides are multiples of 16, for any number of rows.
 
-    `Tensor.contiguous` gives back a single row of `awkward` as it is, aligned or not, and what is
-    not aligned is another form of a kernel.
+    `Tensor.contiguous` returns a single row of `awkward` as it is, aligned or not, and an unaligned
+    tensor needs another form of a kernel.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def assert_same_bits(step: Step, times: int = 1000) -> None:
-    """The same input gives the same bits however often."""
+    """Asserts that the same input gives the same bits in every call."""
     first = step()
     differs = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(times):
@@ -43,7 +43,7 @@ def assert_same_bits(step: Step, times: int = 1000) -> None:
 
 
 def assert_nothing_waits(step: Callable[[], object], *kernels: str) -> None:
-    """The host never waits for the device, while each of `kernels` is launched."""
+    """Asserts that the host never waits for the device, while each of `kernels` is launched."""
     step()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -54,7 +54,7 @@ def assert_nothing_waits(step: Callable[[], object], *kernels: str) -> None:
 
 
 def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
-    """A graph of one call, and the tensors that each replay writes."""
+    """Captures one call in a graph; also returns the tensors that each replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -69,7 +69,7 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
 def assert_replays(
     step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
 ) -> None:
-    """A captured graph computes with what is in `inputs`, and what `change` changes, later."""
+    """Asserts that a captured graph reads `inputs` anew, as `change` changes them later."""
     graph, results = captured(step)
     inputs = list(inputs)
     for _ in range(2):
@@ -83,7 +83,7 @@ def assert_replays(
 
 
 def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
-    """`late` is negated on a side stream, after a while: a launch elsewhere would see the old."""
+    """Asserts that the step runs on a side stream, where `late` is negated after a while."""
     step()  # compiles
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -100,7 +100,7 @@ def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
 def assert_compiles_nothing_new(
     kernels: Iterable[Any], run: Callable[[int], object], others: Iterable[int]
 ) -> None:
-    """`run` of any of `others` needs no other form of the kernels than `run(0)` does."""
+    """Asserts that `run` of each of `others` needs no form of a kernel that `run(0)` does not."""
 
     def compiled() -> list[int]:
         device = torch.cuda.current_device()

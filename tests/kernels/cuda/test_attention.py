@@ -1,4 +1,4 @@
-"""What only a GPU shows of attention alone; the rest is in `test_conformance`."""
+"""Attention on a GPU; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch

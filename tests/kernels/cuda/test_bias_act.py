@@ -1,4 +1,4 @@
-"""What only a GPU shows of bias and activation alone; the rest is in `test_conformance`."""
+"""Bias and activation on a GPU; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Every op on a GPU, at the sizes that occur; the same checks for all, from its `Spec`.
+"""Every op on a GPU, at realistic sizes; the checks are made from its `Spec`.
 
-`tests/kernels/test_conformance.py` runs on CUDA as well; here is what only a GPU shows. Tests are
-skipped, and say so, where there is none.
+`tests/kernels/test_conformance.py` runs on CUDA as well; this file has the checks that need a GPU.
+Without one the tests are skipped with the reason.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ every_op = pytest.mark.parametrize("name", KERNELS)
 
 
 def step_of(name, problem, dtype=torch.bfloat16):
-    """(contiguous inputs, a step of them: outputs and gradients)."""
+    """Returns (contiguous inputs, a function that computes their outputs and gradients)."""
     spec = SPECS[name]
 
     def make(*sizes, below=0):
@@ -59,7 +59,7 @@ def step_of(name, problem, dtype=torch.bfloat16):
 
 
 def small(name):
-    """Problems that reach each way through an op."""
+    """Returns problems that reach each branch of an op."""
     return [SPECS[name].problems[label] for label in structural(SPECS[name])]
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows of the two losses alone; the rest is in `test_conformance`."""
+"""The two losses on a GPU; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PADDED = {"M": 512, "V": V, "valid_vocab": VALID, "ignored": True}
 
 
 def head(M, C=768):
-    """x, as autocast gives it, a weight and targets, every third of which is ignored."""
+    """Makes x in autocast's dtype, a weight, and targets of which every third is ignored."""
     x = awkward(M, C, device="cuda").contiguous().bfloat16()
     weight = 0.02 * torch.randn(V, C, device="cuda")
     targets = torch.randint(VALID, (M,), device="cuda")
@@ -47,7 +47,7 @@ def test_parity_at_gpt2s_padded_vocabulary(name, options, reduction, dtype):
 
 
 def test_the_weights_gradient_adds_up_in_fp32():
-    """Under autocast, of 16 chunks: no worse than one product of all tokens, which bf16 rounds."""
+    """Under autocast, 16 chunks are no worse than one product of all tokens, which bf16 rounds."""
     x, weight, targets = head(4096)
     got = linear_step(x, weight, targets, chunk_tokens=256)[2]
     with torch.autocast("cuda", torch.bfloat16):

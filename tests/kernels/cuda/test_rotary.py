@@ -1,4 +1,4 @@
-"""What only a GPU shows of rotary positions alone; the rest is in `test_conformance`."""
+"""Rotary positions on a GPU; `test_conformance` has the checks of every op."""
 
 import pytest
 import torch
