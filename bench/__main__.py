@@ -44,7 +44,7 @@ class Bench:
     quick: bool = False
     """Measure one shape of each op, in less time."""
     full: bool = False
-    """Also measure the cases that take long."""
+    """Measure every case, including those that take long."""
     goals: bool = False
     """Measure only the cases that have a goal in bench/goals.toml."""
     compiled: bool = False

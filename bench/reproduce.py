@@ -115,7 +115,7 @@ class Reproduce:
     1000 steps take two CPU cores a quarter of an hour.
     """
     again: bool = False
-    """Also train systems that have a record."""
+    """Train systems again that have a record."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; `auto` takes CUDA if torch sees it, else the CPU."""
     runs: Path = Path("runs/reproduce")

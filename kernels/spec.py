@@ -55,7 +55,7 @@ class Spec:
     ref: Callable[..., Any]
     """Reference: the op in plain PyTorch, and the truth when it runs in fp64."""
     eager: Callable[..., Any]
-    """The same computation by PyTorch's own ops, whose error sets the tolerance."""
+    """PyTorch's own ops for the same computation, whose error sets the tolerance."""
     inputs: Callable[[Problem, Make], dict[str, Tensor]]
     """Makes the tensors of a problem by argument name; floating ones get a gradient."""
     options: Callable[[Problem, torch.device | str], dict[str, Any]] = no_options

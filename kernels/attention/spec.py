@@ -133,7 +133,7 @@ def forms(arch: int) -> Iterator[Case]:
 
 
 def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
-    """One form of all three kernels with the masks that `masks` names."""
+    """Builds a form of all three kernels with the masks that `masks` names."""
     B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {

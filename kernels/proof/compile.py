@@ -23,7 +23,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shipped configuration of one op's pass.
+    """A shipped configuration of one op's pass.
 
     Args:
         label: name of the configuration within its kernels: "N=768 bf16 bias".

@@ -194,7 +194,7 @@ def mixed(weights, state=None, align="none"):
 
 @given(weights=weights, scale=st.floats(0.01, 100))
 def test_every_count_stays_within_a_few_of_its_share(weights, scale):
-    """It holds after each of 3,000 samples; by chance alone, it would be off by 50 and more."""
+    """Every one of 3,000 samples is tested; by chance alone, counts would be off by 50 and more."""
     corpora = mixed([weight * scale for weight in weights]).take(3_000)[:, 0]
     numbers = np.arange(1, 3_001)
     for corpus, weight in enumerate(weights):

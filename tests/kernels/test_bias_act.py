@@ -74,7 +74,7 @@ def test_dtypes_may_differ(dtypes, kind, device):
 
 
 def test_gelu_by_erf_keeps_its_tail(device):
-    """In fp32, 1 + erf(z / sqrt(2)) has one digit left at -5 and none at -6."""
+    """The sum 1 + erf(z / sqrt(2)) in fp32 has one digit left at -5 and none at -6."""
     z = torch.linspace(-8, -1, 200, device=device)[None]
     y, slope = forward_backward(of("gelu_erf"), [z], [torch.ones_like(z)])
     z = z.double()

@@ -125,7 +125,7 @@ def test_any_shape(name, data, device):
     ids=["far-from-0", "far-below-the-cap"],
 )
 def test_no_digits_are_lost(factor, shift, options, inplace, device):
-    """With logits of 10,000, a log-sum-exp in one fp32 number would be off by 5e-4.
+    """A log-sum-exp of logits of 10,000 in one fp32 number would be off by 5e-4.
 
     So would every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
     """

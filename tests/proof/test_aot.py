@@ -63,7 +63,7 @@ def test_the_safe_default_is_safe_where_there_is_no_table(tmp_path):
 
 
 def test_at_most_about_two_hundred_configurations_are_shipped():
-    """They are each table row of each arch, and each set of sizes that a rule gives."""
+    """Configurations are each table row of each arch, and each set of sizes that a rule gives."""
     done = compiling("-c", COUNT)
     configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))

@@ -308,7 +308,7 @@ def test_best_follows_the_held_out_loss(fit):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
-    """They are in a row of the table that no token uses, so neither loss nor gradient shows it."""
+    """No token uses their row of the table, so neither loss nor gradient shows them."""
     trainer = Trainer(parse(tiny("--model.no-tied --eval-every 0")))
     table = dict(trainer.engine.model.named_parameters())["wte.weight"]
     with torch.no_grad():

@@ -119,7 +119,7 @@ def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, m
 
 
 def test_peak_is_what_the_machine_does(tmp_path, one_thread):
-    """It is within a factor of 3 of a product timed by hand: not FLOPs for MACs or n^2 for n^3."""
+    """The peak is within a factor of 3 of a product timed by hand: not FLOPs for MACs."""
     peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
     a, b = torch.randn(2, 768, 768)
     times = []

@@ -44,7 +44,7 @@ def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
 
 @torch.no_grad()
 def test_greedy_is_the_argmax_over_the_last_context_tokens():
-    """It holds beyond the context, too; a longer prompt is cropped for the model, but kept."""
+    """A prompt longer than the context is cropped for the model, but kept in the text."""
     model = sharp_model(context=8)
     for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
         expected = greedy(model, prompt, 12)

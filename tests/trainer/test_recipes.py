@@ -91,7 +91,7 @@ def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
 
 
 def test_bigram_starts_at_the_published_loss(corpus):
-    """It is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off."""
+    """The loss is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off."""
     assert loss_over(build(recipe("lecture-bigram")), corpus) == pytest.approx(4.67, abs=0.15)
 
 

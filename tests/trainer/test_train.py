@@ -56,7 +56,7 @@ def test_bf16_rounds_and_stays_close(fit, tmp_path):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
-    """Only the order of sums differs: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
+    """The order of sums alone differs: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
     whole, split = (
         fit(f"--optim.kind {kind} --train.micro-batch {size} --run-dir {tmp_path / str(size)}")
         for size in (8, 3)  # 3 does not divide 8: 2 is taken
