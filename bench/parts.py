@@ -144,7 +144,6 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
     parameter. The other parts have no such limit.
 
     Args:
-        config: the network.
         tokens: number of tokens in a step.
         size: bytes of an activation.
         roof: rates, `matmul` and `copy`.

@@ -147,7 +147,7 @@ def nanogpt_step(
     model = module.GPT(
         module.GPTConfig(
             block_size=sizes.context,
-            # nanoGPT pads GPT-2's vocabulary by default, but no other
+            # nanoGPT pads only GPT-2's vocabulary by default
             vocab_size=50_304 if sizes.vocab_size == 50_257 else sizes.vocab_size,
             n_layer=sizes.num_layers,
             n_head=sizes.num_heads,

@@ -125,7 +125,6 @@ def measure(
     """Times the `top` best of the ranking and the shipped candidate; the others get infinite time.
 
     Args:
-        arch: arch of the device.
         found: ranked candidates, see `bench.tune.search.search`; sets `measured` of each, or adds
             a problem to one with wrong results.
         now: the shipped settings.

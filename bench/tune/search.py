@@ -183,7 +183,6 @@ def search(
     """Returns every candidate, the shipped one included: the right ones first, fastest first.
 
     Args:
-        arch: arch to compile for.
         now: the shipped settings.
         jobs: compilations at a time.
         stages: see `candidates`.

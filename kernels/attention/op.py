@@ -37,8 +37,6 @@ def attention_mask(
     The last query is aligned with the last key: distance = i + Tk - Tq - j, query i and key j.
 
     Args:
-        Tq: number of queries.
-        Tk: number of keys.
         causal: keep distance >= 0.
         window: keep 0 <= distance < window (implies causal).
         doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq

@@ -4,7 +4,7 @@ Shapes
     M = rows, F = features of the output.  x, dx: (M, F), for swiglu (M, 2F) with the gate first
     bias: (F,) or (2F,)   y, dy: (M, F)
     P = programs of the backward that share a block of columns; partials of dbias: (P, F) or (P, 2F)
-The derivatives are in docs/kernels.md.
+The derivatives are in docs/kernels/bias_act.md.
 
 A pointer that is None is a constant to the compiler. M is never specialised and no pointer depends
 on it: no recompile when it changes.

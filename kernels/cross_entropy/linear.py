@@ -6,7 +6,7 @@ Shapes
     overwrites them.
 Source
     Loss without the logits of all tokens: Wijmans et al. 2024, arXiv:2411.09009, who compute them
-    once more in the backward. Traffic, and what did not help: docs/kernels.md.
+    once more in the backward. Traffic: docs/kernels/linear_cross_entropy.md.
 
 For a loss that is one number the gradients are known up to a factor, so the forward computes them
 while it has the logits: three matrix products for each chunk instead of four; the backward

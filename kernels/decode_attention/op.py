@@ -7,7 +7,7 @@ Shapes
     block_table: (B, max_pages)   lengths: (B,)   out: (B, Tq, H, D)
 Source
     As for `kernels.attention`; pages: Kwon et al. 2023, arXiv:2309.06180.  Splits of the keys and
-    traffic: docs/kernels.md.
+    traffic: docs/kernels/decode_attention.md.
 
 The new tokens are already in the cache. On CUDA, and on CPU tensors in Triton's interpreter, the
 kernels of `kernels.decode_attention.device` run; elsewhere the plain form does. There is no

@@ -19,7 +19,6 @@ def dropout_keep(
     """Draws which elements are kept, from PyTorch's default generator of `device`.
 
     Args:
-        shape: shape of the mask.
         p: probability of dropping an element, in [0, 1).
 
     Returns:

@@ -5,7 +5,7 @@ Shapes
     q: (B, T, H, D)   k: (B, T, K, D)   cos, sin: (T, D/2) fp32, a row for each position
 Math
     (a, b) -> (a cos - b sin, a sin + b cos); pair i is (i, i + D/2).
-    The gradient is rotated back by the same angle. Traffic: docs/kernels.md.
+    The gradient is rotated back by the same angle. Traffic: docs/kernels/rotary.md.
 Source
     Su et al. 2021, arXiv:2104.09864, eq. 34.
 
