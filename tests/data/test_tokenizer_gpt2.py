@@ -69,7 +69,7 @@ def test_hard_texts_have_gpt2s_ids_and_round_trip(gpt2, theirs):
 
 
 def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
-    """Code points stand beside letters, digits, spaces and themselves: classes split differently."""
+    """Code points are put beside letters, digits, spaces and themselves: classes split apart."""
     points = [*range(0x3000), *range(0x3000, 0x30000, 13), *range(0x30000, 0x110000, 997)]
     chars = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     assert len({unicodedata.category(char) for char in chars}) == 29  # all but surrogates
