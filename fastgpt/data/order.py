@@ -26,7 +26,7 @@ from fastgpt.errors import UserError, counted, unknown_name
 SAMPLINGS = ("epoch", "random-windows")
 ALIGNMENTS = ("none", "bos", "document")
 SKIP_ONE_IN = 4
-"""One in this many windows of `bos` is followed by a skipped document, on average."""
+"""Mean number of `bos` windows between two documents that are skipped."""
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples modulo 2^64 are spread evenly (Weyl's theorem)."""
 
