@@ -40,7 +40,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # which would take every name for one of them
+if not TYPE_CHECKING:  # a type checker would then accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens so far, so that a new token alone is computed.
+"""Key/value cache of text generation, so that each step computes the new tokens only.
 
 Shapes
     B rows, T new tokens, Tmax positions, K key/value heads, D head dim
@@ -11,17 +11,18 @@ from fastgpt.config import ModelConfig
 
 
 class Cache:
-    """Key/value cache: what `GPT.forward` keeps of earlier tokens, in evaluation.
+    """Key/value cache of earlier tokens, which `GPT.forward` fills and reads in evaluation.
 
-    Rows may be of different lengths. Prompts of different lengths are padded on the right, which
-    nothing before sees, and `lengths` is set to their own afterwards: what is beyond is written
-    over by the tokens that follow.
+    Rows may have different lengths: prompts are padded on the right, and `lengths` is set to their
+    true lengths after the first forward pass. The causal mask hides the padding from earlier
+    tokens, and later tokens overwrite it.
 
     Args:
-        config: of the model.
         rows: B.
-        size: Tmax, at most the context; no row can hold more tokens.
-        device: of the model.
+        size: Tmax, the most tokens that a row can hold; at most the context.
+
+    Raises:
+        ValueError: `size` is not between 1 and the context.
     """
 
     def __init__(
@@ -34,22 +35,22 @@ class Cache:
         self.rows = torch.arange(rows, device=device)[:, None]
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.used = 0
-        """No row holds more: what the host knows of the lengths."""
+        """Upper bound of `lengths`, known without a host sync."""
         self.fresh = True
-        """True while there was nothing before the new tokens, which then see each other alone."""
+        """True if the new tokens are the first ones, which attend only to each other."""
         self.positions = self.lengths[:, None]
-        """(B, T), where the new tokens stand."""
+        """(B, T), position of each new token."""
         self.starts: Tensor | None = None
-        """(B, T), the first position that each of them sees; None: position 0."""
+        """(B, T), first position that each new token attends to; None: position 0."""
         self.layers = [LayerCache(self) for _ in range(config.num_layers)]
-        # where the document at each position begins; all 0 until an end-of-text token is met
+        # start of the document at each position; all 0 until the first end-of-text token
         self.documents = torch.zeros(rows, size, dtype=torch.int64, device=device)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Makes room for `tokens` (B, T); their positions (B, T).
+        """Reserves room for `tokens` (B, T), and returns their positions (B, T).
 
         Raises:
-            ValueError: there is less room than that.
+            ValueError: the cache has less room left.
         """
         T = tokens.shape[1]
         if self.used + T > self.size:
@@ -70,23 +71,23 @@ class Cache:
 
 
 class LayerCache:
-    """One layer's part of a `Cache`."""
+    """Keys and values of one layer in a `Cache`."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.keys_values: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> None:
-        """Keeps k and v (B, T, K, D) of the new tokens."""
+        """Stores the keys and values (B, T, K, D) of the new tokens."""
         cache = self.cache
-        if self.keys_values is None:  # not before: autocast decides on the dtype
+        if self.keys_values is None:  # allocated here, because autocast decides the dtype
             shape = (len(k), cache.size, *k.shape[2:])
             self.keys_values = k.new_zeros(shape), v.new_zeros(shape)
         for kept, new in zip(self.keys_values, (k, v)):
             kept[cache.rows, cache.positions] = new
 
     def used(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far: views (B, up to Tmax, K, D)."""
+        """Returns the keys and values of all tokens so far, as views (B, up to Tmax, K, D)."""
         assert self.keys_values is not None
         keys, values = self.keys_values
         return keys[:, : self.cache.used], values[:, : self.cache.used]

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked when read, and enough to go on bit for bit.
+"""Checkpoints: written atomically, verified when loaded, and resumed bit for bit.
 
 A checkpoint is a folder `step_00000500`:
     model.safetensors   the weights under GPT-2's names, without the vocabulary's padding
@@ -54,10 +54,10 @@ def save(
     save_tokenizer: Callable[[Path], None],
     keep: int,
 ) -> Path:
-    """Writes the checkpoint `folder/step_N` and removes all but the last `keep`.
+    """Writes the checkpoint `folder/step_N` and removes all but the newest `keep`.
 
     Raises:
-        UserError: the disk is full or cannot be written; nothing half-written stays.
+        UserError: the disk is full or cannot be written; no partial checkpoint is left.
     """
     final = step_path(folder, step)
     temporary = folder / f".writing_{step:08d}"
@@ -70,9 +70,9 @@ def save(
             {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
             temporary / "model.safetensors",
         )
-        with (temporary / "state.pt").open("wb") as file:  # by its path, errors lose their reason
+        with (temporary / "state.pt").open("wb") as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        # safetensors' files are for their owner alone, whatever the umask
+        # safetensors creates files with mode 0600, whatever the umask
         shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
         (temporary / "config.json").write_text(config_json)
         save_tokenizer(temporary / "tokenizer.json")
@@ -99,32 +99,32 @@ def save(
 
 def _cannot_save(folder: Path, step: int, error: Exception) -> str:
     if is_disk_full(error):
-        return f"no space left on the disk of {folder}: the checkpoint of step {step} is not saved"
+        return f"no space left on the disk of {folder}: the checkpoint of step {step} was not saved"
     return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; interrupted, it leaves nothing partial under the checkpoint's name."""
+    """Removes a checkpoint, renamed first: an interruption leaves no partial one of its name."""
     if path.exists():
         hidden = path.with_name(f".removing_{path.name}")
-        shutil.rmtree(hidden, ignore_errors=True)  # of an earlier one that was cut short
+        shutil.rmtree(hidden, ignore_errors=True)  # left by an interrupted removal
         path.rename(hidden)
         shutil.rmtree(hidden)
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """The path of the checkpoint of `step`, whether it is there or not."""
+    """Returns the path of the checkpoint of `step`, which need not exist."""
     return folder / f"step_{step:08d}"
 
 
 def last_good(run_dir: Path) -> str:
-    """A clause for error messages that names the newest checkpoint of a run."""
+    """Returns a clause for error messages that names the newest checkpoint of a run."""
     saved = steps_on_disk(run_dir / "checkpoints")
     return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Makes `best`, beside `checkpoint`, a copy of it: of hard links, where the disk has those.
+    """Copies `checkpoint` to the folder `best` beside it, with hard links if the disk has them.
 
     Raises:
         UserError: the disk is full or cannot be written.
@@ -145,7 +145,7 @@ def _link(source: str, target: str) -> None:
 
 
 def kept_steps(folder: Path) -> set[int]:
-    """The steps of the checkpoints in `folder`, including `best`."""
+    """Returns the steps of the checkpoints in `folder`, including `best`."""
     found = set()
     for path in (*steps_on_disk(folder), folder / "best"):
         with suppress(UserError):
@@ -154,12 +154,12 @@ def kept_steps(folder: Path) -> set[int]:
 
 
 def steps_on_disk(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
+    """Lists the paths of the checkpoints in `folder`, oldest first."""
     return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
 
 
 def _step(path: Path) -> float:
-    """The step that a checkpoint's name or record gives; infinity if the record is unreadable."""
+    """Returns the step in a checkpoint's name or record; infinity if the record is unreadable."""
     try:
         return read_record(path)["step"] if path.name == "best" else int(path.name[len("step_") :])
     except UserError:
@@ -167,7 +167,7 @@ def _step(path: Path) -> float:
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint and verifies it.
+    """Loads a checkpoint and verifies its checksums.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format.
@@ -199,9 +199,9 @@ def read_record(path: Path) -> dict[str, Any]:
             isinstance(record["step"], int) and set(record["sha256"]) == set(FILES)
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no checkpoint: its checkpoint.json cannot be read") from error
+        raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
     if not whole:
-        raise UserError(f"{path} is no checkpoint: its checkpoint.json is damaged")
+        raise UserError(f"{path} is not a checkpoint: its checkpoint.json is damaged")
     if version != FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
@@ -210,14 +210,13 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def find(resume: str) -> tuple[Checkpoint, list[str]]:
-    """Loads a checkpoint, and lists what is wrong with newer ones that had to be skipped.
+    """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
     Args:
-        resume: path of a checkpoint, which must be good, or of a run, whose newest good one is
-            taken.
+        resume: path of a checkpoint, or of a run, whose newest valid checkpoint is loaded.
 
     Raises:
-        UserError: there is no good checkpoint.
+        UserError: there is no valid checkpoint.
     """
     path, complaints = Path(resume), []
     if (path / "checkpoint.json").exists():
@@ -228,12 +227,12 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
         except UserError as error:
             complaints.append(str(error))
     if complaints:
-        raise UserError("; ".join([f"no checkpoint of {path} can be used", *complaints]))
+        raise UserError("; ".join([f"{path} has no valid checkpoint", *complaints]))
     raise UserError(f"{path} {'has no checkpoint yet' if path.exists() else 'does not exist'}")
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Renames later checkpoints: a run resumed at `step` must not mix with them."""
+    """Renames checkpoints later than `step` to `abandoned_*`: a resumed run writes its own."""
     for path in (*steps_on_disk(folder), folder / "best"):
         if path.exists() and _step(path) > step:
             aside = path.with_name(f"abandoned_{path.name}")

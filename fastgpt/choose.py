@@ -1,4 +1,4 @@
-"""Choice of kernels for `auto` on CUDA: ours where a trial on this GPU found them right and faster.
+"""Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
 PyTorch's, forward and backward, at the run's own sizes. The result is cached by GPU, versions,
@@ -32,11 +32,11 @@ from fastgpt.trials import TRIALS, Sizes, Trial
 ROOT = Path(__file__).parents[1]
 KERNELS = Path(runtime.__file__).parent
 BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
-"""Names in the kernels' folder that play no part in a run."""
+"""Names in the kernels' folder that do not affect a run."""
 TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
-"""Largest number of tokens in a check, whose reference keeps all attention scores."""
+"""Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.choose"]
 
 Timer = Callable[[Callable[[], object]], float]
@@ -49,7 +49,7 @@ Verdict = dict[str, Any]
 
 
 def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
-    """Checks and times one op, and chooses our implementation if it is right and fast enough."""
+    """Checks and times one op, and chooses our implementation if it is correct and fast enough."""
     wrong = []
     length = min(sizes.model.context, CHECKED)
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
@@ -57,7 +57,7 @@ def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     times: dict[str, float] = {}
     if not wrong:
         for name in (trial.plain, trial.ours):
-            with suppress(torch.OutOfMemoryError):  # then it has no time, and is not taken
+            with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
                 times[name] = 1e3 * _seconds(trial, name, sizes, on, timer)
     mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
     fast = mine < float("inf") and mine <= trial.worth * theirs
@@ -74,7 +74,7 @@ def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
     wide = torch.float64 if dtype is torch.float32 else torch.float32
 
     def draw(_: int, y: Tensor) -> Tensor:
-        # the same for all three, whatever their dtypes
+        # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
     got, torchs, truth = (
@@ -126,10 +126,8 @@ def choose(
     """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
 
     Args:
-        config: implementations that the user asked for.
-        sizes: sizes of the run.
-        on: device; on `cpu` there are no trials.
-        warn: called with each error that a trial found.
+        on: device type; on `cpu` there are no trials.
+        warn: called with one line for each error that a trial found.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
@@ -163,7 +161,7 @@ def _remembered_or_tried(
         with suppress(OSError):  # a cache that cannot be written costs the trial next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
-        for name, reason in reasons.items():  # not remembered: next time it may have an answer
+        for name, reason in reasons.items():  # not cached: the next run tries again
             plain = TRIALS[name](sizes, "cpu", torch.float32).plain
             verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
     return {name: verdicts[name] for name in asked}
@@ -225,7 +223,7 @@ def _child(
         reason = f"the trials did not end within {TIMEOUT:.0f} s"
     verdicts: dict[str, Verdict] = {}
     for line in said.splitlines():
-        with suppress(ValueError, TypeError):  # what a library prints
+        with suppress(ValueError, TypeError):  # a line that a library printed
             verdicts.update(json.loads(line))
     return {name: verdicts[name] for name in asked if name in verdicts}, reason
 

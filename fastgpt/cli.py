@@ -24,10 +24,10 @@ FIRST = (
     "train.batch_tokens", "train.micro_batch", "optim.lr", "train.device", "seed", "run_dir",
     "resume",
 )  # fmt: skip
-"""Flags of the short help."""
+"""Flags that --help shows."""
 DAY_S = 86_400
 SLOWEST = 1e10
-"""FLOP/s that any CPU reaches: a run of less than a day at this rate needs no measurement."""
+"""Speed in FLOP/s that any CPU reaches: a run of less than a day at it needs no measurement."""
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         with shown_in_one_line():
             config = parse(sys.argv[1:])
             check_duration(config)
-            from fastgpt.trainer import Trainer  # after --help and wrong flags had their answer
+            from fastgpt.trainer import Trainer  # slow to import: not for --help or wrong flags
 
             Trainer(config).fit()
     finally:
@@ -44,9 +44,9 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Settings of a run: the recipe's (a saved run's, with --resume), changed by the flags given.
+    """Returns the settings of a run: the recipe's (with --resume the saved run's) and the flags.
 
-    Prints what --help, --help-all, --list-recipes or --version asks for, and exits.
+    With --help, --help-all, --list-recipes or --version it prints the answer and exits.
 
     Raises:
         UserError: unknown recipe or flag, or an impossible value.
@@ -68,19 +68,19 @@ def parse(argv: Sequence[str]) -> Config:
     run, source = found
     saved = saved_config(run)
     if named and saved.recipe != recipe:
-        raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, got {recipe!r}")
+        raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, not {recipe!r}")
     config = _flags(saved, [*asked, *given], f"the run {run}")
     return replace(config, run_dir=config.run_dir or run, resume=str(source))
 
 
 def check_duration(config: Config) -> None:
-    """Refuses to start a run that takes more than a day on a CPU, even at the measured peak.
+    """Raises `UserError` for a run that takes over a day on a CPU, even at the measured peak.
 
-    It lets runs with --force pass, resumed ones, and those whose length is given in epochs, because
-    the data is not open yet.
+    Runs with --force and resumed runs pass, and so do those whose length is given in epochs,
+    because the data is not open yet.
 
     Raises:
-        UserError: the run takes too long; the message has the estimate and what to pass.
+        UserError: the run takes too long; the message gives the estimate and the alternatives.
     """
     on = device.pick_device(config.train.device)
     resumed, main_rank = config.resume not in (None, "auto"), os.environ.get("RANK", "0") == "0"
@@ -100,7 +100,7 @@ def check_duration(config: Config) -> None:
         raise UserError(
             f"{config.recipe} would take at least {duration(seconds)} on this CPU"
             f" ({flops:.2g} FLOPs at {peak / 1e12:.2f} TFLOP/s): use a GPU, a smaller"
-            f" recipe such as baby, --steps {most} or fewer, or --force to train nevertheless"
+            f" recipe such as baby, --steps {most} or fewer, or --force to train anyway"
         )
 
 
@@ -111,7 +111,7 @@ def _unknown_recipe(given: str) -> UserError:
 
 
 def _resume_flags(given: list[str]) -> tuple[str | None, Path | None]:
-    """--resume and --run-dir, which decide the default values of all other flags."""
+    """Parses --resume and --run-dir, which decide the defaults of all other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?")
     parser.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
@@ -123,7 +123,7 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
     start = command("python train.py")
     for before, name in zip(["", *given], given):
         if name in RECIPES and not (before.startswith("--") and "=" not in before):
-            raise UserError(f"recipe {name!r} comes first: {start} {name} --flag value ...")
+            raise UserError(f"recipe {name!r} must come first: {start} {name} --flag value ...")
     config = flags.parse(
         Config,
         given,
@@ -132,14 +132,14 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         usage="[RECIPE] [--FLAG VALUE ...]",
         default=default,
         about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby. "
-        f"Values [in brackets] are those of {of}.",
-        more=f"Recipes: {', '.join(RECIPES)}. --list-recipes tells what each is. {flags.MORE}",
+        f"Defaults [in brackets] are those of {of}.",
+        more=f"Recipes: {', '.join(RECIPES)}. --list-recipes describes them. {flags.MORE}",
     )
     return _one_length(config, given)
 
 
 def _one_length(config: Config, argv: list[str]) -> Config:
-    """`config` without the recipe's epochs where --steps replaces them."""
+    """Drops the recipe's epochs where --steps or --eval-every replaces them."""
     given = {flag.split("=")[0].replace("_", "-") for flag in argv}
     for steps, epochs in (("steps", "epochs"), ("eval_every", "eval_epochs")):
         names = (f"--{steps.replace('_', '-')}", f"--{epochs.replace('_', '-')}")

@@ -1,7 +1,7 @@
 """Settings of a run, as frozen dataclasses that are checked when they are built.
 
 Each field is a flag: `--model.num-layers 4` sets `Config.model.num_layers`. The text below a field
-is the flag's help; its first sentence must stand alone, because the short help shows no more.
+is the flag's help; its first sentence must stand alone, because --help shows only that.
 """
 
 import dataclasses
@@ -37,29 +37,29 @@ def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Network: its size and its parts."""
+    """Model: its size and architecture."""
 
     architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
-    """Network to build: a GPT, or one of the lecture's steps towards it. The steps have no
-    normalisation layers (see fastgpt/lecture.py)."""
+    """Model to build: a GPT, or one of the lecture's simpler models, which have no normalisation
+    layers (see fastgpt/lecture.py)."""
     num_layers: int = 12
     """Number of transformer blocks."""
     num_heads: int = 12
     """Number of attention heads; it must divide model.dim."""
     num_kv_heads: int | None = None
     """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
-    fewer is grouped-query attention."""
+    fewer give grouped-query attention."""
     dim: int = 768
     """Width of the model, a multiple of model.num-heads."""
     ffn_dim: int | None = None
-    """Width of the feed-forward layers. By default 4 x model.dim, with SwiGLU 8/3 x model.dim
+    """Width of the feed-forward layers. By default 4 x model.dim; with SwiGLU 8/3 x model.dim
     rounded up to a multiple of 64."""
     context: int = 1024
     """Longest sequence, in tokens."""
     vocab_size: int | None = None
-    """Number of tokens in the vocabulary; None: as many as the tokenizer has."""
+    """Number of tokens in the vocabulary; by default the tokenizer's."""
     vocab_multiple: int = 64
-    """Multiple to which the vocabulary is padded, for speed; only the model sees the padding."""
+    """Multiple to which the vocabulary is padded, for speed; padding tokens are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer. Its epsilon is 1e-5 for LayerNorm, 1e-6 for RMSNorm."""
     norm_position: Literal["pre", "post"] = "pre"
@@ -68,9 +68,9 @@ class ModelConfig:
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     qkv_bias: bool | None = None
-    """Bias in the query, key and value projections; None: as model.bias."""
+    """Bias in the query, key and value projections; by default as model.bias."""
     projection_bias: bool | None = None
-    """Bias in the output projection of attention; None: as model.bias."""
+    """Bias in the output projection of attention; by default as model.bias."""
     head_bias: bool = False
     """Bias in the output head; it needs --model.no-tied."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
@@ -85,13 +85,13 @@ class ModelConfig:
     qk_norm: bool = False
     """RMS normalisation of queries and keys in each head, without weights."""
     tied: bool = True
-    """One weight matrix for the token embedding and the output head."""
+    """Shared weight matrix for the token embedding and the output head."""
     softcap: float | None = None
-    """Bound of the logits, which tanh squashes into (-softcap, softcap). By default they have
+    """Bound of the logits, which tanh squashes into (-softcap, softcap). By default there is
     none."""
     window: int | None = None
-    """Attention window: each token attends to this many last tokens. By default to all before
-    it."""
+    """Sliding attention window, in tokens: each token attends to itself and the tokens just before
+    it, this many in all. By default to all before it."""
     document_mask: bool = False
     """Mask that keeps attention within a document; the tokenizer needs an end-of-text token."""
     eot_id: tyro.conf.Suppress[int | None] = None
@@ -102,16 +102,16 @@ class ModelConfig:
     projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
     PyTorch's default."""
     dropout: float = 0.0
-    """Dropout probability, for each of the four places below that sets none of its own."""
+    """Dropout probability; the default of the four dropout probabilities below."""
     embedding_dropout: float | None = None
-    """Dropout probability after the sum of token and position embeddings; None: as
+    """Dropout probability after the sum of token and position embeddings; by default
     model.dropout."""
     attention_dropout: float | None = None
-    """Dropout probability of the attention weights; None: as model.dropout."""
+    """Dropout probability of the attention weights; by default model.dropout."""
     residual_dropout: float | None = None
-    """Dropout probability after attention's output projection; None: as model.dropout."""
+    """Dropout probability after attention's output projection; by default model.dropout."""
     feed_forward_dropout: float | None = None
-    """Dropout probability after the feed-forward layers; None: as model.dropout."""
+    """Dropout probability after the feed-forward layers; by default model.dropout."""
 
     def __post_init__(self) -> None:
         layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
@@ -131,13 +131,13 @@ class ModelConfig:
             )
         if self.position == "rotary" and self.head_dim % 2:
             raise UserError(
-                f"model.dim / model.num_heads is {self.head_dim}: rotary positions need it even"
+                f"model.dim / model.num_heads is {self.head_dim}: rotary needs an even number"
             )
         if self.position == "sinusoidal" and self.dim % 2:
-            raise UserError(f"model.dim is {self.dim}: expected an even number for sinusoidal")
+            raise UserError(f"model.dim is {self.dim}: sinusoidal needs an even number")
         if self.head_bias and self.tied:
             raise UserError(
-                "model.head_bias: a head tied to the embedding has none: --model.no-tied"
+                "model.head_bias: a head tied to the embedding has no bias: pass --model.no-tied"
             )
 
     @property
@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor that attention scores are multiplied by."""
+        """Factor of the attention scores."""
         return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
 
     @property
@@ -167,45 +167,44 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def bias_at(self, place: str) -> bool:
-        """Whether a projection of attention, `qkv` or `projection`, has a bias."""
+        """Returns True if the attention projection `place`, `qkv` or `projection`, has a bias."""
         own = getattr(self, f"{place}_bias")
         return self.bias if own is None else own
 
     def dropout_at(self, place: str) -> float:
-        """Dropout probability at `place`: embedding, attention, residual or feed_forward."""
+        """Returns the dropout probability of embedding, attention, residual or feed_forward."""
         own = getattr(self, f"{place}_dropout")
         return self.dropout if own is None else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Data: what is trained on, and in which order."""
+    """Data: text, tokenizer, sampling and evaluation."""
 
     source: str = "builtin"
     """Text to train on: a name, file or folder. The names are builtin (the source code of this
-    Python's standard library), shakespeare, and those that fastgpt.prepare takes. Prepared data is
-    a folder of token shards, ours or llm.c's; prepared:NAME is $FASTGPT_DATA/NAME; prepared is
-    $FASTGPT_DATA/gpt2, or builtin where that is missing. A=0.7,B=0.3 mixes sources by these
-    weights."""
+    Python's standard library), shakespeare, and those of fastgpt.prepare. A folder may also hold
+    token shards, ours or llm.c's; prepared:NAME is the folder $FASTGPT_DATA/NAME; prepared is
+    $FASTGPT_DATA/gpt2, or builtin if that is missing. A=0.7,B=0.3 mixes sources by weight."""
     tokenizer: str = "auto"
-    """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` takes what suits
-    the source."""
+    """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` uses the one
+    saved with the data, else chars for shakespeare, bytes for other text and gpt2 for the rest."""
     encoding: str = "utf-8"
     """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: float = 0.1
     """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
     share of a data set's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"
-    """Order of the samples: each one once an epoch, shuffled, or drawn at random with
-    replacement."""
+    """Sampling of the training data. epoch: each sample once per epoch, shuffled; random-windows:
+    windows drawn at random with replacement."""
     align: Literal["none", "bos", "document"] = "none"
-    """Shape of a sample. none: a window that begins anywhere; bos: one that begins with a document;
-    document: a single document, cut or padded to the context, the padding not scored."""
+    """Alignment of samples to documents. none: windows that begin anywhere; bos: windows that begin
+    with a document; document: single documents, cut or padded to the context (padding does not
+    count in the loss)."""
     eval_tokens: int = 131_072
-    """Number of held-out tokens that an evaluation scores, the same ones each time; 0: all of
-    them."""
+    """Number of validation tokens in an evaluation, the same ones each time; 0: all of them."""
     final_eval_tokens: int = 0
-    """Number of held-out tokens that the evaluation after the last step scores; 0: all of them."""
+    """Number of validation tokens in the evaluation after the last step; 0: all of them."""
     eval_batches: int = 0
     """Number of random batches from each split to evaluate on, new ones each time; 0: use
     data.eval-tokens instead."""
@@ -215,7 +214,7 @@ class DataConfig:
         check(self, NOT_NEGATIVE, "data.eval_tokens", "data.final_eval_tokens", "data.eval_batches")
         if self.eval_batches and self.align == "document":
             raise UserError(
-                f"data.eval_batches is {self.eval_batches}: random windows do not keep to documents"
+                f"data.eval_batches is {self.eval_batches}: random windows ignore documents"
                 " (data.align document): expected 0"
             )
 
@@ -228,8 +227,7 @@ class OptimConfig:
     """Optimizer: AdamW for all weights, or Muon for the blocks' matrices and AdamW for the
     others."""
     lr: float = 6e-4
-    """Peak learning rate of AdamW. With Muon it is that of all weights which Muon does not
-    train."""
+    """Peak learning rate of AdamW. With Muon it applies to the weights that AdamW still trains."""
     muon_lr: float = 0.02
     """Peak learning rate of Muon. For each matrix it is scaled by sqrt(max(1, rows / columns))."""
     muon_momentum: float = 0.95
@@ -241,18 +239,18 @@ class OptimConfig:
     eps: float = 1e-8
     """Epsilon of AdamW, added to the denominator."""
     weight_decay: float = 0.1
-    """Weight decay (decoupled), of matrices and embeddings only."""
+    """Decoupled weight decay, of matrices and embeddings only."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient, above which it is scaled down; 0: no clipping."""
+    """Gradient norm above which the gradient is clipped; 0: no clipping."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warmup. `wsd` keeps the peak and falls linearly at the
+    """Learning rate schedule after the warmup. `wsd` keeps the peak and decays linearly at the
     end."""
     warmup_steps: int = 0
     """Number of steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.1
-    """Last learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
+    """Final learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
     decay_fraction: float = 0.2
-    """Fraction of all steps in which `wsd` falls, above 0 and at most 1."""
+    """Fraction of all steps in which `wsd` decays, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "optim.lr", "optim.muon_lr", "optim.eps", "optim.decay_fraction")
@@ -263,22 +261,22 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Training step: batches, device and number format; checkpoints and samples."""
+    """Training: batch, device, precision, loss, checkpoints and samples."""
 
     batch_tokens: int = 524_288
     """Batch size of one optimizer step, in tokens. It counts all ranks and micro-batches, and is a
     multiple of model.context."""
     micro_batch: int = 64
-    """Largest micro-batch of a rank, in sequences. A larger batch is reached by gradient
-    accumulation; smaller micro-batches need less memory."""
+    """Largest micro-batch of a rank, in sequences. Larger batches use gradient accumulation;
+    smaller micro-batches need less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on: cuda, cpu, or auto to choose. `auto` takes CUDA where torch sees it."""
+    """Device to train on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of autocast. `auto` takes bf16 where the hardware multiplies it, else fp32."""
+    """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32."""
     tf32: bool = False
-    """TF32 rounding of fp32 matrix products on CUDA."""
+    """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether torch.compile builds the model and the loss; `auto` means on CUDA."""
+    """Compilation of the model and the loss with torch.compile. `auto` compiles on CUDA."""
     label_smoothing: float = 0.0
     """Label smoothing: the share of each target's probability that is spread evenly over the
     vocabulary, between 0 and 1. It applies to the training loss only."""
@@ -286,12 +284,12 @@ class TrainConfig:
     """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, which is added to the training
     loss only."""
     keep_checkpoints: int = 3
-    """Number of last checkpoints that stay on disk; the best one stays, too."""
+    """Number of newest checkpoints to keep; the best one is kept as well."""
     sample_tokens: int = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
     sample_prompt: str | None = None
-    """Text that the samples continue. By default it is the recipe's own on the recipe's data (of
-    baby `def `, else a line feed), and on other data the first words held out."""
+    """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
+    baby, else a newline), and on other data the first words of the validation text."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
@@ -303,37 +301,37 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpsConfig:
-    """Implementation of each op. `auto` takes the fastest one that is right on the device."""
+    """Implementation of each op. `auto` uses the fastest one that is correct on the device."""
 
     attention: Literal["auto", "torch", "sdpa", "blocked", "triton", "flash_attn"] = "auto"
-    """Implementation of attention. torch: the plain reference; sdpa: PyTorch's fused one; blocked:
-    ours for CPUs; triton: our kernels, on CUDA; flash_attn: that package's, on CUDA in bf16 or
-    fp16."""
+    """Implementation of attention. torch: the plain reference; sdpa: PyTorch's fused attention;
+    blocked: ours, for CPUs; triton: our kernels, on CUDA; flash_attn: the package flash-attn, on
+    CUDA in bf16 or fp16."""
     norm: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of LayerNorm and RMSNorm with the residual sum before them. triton: our
     kernels, on CUDA."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
-    """Implementation of the output head and its cross-entropy. chunked: the logits of a part of the
-    tokens at a time, which saves memory; on CUDA by our kernels."""
+    """Implementation of the output head and its cross-entropy. chunked: computes the logits of a
+    part of the tokens at a time, which saves memory; on CUDA with our kernels."""
     rotary: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of rotary positions. triton: our kernel, on CUDA."""
     activation: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of the feed-forward layers' bias and activation. triton: our kernels, on
     CUDA."""
     decode: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of attention over the cache when text is generated. `auto` takes PyTorch's;
+    """Implementation of attention over the key/value cache in generation. `auto` uses PyTorch's;
     triton: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
-    """Implementation of dropout. lanes: four 16-bit random numbers from each 64-bit one, for
+    """Implementation of dropout. lanes: takes four 16-bit random numbers from each 64-bit one, for
     CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Run: its length, its folder, and how often it logs, evaluates and saves."""
+    """Run: length, folder, and intervals of logs, evaluations and checkpoints."""
 
     recipe: tyro.conf.Suppress[str] = "gpt2-124m"
-    """Recipe that the values come from before any flag."""
+    """Recipe that gives the defaults of the flags."""
     steps: int = 19_073
     """Number of optimizer steps."""
     epochs: float | None = None
@@ -345,17 +343,17 @@ class Config:
     run_dir: Path | None = None
     """Folder of the run; by default runs/<recipe>-<date>."""
     log_every: int = 10
-    """Number of steps between two log lines (each one waits for the device)."""
+    """Number of steps between two log lines (each one syncs with the device)."""
     eval_every: int = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step."""
     save_every: int = 0
-    """Number of steps between two checkpoints, besides those saved before each evaluation; 0: only
-    those."""
+    """Number of steps between two checkpoints, in addition to the one before each evaluation; 0:
+    only those."""
     resume: str | None = None
-    """Run to resume: its folder, a checkpoint, or auto. `auto` takes --run-dir or the newest run of
-    the recipe, and starts a new one where there is none."""
+    """Run to resume: its folder, a checkpoint, or auto. `auto` uses --run-dir or the newest run of
+    the recipe, and starts a new run if there is none."""
     force: bool = False
-    """Train even where it is estimated to take more than a day on a CPU."""
+    """Train even if it is estimated to take more than a day on a CPU."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -374,8 +372,8 @@ class Config:
             )
         if self.ops.attention == "flash_attn" and self.model.document_mask:
             raise UserError(
-                "ops.attention is flash_attn, which keeps no documents apart: expected sdpa or "
-                "triton, or no model.document_mask"
+                "ops.attention is flash_attn, which does not support model.document_mask: "
+                "expected sdpa or triton"
             )
 
     @property
@@ -385,7 +383,7 @@ class Config:
 
 
 def to_json(config: Config) -> str:
-    """Settings as JSON, without `resume`, `run_dir` and `force`, which belong to one command."""
+    """Writes settings as JSON, without `resume`, `run_dir` and `force` (of one command only)."""
     values = dataclasses.asdict(config)
     del values["resume"], values["run_dir"], values["force"]
     return json.dumps(values, indent=1)

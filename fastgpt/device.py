@@ -1,4 +1,4 @@
-"""The machine: its device, its fast number formats, its compiler, and how fast it multiplies."""
+"""Device, precision and compiler of this machine, and its peak speed in matrix products."""
 
 import ctypes
 import importlib.util
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device(asked: str, flag: str = "--train.device") -> str:
-    """`cpu` or `cuda`; asking (by `flag`) for CUDA where none is visible is a `UserError`."""
+    """Returns `cpu` or `cuda`; raises `UserError` if `flag` asks for CUDA and there is none."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
@@ -31,11 +31,11 @@ def pick_device(asked: str, flag: str = "--train.device") -> str:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc's allocator to keep what tensors free, for the next step to use again.
+    """Tells glibc's allocator to keep freed memory, so that the next step can reuse it.
 
-    By default it hands large blocks back to the system, which gives them out again page by page and
-    zeroed: 549 ms a step of 6 layers of 384 (B=16, T=256, bf16, two AVX-512 cores) against 463 ms.
-    The process then keeps its peak memory. Where there is another allocator nothing happens.
+    By default it returns large blocks to the system, and getting them back costs page faults and
+    zeroing: a step of 6 layers of 384 (B=16, T=256, bf16, two AVX-512 cores) took 549 ms instead of
+    463 ms. The process then keeps its peak memory. With other allocators this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
 
 
 def device_name(device: str) -> str:
-    """The device's name, with the number of threads on a CPU."""
+    """Returns the device's name, with the number of threads on a CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -59,11 +59,11 @@ def device_name(device: str) -> str:
             if line.startswith("model name")
         ]
         model = names[0] if names else model
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def has_fast_bf16(device: str) -> bool:
-    """True if the hardware multiplies bf16 itself (on CPUs: AVX-512 BF16 or AMX)."""
+    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -71,7 +71,7 @@ def has_fast_bf16(device: str) -> bool:
 
 
 def pick_precision(asked: str, device: str) -> str:
-    """`fp32`, `bf16` or `fp16`."""
+    """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for fp16 on a CPU."""
     if asked == "auto":
         return "bf16" if has_fast_bf16(device) else "fp32"
     if asked == "fp16" and device == "cpu":
@@ -80,19 +80,19 @@ def pick_precision(asked: str, device: str) -> str:
 
 
 def autocast(device: str, precision: str) -> AbstractContextManager:
-    """Matrix products in `precision`, weights and sums in fp32."""
+    """Returns an autocast context: matrix products in `precision`, weights and sums in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device, dtype=DTYPES[precision])
 
 
 def has_compiler() -> bool:
-    """True if torch.compile finds a C++ compiler."""
+    """Returns True if torch.compile finds a C++ compiler."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
 
 
 def pick_compile(asked: str, device: str) -> tuple[bool, str]:
-    """Decides whether to compile; the line says why where that is not what was asked for."""
+    """Returns whether to use torch.compile, and a warning if it cannot be used as asked."""
     if asked == "off" or (asked == "auto" and device == "cpu"):
         return False, ""
     if not has_compiler():
@@ -103,14 +103,14 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """`peak_memory_gib`: the most that tensors took on this rank's GPU so far; nothing on a CPU."""
+    """Returns `peak_memory_gib`, the peak memory of tensors on this rank's GPU; empty on a CPU."""
     if device == "cpu":
         return {}
     return {"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
 
 
 def shares(device: str, ranks: int) -> float:
-    """The peak of `ranks` processes over that of one: a GPU each, or the cores they share."""
+    """Returns the peak of `ranks` processes relative to one: a GPU each, or shared CPU cores."""
     if device == "cuda":
         return float(ranks)
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
@@ -121,18 +121,16 @@ def peak_flops(
 ) -> tuple[float, float]:
     """Measures the FLOP/s of a large square matrix product, the peak that MFU is relative to.
 
-    Other programs only ever make it slower, so the fastest of all measurements is remembered.
+    Other programs only make it slower, so the fastest of all measurements is cached.
 
     Args:
-        device: `cpu` or `cuda`.
-        precision: `fp32`, `bf16` or `fp16`.
-        cache: folder of the file that remembers it, by device, threads, precision and torch
+        cache: folder of the cache file, whose keys are device, threads, precision and torch
             version.
         seconds: duration of the first measurement; later ones take a quarter of it.
 
     Returns:
-        tuple[float, float]: the peak, and the share of its threads' time that this process was
-        given while measuring, well below 1 where other programs use the cores. It is 1 on CUDA.
+        tuple[float, float]: the peak, and the share of CPU time that this process's threads got
+        while measuring: well below 1 if other programs use the cores, always 1 on CUDA.
     """
     rounded = torch.get_float32_matmul_precision()  # TF32 or not
     key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
@@ -157,7 +155,7 @@ def _remembered(path: Path) -> dict[str, float]:
 
 
 def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Measures `peak_flops` without the cache."""
+    """Measures what `peak_flops` returns, without the cache."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 
@@ -168,7 +166,7 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[floa
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    product_seconds()  # the first call sets the libraries up, which can take longer than all others
+    product_seconds()  # the first call initializes libraries, which can take longer than the rest
     start, used = time.perf_counter(), time.process_time()
     best = product_seconds()
     while time.perf_counter() - start < seconds:

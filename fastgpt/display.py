@@ -24,15 +24,15 @@ from rich.text import Text
 QUIET_S = 3
 """Seconds of preparing text before a bar is shown."""
 ENOUGH = 0.001
-"""Share of a text after which the time for the rest is estimated."""
+"""Fraction of a text that must be read before the time left is estimated."""
 LINE_S = 10
 """Seconds between two lines of progress where there is no terminal to draw a bar on."""
 BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
-"""Width of the bar by the least width of the terminal; narrower terminals have no bar."""
+"""Width of the bar, by minimum width of the terminal; narrower terminals have no bar."""
 
 
 def command(uninstalled: str) -> str:
-    """The console command that was typed, such as `fastgpt-train`; `uninstalled` if none was."""
+    """Returns the console command that was typed (`fastgpt-train`), else `uninstalled`."""
     typed = Path(sys.argv[0])
     if not typed.name.startswith("fastgpt-"):
         return uninstalled
@@ -44,18 +44,18 @@ class Display:
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample must not end a run
+            sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
         self.said_at, self.figures = time.monotonic(), ""
 
     def mute(self) -> None:
-        """Shows nothing from now on, as every rank but the main one."""
+        """Turns all output off; used on every rank but the main one."""
         self.console.quiet, self.live = True, False
 
     def header(self, facts: dict[str, str]) -> None:
-        """Prints names and values, one a line."""
+        """Prints names and values, one per line."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             if self.live:
@@ -87,7 +87,7 @@ class Display:
             self.bar = Progress(*columns, console=self.console)
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
-            # the rest is for the figures of a step; the time left takes up to 7 columns
+            # the remaining columns show the figures of a step; the time left takes up to 7
             self.room = self.console.width - width - len(f"step {steps}/{steps}") - 7 - 3
 
     def step(self, record: dict[str, Any], steps: int) -> None:
@@ -113,10 +113,10 @@ class Display:
         self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
 
     def doing(self, what: str = "") -> None:
-        """Shows what is being done beside training, in a log file at most every 10 s.
+        """Shows an activity other than training; in a log file at most every 10 s.
 
         Args:
-            what: such as `saving`; nothing: the bar shows the figures of the last step again.
+            what: such as `saving`; if empty, the bar shows the figures of the last step again.
         """
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], description=what or self.figures)
@@ -162,13 +162,13 @@ class PrepareProgress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this was made."""
+        """Seconds since preparation began."""
         return time.monotonic() - self.began
 
     def __call__(self, tokens: int, share: float) -> None:
-        """Args: tokens so far, and the share of the text that is behind."""
+        """Reports the number of tokens so far, and the share of the text that has been read."""
         if self.first is None:
-            self.first = (share, tokens, self.seconds)  # a preparation may go on in the middle
+            self.first = (share, tokens, self.seconds)  # not 0 for a resumed preparation
         fresh, seconds = share - self.first[0], max(self.seconds - self.first[2], 1e-9)
         text = f"{tokens:,} tokens, {short((tokens - self.first[1]) / seconds)} tokens/s"
         if self.live and self.seconds >= QUIET_S:
@@ -182,7 +182,7 @@ class PrepareProgress:
 
 
 def printable(text: str) -> str:
-    """`text` without the control characters that a terminal would obey."""
+    """Replaces the control characters that a terminal would act on."""
     kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return "".join(kept)
 

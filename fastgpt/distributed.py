@@ -1,4 +1,4 @@
-"""Ranks: processes started by torchrun, or one alone. All collectives but DDP's are here."""
+"""Ranks, the processes started by torchrun, and all collective operations except DDP's."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgpt.errors import OtherRankError, UserError
+from fastgpt.errors import OtherRankError, UserError, counted
 
 T = TypeVar("T")
 
@@ -33,20 +33,20 @@ class World:
         return self.rank == 0
 
     def average(self, x: Tensor) -> Tensor:
-        """Mean over ranks of `x` (any shape, floating), on its device, without waiting for it."""
+        """Returns the mean of `x` (any shape, floating) over ranks, without a host sync."""
         if self.size > 1:
             x = x / self.size
             dist.all_reduce(x)
         return x
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over ranks of `x` (any shape), in place."""
+        """Sums `x` (any shape) over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def from_main(self, value: Any, group: Any = None) -> Any:
-        """Gives every rank the main rank's `value`."""
+        """Broadcasts the main rank's `value` to every rank."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=group)
@@ -57,11 +57,11 @@ class World:
         self.sum(torch.zeros(())).item()
 
     def on_main(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """Calls `work` on the main rank, and gives its result to or raises its `UserError` on all.
+        """Calls `work` on the main rank; every rank returns its result or raises its `UserError`.
 
-        The others wait, without end if `patient`.
+        The other ranks wait: up to the backend's timeout, or up to 30 days if `patient`.
         """
-        # the usual time-out is half an hour; the group is made while all ranks are here
+        # the default timeout is half an hour; the group is made while all ranks are here
         long = patient and self.size > 1
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if long else None
         value, problem = None, None
@@ -84,7 +84,7 @@ def start(device_type: str) -> World:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
         raise UserError(
-            f"RANK is set, but {', '.join(missing)} not: expected all that torchrun sets, or none"
+            f"RANK is set, but not {', '.join(missing)}: expected all that torchrun sets, or none"
         )
     world = World(
         rank=int(os.environ["RANK"]),
@@ -95,8 +95,8 @@ def start(device_type: str) -> World:
         if world.local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"{os.environ['LOCAL_WORLD_SIZE']} processes were started on a machine with "
-                f"{torch.cuda.device_count()} CUDA devices: pass torchrun --nproc_per_node="
-                f"{torch.cuda.device_count()}"
+                f"{counted(torch.cuda.device_count(), 'CUDA device')}: "
+                f"pass torchrun --nproc_per_node={torch.cuda.device_count()}"
             )
         torch.cuda.set_device(world.local_rank)
     if not dist.is_initialized():
@@ -111,17 +111,13 @@ def stop() -> None:
 
 
 class Stopped(Exception):  # noqa: N818
-    """A signal asked the run to stop: raised by all ranks at the same place."""
+    """Raised by all ranks at the same place after a signal asked the run to stop."""
 
 
 class StopSignal:
-    """Takes SIGINT (Ctrl-C) or SIGTERM as a request to stop; a second one ends the process.
+    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process."""
 
-    Args:
-        say: prints a line; may be replaced.
-    """
-
-    # both end the process, though a shell has SIGINT ignored by what its script runs with `&`
+    # both end the process, although a shell script ignores SIGINT in its `&` commands
     DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # noqa: RUF012
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -139,7 +135,7 @@ class StopSignal:
             )
 
     def restore(self) -> None:
-        """Gives the signals back to the handlers that they had before."""
+        """Restores the signal handlers that were set before."""
         self._set(self._before)
 
     def _set(self, handlers: Mapping[signal.Signals, Any]) -> None:
@@ -150,13 +146,12 @@ class StopSignal:
         """Raises `Stopped` if any rank was asked to stop.
 
         Args:
-            world: the ranks.
-            ranks_meet: what comes next needs every rank, so all of them must call this before. At
-                other places a rank that was asked to stop goes to the next such meeting at once.
+            ranks_meet: True before a collective operation, where every rank must call this. At
+                other places a rank that was asked to stop waits here for the next such call.
         """
         if (ranks_meet or self.received) and self.agreed(world):
             raise Stopped
 
     def agreed(self, world: World) -> bool:
-        """True if any rank was asked to stop; hosts ask each other, no device is waited for."""
+        """Returns True if any rank was asked to stop, by a CPU collective without a device sync."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))

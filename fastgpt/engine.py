@@ -1,7 +1,7 @@
-"""The training step over all ranks, with its device, data, model and optimizers.
+"""Training step over all ranks, with its device, data, model and optimizers.
 
-The step is forward only: batches come from the loader, losses and norms stay on the device, and
-nothing waits for it but `Engine.finite_loss`, once a log interval (with fp16, every step).
+A step does not wait for the device: losses and norms stay there, and only `Engine.finite_loss`
+syncs, once per log interval (with fp16, every step).
 """
 
 import inspect
@@ -24,7 +24,7 @@ from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batche
 from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import StopSignal
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token
@@ -34,18 +34,17 @@ from fastgpt.trials import Sizes
 
 
 def _say_nothing(_: str) -> None:
-    """Prints nothing, as every rank but the main one."""
+    """Prints nothing; used on every rank but the main one."""
 
 
 class Engine:
-    """Everything a training step needs on this rank, loaded from a checkpoint if one is resumed.
+    """Device, data, model and optimizers of one rank, loaded from a checkpoint to resume a run.
 
     Args:
-        config: from `fastgpt.cli.parse`.
-        warn: is told, in a line each, what a person should know.
+        warn: called with each warning, one line long.
 
     Raises:
-        UserError: for whatever in the config, the data or the checkpoint cannot work.
+        UserError: the config, the data and the checkpoint do not fit together.
     """
 
     def __init__(self, config: Config, warn: Callable[[str], None] = print) -> None:
@@ -84,12 +83,12 @@ class Engine:
                 data = open_data(config.data, source, report)
             data.orders(config.model.context, config.seed)
 
-        # downloaded, prepared and checked by one, and its documents found; read by all
+        # the main rank downloads, prepares and checks the data, then all ranks open it
         self.world.on_main(open_once, patient=True)
         data = open_data(config.data, source)
         if (main := self.world.from_main(data.identity)) != data.identity:
             raise UserError(
-                f"{data.name} has other tokens here ({data.identity[:12]}) than on the main rank"
+                f"{data.name} differs between this rank ({data.identity[:12]}) and the main rank"
                 f" ({main[:12]}): give every host the same prepared directory"
             )
         return data
@@ -112,7 +111,7 @@ class Engine:
         self.loss: Callable[..., Tensor] = self.model
         if self.compiled:
             torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets
-            # training and evaluation batches have one shape, so one graph each is all there ever is
+            # training and evaluation batches have one shape, so each compiles a single graph
             self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.replica = None
         if self.world.size > 1:
@@ -122,7 +121,7 @@ class Engine:
             )
 
     def _restore(self) -> dict[str, list[int]] | None:
-        """Loads the checkpoint that `config.resume` names, if any; gives the loader's state."""
+        """Loads the checkpoint that `config.resume` names, if any; returns the loader's state."""
         resume = self.config.resume
         if resume in (None, "auto") or run.begins_again(Path(resume)):  # `auto` that found no run
             return None
@@ -140,7 +139,7 @@ class Engine:
             if self.config.epochs is not None:
                 asked = f"--epochs {self.config.epochs} in steps"
             raise UserError(
-                f"{asked} is {self.config.steps}: {found.path} has taken {self.step} already"
+                f"{asked} is {self.config.steps}: {found.path} is already at step {self.step}"
             )
         if found.state["corpus"] != self.data.identity:
             self.warn(
@@ -162,22 +161,23 @@ class Engine:
         self.micro_batch = next(size for size in range(most, 0, -1) if share % size == 0)
         if 2 * self.micro_batch <= most:
             self.warn(
-                f"{share} sequences a rank divide into micro-batches of {self.micro_batch} at most "
-                f"(train.micro_batch is {config.train.micro_batch}): another batch would be faster"
+                f"{share} sequences per rank divide into micro-batches of {self.micro_batch} at "
+                f"most (train.micro_batch is {config.train.micro_batch}): another "
+                "train.batch_tokens would be faster"
             )
         least = config.model.context + 1 if config.data.eval_batches else 2
         for corpus in self.data.corpora:
             held = len(corpus.val)
             if held < least:
                 raise UserError(
-                    f"{corpus.name}: {held} token{'s' * (held > 1)} held out, expected at least"
-                    f" {least}: give more text or a larger --data.val-fraction"
+                    f"{corpus.name}: {counted(held, 'token')} held out, expected at least {least}:"
+                    " use more text or a larger --data.val-fraction"
                 )
         for corpus, covered in zip(self.data.corpora, self.coverage):
             if covered < 0.5:
                 self.warn(
-                    f"{corpus.name}: an epoch of data.align {config.data.align} has"
-                    f" {covered:.0%} of its tokens as targets: its documents are long for a"
+                    f"{corpus.name}: with data.align {config.data.align} an epoch trains on"
+                    f" {covered:.0%} of its tokens, because its documents are long for a"
                     f" context of {config.model.context}"
                 )
         self.loader = Loader(
@@ -201,32 +201,32 @@ class Engine:
             Stopped: `stop` was received between two micro-steps; the step is not taken.
         """
         seed = _dropout_seed(self.config.seed, self.step, self.world.rank)
-        # torch.manual_seed formats a stack trace for each GPU backend that is not there, which is a
-        # good part of the smallest steps
+        # torch.manual_seed formats a stack trace for each missing GPU backend, which takes a good
+        # part of the smallest steps
         (torch.default_generator if self.device == "cpu" else torch).manual_seed(seed)
         self.optimizers.zero_grad()
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)
         for micro_step in range(micro_steps):
-            # Not synced before the last micro-step. DDP decides in its forward, so the forward is
-            # inside: around the backward alone, gradients would silently go unsynced.
+            # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
+            # is inside no_sync: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
-            # A step's first forward may hold a collective of DDP's own: no rank leaves before that.
+            # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
                 stop.check(self.world, ranks_meet=last)
             x, y = self.loader.next()
             quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
             with quiet:
                 with self.autocast():
-                    # of a mean over the global batch's targets, which samples that were filled up
-                    # share unevenly
+                    # weights the micro-batches by their targets, of which padded samples have
+                    # fewer: the sum is the mean over the global batch's targets
                     part = self.loader.share / micro_steps
                     loss = (self.replica or self.loss)(x, y) * part
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
-        # on the device: which step was the first with a gradient that is not finite, and which one
+        # kept on the device: the first step with a gradient that is not finite, and its norms
         fine = self.first_norms.isfinite().all()
         self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
         self.first_step = torch.where(fine, self.step + 1, self.first_step)
@@ -235,7 +235,7 @@ class Engine:
         self.step += 1
 
     def autocast(self) -> AbstractContextManager:
-        """The autocast context of every forward pass."""
+        """Returns the autocast context of every forward pass."""
         return device.autocast(self.device, self.precision)
 
     def evaluate(
@@ -245,13 +245,13 @@ class Engine:
         stop: StopSignal | None = None,
         report: Callable[[str], None] = _say_nothing,
     ) -> list[tuple[float, int]]:
-        """Mean loss in nats, and the number of targets scored, for each corpus.
+        """Computes the mean loss in nats for each corpus, and the number of targets scored.
 
         Args:
-            split: `val`, or with `data.eval_batches`, which then sets how much is scored, `train`.
-            max_tokens: about how many targets of fixed windows are scored; 0: all.
-            stop: looked at before each batch.
-            report: is told before each batch how far the evaluation is.
+            split: `val`; or `train` if `data.eval_batches` is set, which replaces `max_tokens`.
+            max_tokens: approximate number of targets to score in fixed windows; 0: all.
+            stop: checked before each batch.
+            report: called before each batch with the progress.
 
         Raises:
             Stopped: `stop` was received.
@@ -295,13 +295,13 @@ class Engine:
         )
 
     def epochs(self) -> list[float]:
-        """Number of times that the steps taken have read each corpus."""
+        """Returns the number of epochs read so far of each corpus."""
         state = self.loader.state()
         places = zip(state["epoch"], state["index"], self.epoch_sizes)
         return [epoch + index / size for epoch, index, size in places]
 
     def state(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps beside the weights."""
+        """Returns the state that a checkpoint stores besides the weights."""
         return {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
@@ -313,12 +313,12 @@ class Engine:
     # --- is everything finite? --------------------------------------------------------------------
 
     def finite_loss(self) -> tuple[float, float]:
-        """Loss and gradient norm of the last step, waiting for the device.
+        """Returns the loss and the gradient norm of the last step; syncs with the device.
 
-        With fp16 the norm may be infinite: that step was skipped, and the scale is lower now.
+        With fp16 the norm may be infinite: that step was skipped, and the loss scale was lowered.
 
         Raises:
-            UserError: one of them is not finite; the step and the tensor where it began are named.
+            UserError: one of them is not finite; the message names the first such step and tensor.
         """
         loss, norm = torch.stack((self.train_loss, self.grad_norm)).tolist()
         scaler = self.optimizers.scaler
@@ -334,7 +334,7 @@ class Engine:
         )
 
     def check_weights(self) -> None:
-        """Raises `UserError` with the first weight that is not finite, if there is one."""
+        """Raises `UserError` that names the first weight that is not finite, if there is one."""
         finite = torch.stack([weight.isfinite().all() for weight in self.optimizers.parameters])
         if not finite.all():
             names = [name for name, _ in self.model.named_parameters()]
@@ -343,7 +343,7 @@ class Engine:
 
 
 def _without_buffer_sync() -> dict[str, Any]:
-    """DDP's argument against syncing buffers in each forward, which newer versions renamed."""
+    """Returns DDP's option to not sync buffers, which newer versions of PyTorch renamed."""
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
@@ -352,12 +352,12 @@ def _without_buffer_sync() -> dict[str, Any]:
 def _reported(
     batches: EvalBatches, report: Callable[[str], None]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches; each is reported before it is handed out."""
+    """Yields the batches, and reports each before it is used."""
     for number, batch in enumerate(batches, start=1):
         report(f"evaluating {number}/{len(batches)}")
         yield batch
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Random seed for dropout in one step: nothing has to be saved for a resumed run to repeat."""
+    """Returns the random seed of one step's dropout, so that no generator state has to be saved."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

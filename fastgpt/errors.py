@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 NO_SPACE = os.strerror(errno.ENOSPC)
-"""The system's text for a full disk, the only part of its error that safetensors keeps."""
+"""The system's message for a full disk, the only part of that error that safetensors keeps."""
 
 
 class UserError(Exception):
@@ -25,7 +25,7 @@ class OtherRankError(UserError):
 
 
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
-    """The error for a name that is not one of `known`; it lists them and suggests the nearest."""
+    """Returns the error for a name not in `known`, which lists them and suggests the nearest."""
     known = tuple(known)
     nearest = difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -34,7 +34,7 @@ def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") ->
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, which gets an s unless there is one: `1 file`, `1,200 files`."""
+    """Writes a number with its noun, in the plural unless it is 1: `1 file`, `1,200 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -59,7 +59,7 @@ def _tell_torchrun(line: str) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True if `error`, or one that led to it, says that the disk (or the quota on it) is full."""
+    """Returns True if `error`, or a cause of it, says that the disk or its quota is full."""
     return any(
         getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_SPACE in str(e)
         for e in _chain(error)
@@ -67,13 +67,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """The operating system's message if an `OSError` led to `error`, else its own first line."""
+    """Returns the system's message if an `OSError` caused `error`, else its own first line."""
     system = (e.strerror for e in _chain(error) if isinstance(e, OSError) and e.strerror)
     return next(system, str(error).split("\n")[0])
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and the errors that led to it: PyTorch wraps an OSError in its own RuntimeError."""
+    """Yields `error` and its causes: PyTorch wraps an OSError in a RuntimeError."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -83,9 +83,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def shown_in_one_line() -> Iterator[None]:
     """Turns a `UserError` or `OSError` into one line on stderr and exit status 1.
 
-    Every other error is a bug, and passes.
+    Other errors are bugs and keep their traceback.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell has it for `&`
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell script for `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -102,6 +102,6 @@ def shown_in_one_line() -> Iterator[None]:
 
 
 def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Runs a command with the process's arguments; what it returns is the exit status."""
+    """Runs a command with the process's arguments, and exits with the status that it returns."""
     with shown_in_one_line():
         sys.exit(main(sys.argv[1:]))

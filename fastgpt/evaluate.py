@@ -26,18 +26,17 @@ def mean_loss(
     autocast: AbstractContextManager,
     stop: StopSignal | None = None,
 ) -> tuple[float, int]:
-    """Mean loss in nats over the targets of all ranks' batches, and the number of targets.
+    """Computes the mean loss in nats over the targets of all ranks, and counts the targets.
 
     Args:
         model: (tokens, targets) -> mean loss, in evaluation mode.
-        batches: this rank's; each has the shape of training's, so that nothing recompiles.
-        world: the ranks.
-        device: of the model.
-        autocast: entered around each forward.
-        stop: looked at before each batch.
+        batches: this rank's (tokens, targets), with the shape of training batches, so that nothing
+            recompiles.
+        autocast: context of each forward pass.
+        stop: checked before each batch.
 
     Raises:
-        Stopped: by all ranks, if one was asked to stop before its batches were through.
+        Stopped: on all ranks, if one was asked to stop before its last batch.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for x, y in batches:
@@ -55,14 +54,14 @@ def mean_loss(
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
-    """Encodes a prompt as token ids, (T,) int64; an empty one begins a document.
+    """Encodes a prompt as token ids, (T,) int64; an empty one becomes the end-of-text token.
 
     Raises:
-        UserError: the prompt is empty, or has a character that the tokenizer does not know.
+        UserError: the prompt is empty and there is no such token, or it has an unknown character.
     """
     ids = tokenizer.encode(prompt)
     if not len(ids) and tokenizer.eot_id is not None:
-        ids = np.array([tokenizer.eot_id])  # what a document begins with
+        ids = np.array([tokenizer.eot_id])  # each document begins with it
     if not len(ids):
         raise UserError("the prompt is empty: expected at least one token to continue")
     return torch.from_numpy(ids.astype(np.int64))
@@ -83,19 +82,15 @@ def sample_text(
 ) -> list[str]:
     """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
-    A text ends before the end-of-text token that follows its prompt, if one was sampled.
+    A text ends before the first end-of-text token that was sampled.
 
     Args:
         model: in evaluation mode.
-        tokenizer: the model's.
-        prompts: (T,) int64 each, of any lengths from 1 on.
-        max_new_tokens: in each.
-        temperature: divides the logits; 0 takes the likeliest token.
-        seed: random seed for sampling.
-        top_k: sample from this many likeliest tokens only.
-        top_p: sample from the likeliest tokens that together reach this probability only.
-        count: texts of each prompt; the first prompt's come first.
-        device: of the model.
+        prompts: each (T,) int64, T >= 1; lengths may differ.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from; None: all.
+        top_p: probability that the likeliest tokens to sample from reach together; None: 1.
+        count: number of texts per prompt; the first prompt's texts come first.
     """
     prompts = [prompt for prompt in prompts for _ in range(count)]
     lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -1,4 +1,4 @@
-"""A walk through attention in numbers: `python -m fastgpt.explain attention`.
+"""Explains attention with small examples in numbers: `python -m fastgpt.explain attention`.
 
 Each part prints small tensors, then lines that begin with `->` and say what they show. The numbers
 in those lines are computed on the spot.
@@ -26,14 +26,14 @@ T, D = 6, 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explain:
-    """Explains the parts of a model by small examples in numbers."""
+    """Explains the parts of a model with small examples in numbers."""
 
     topic: Annotated[Literal["attention"], tyro.conf.Positional] = "attention"
     """Topic to explain."""
     png: Path = Path("attention.png")
     """File to draw the attention maps into, as a PNG."""
     seed: int = 0
-    """Random seed for the example tensors; the statements hold for any."""
+    """Random seed for the examples; the statements hold for every seed."""
 
     def __post_init__(self) -> None:
         check(self, INT64, "--seed")
@@ -54,12 +54,12 @@ def show(name: str, tensor: Tensor) -> None:
 
 
 def say(text: str) -> None:
-    """Prints what is to be seen in the numbers above."""
+    """Prints a statement about the numbers above."""
     print(f"-> {text}")
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference of two tensors."""
+    """Returns the largest absolute difference of two tensors."""
     return (a - b).abs().max().item()
 
 
@@ -79,7 +79,7 @@ def running_averages() -> None:
     show("softmax @ x", softmax @ x)
     difference = max(apart(looped, weights @ x), apart(looped, softmax @ x))
     say(f"the three averages differ by at most {difference:.1e}: they are one computation")
-    say("attention is the third form, with scores from the data in the place of the zeros")
+    say("attention is the third form, with scores from the data in place of the zeros")
 
 
 def one_head() -> None:
@@ -94,7 +94,7 @@ def one_head() -> None:
     show("the first columns of out", out[:, :4])
     fused = attention(*(t[None, :, None] for t in (q, k, v)))[0, :, 0]
     say(f"every row of weights sums to 1, to {apart(weights.sum(1), torch.ones(T)):.1e}")
-    say(f"the first token sees itself alone: its weights are {_row(weights[0])}")
+    say(f"the first token attends only to itself: its weights are {_row(weights[0])}")
     say(f"kernels.attention gives the same out, to {apart(out, fused):.1e}")
 
 
@@ -115,7 +115,7 @@ def maps() -> dict[str, Tensor]:
     cases = {"causal": (x, True), "unmasked": (x, False), "cross": (other, False)}
     found = {}
     for name, (source, causal) in cases.items():
-        # values that are unit vectors bring the weights themselves
+        # with unit vectors as values, the output is the weights
         found[name] = attend(x, source, causal, v=torch.eye(len(source), D))[:, : len(source)]
         show(f"{name} weights", found[name])
     for name in ("causal", "unmasked"):
@@ -153,7 +153,7 @@ def saturation() -> None:
     show("softmax of 64 x scores", extreme)
     say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}, {extreme.max():.4f}")
     slopes = "{:.5f} to {:.5f}, {:.5f}".format(*map(_slope, (even, sharp, extreme)))
-    say(f"its gradient, w (1 - w) by the score that the softmax is given, goes from {slopes}")
+    say(f"its gradient with respect to its own score, w (1 - w), goes from {slopes}")
 
 
 def _slope(weights: Tensor) -> float:
@@ -172,14 +172,14 @@ def layer_norm() -> None:
     for name, tensor in (("rows", x), ("biased", biased), ("unbiased", unbiased)):
         show(name, tensor)
     show("nn.LayerNorm", library)
-    say(f"nn.LayerNorm is the one with the biased variance: apart by {apart(library, biased):.1e}")
+    say(f"nn.LayerNorm uses the biased variance: the difference is {apart(library, biased):.1e}")
     ratio = (unbiased / biased).mean().item()
-    say(f"the unbiased one is apart by {apart(library, unbiased):.5f}")
-    say(f"it is {ratio:.5f} of the other: the root of {n - 1} / {n}")
+    say(f"with the unbiased variance the difference is {apart(library, unbiased):.5f}")
+    say(f"unbiased / biased is {ratio:.5f}, the square root of {n - 1} / {n}")
 
 
 def untrained_bigram() -> None:
-    title("7. A bigram that has learnt nothing")
+    title("7. An untrained bigram model")
     V = 65
     config = ModelConfig(architecture="bigram", vocab_size=V, activation="relu", init="torch")
     model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
@@ -188,7 +188,7 @@ def untrained_bigram() -> None:
         loss = model(tokens, targets).item()
     show("ln V", torch.tensor([math.log(V)]))
     show("loss on random tokens", torch.tensor([loss]))
-    say(f"it is {loss - math.log(V):.4f} above ln V, near 1/2, which logits of variance 1 cost")
+    say(f"it is {loss - math.log(V):.4f} above ln V: about 1/2, the cost of logits of variance 1")
 
 
 def draw(weights: dict[str, Tensor], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Command lines: tyro parses the flags, behind a short --help and near names for unknown flags.
+"""Command-line parsing with tyro, a short --help, and suggestions for unknown flags.
 
 A command is a dataclass. Its field names are the flags, and the text below a field is its help.
 """
@@ -25,15 +25,15 @@ from fastgpt.errors import UserError
 T = TypeVar("T")
 WIDTH = 80
 NO_BREAK = "\N{NO-BREAK SPACE}"
-"""Space at which a line is not wrapped, so that no default stands alone on a line."""
+"""Space at which lines are not wrapped, so that no default stands alone on a line."""
 ANSWERED = ("--help", "-h", "--help-all", "--version")
 """Flags that print something and exit."""
-MORE = "--help-all lists every flag, --version the version."
+MORE = "--help-all lists every flag; --version prints the version."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag of a command, as its dataclass describes it."""
+    """Flag of a command, described by a field of the command's dataclass."""
 
     path: str
     """Name of the field, such as `model.num_layers`."""
@@ -103,7 +103,7 @@ def parse(
         argv: the arguments, without the command's own name.
         prog: the command's name.
         first: fields that the short help shows, such as `model.num_layers`; by default all.
-        usage: what follows the command's name; by default the positional arguments and flags.
+        usage: the text after the command's name; by default the positional arguments and flags.
         default: the values of flags that are not given; by default the dataclass's.
         about: first paragraph of the help; by default the dataclass's docstring.
         more: last paragraph of the short help.
@@ -254,17 +254,17 @@ def _expected(flag: Flag) -> str:
 
 
 def unknown_flag(given: str, flags: Iterable[Flag]) -> UserError:
-    """Error for a flag that does not exist; it names those that may have been meant."""
+    """Returns the error for a flag that does not exist, with the flags that may be meant."""
     near = " or ".join(repr(name) for name in near_flags(given, flags))
     hint = f"did you mean {near}?" if near else "--help-all lists every flag"
     return UserError(f"unknown argument {given!r}; {hint}")
 
 
 def near_flags(given: str, flags: Iterable[Flag]) -> list[str]:
-    """Finds the flags that may have been meant by one that does not exist.
+    """Finds the flags that may be meant by one that does not exist.
 
-    They are those with the same last part (--lr: --optim.lr), else of similar spelling, else with
-    all its words in their help (--learning-rate), of which the two shortest are taken.
+    They are those with the same last part (--lr: --optim.lr), else those of similar spelling, else
+    the two with the shortest help that contains all its words (--learning-rate).
     """
     flags = list(flags)
     wanted = given.lstrip("-").replace("_", "-")

@@ -1,4 +1,4 @@
-"""Sampling: one token after another from the model's own distribution."""
+"""Text generation: samples one token after another from the model's distribution."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -24,27 +24,26 @@ def generate(
 ) -> Tensor:
     """Continues each row of `tokens`; the model sees the last `context` tokens.
 
-    As long as all of them fit into the context, each is computed once and its keys and values are
-    kept. Beyond it the window moves, and with it every token's position: nothing that was kept
-    would be right, so each step computes the whole window.
+    While all tokens fit into the context, each is computed once, with a key/value cache. Beyond it
+    the window slides and changes every token's position, which makes the cache invalid: each step
+    then computes the whole window.
 
     Args:
         model: in evaluation mode.
         tokens: (B, T) int64 prompts, T >= 1.
-        max_new_tokens: how many to add.
-        vocab_size: ids from here on are never drawn (the tokenizer has no text for them).
-        lengths: (B,) int64 on the CPU: how much of each row is prompt, 1 to T; what is beyond is
-            ignored. T by default.
-        stop_id: a row that has drawn it is over; when all are, no more is computed.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the smallest set of tokens whose probability reaches p only (Holtzman et
-            al. 2019).
-        generator: of random numbers, on the CPU.
+        vocab_size: ids from this one on are never sampled (the tokenizer has no text for them).
+        lengths: (B,) int64 on the CPU, length of each prompt, 1 to T; tokens beyond it are ignored.
+            None: T.
+        stop_id: token that ends a row; generation stops early when all rows have ended.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from; None: all.
+        top_p: sample from the smallest set of tokens that reaches this probability (Holtzman et al.
+            2019); None: 1.
+        generator: on the CPU.
 
     Returns:
-        Tensor: (B, T + max_new_tokens): of each row its prompt, what was drawn, and up to the end
-        `stop_id` (0 where there is none).
+        Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with `stop_id`
+        (0 if None).
     """
     B, T = tokens.shape
     context, device = model.config.context, tokens.device
@@ -82,7 +81,7 @@ def generate(
 
 
 def _of_window(model: GPT, tokens: Tensor, ends: Tensor) -> Tensor:
-    """Logits (B, V) of what follows the first ends (B,) of `tokens`, from the context alone."""
+    """Returns the logits (B, V) after the first `ends` (B,) tokens of each row, without a cache."""
     context = model.config.context
     first = (ends - context).clamp(min=0)
     window = first[:, None] + torch.arange(min(context, tokens.shape[1]), device=tokens.device)
@@ -91,15 +90,15 @@ def _of_window(model: GPT, tokens: Tensor, ends: Tensor) -> Tensor:
 
 
 def _top(logits: Tensor, k: int | None) -> Tensor:
-    """Logits (B, V) with all but the k largest of each row at -inf."""
+    """Sets all but the k largest of each row of logits (B, V) to -inf."""
     if k is None or k >= logits.shape[-1]:
         return logits
-    values, ids = logits.topk(k)  # of tied tokens k in all, which a threshold would not keep to
+    values, ids = logits.topk(k)  # exactly k even with ties, unlike a threshold
     return torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
 
 
 def _nucleus(logits: Tensor, p: float | None) -> Tensor:
-    """Logits (B, V) with all but the fewest likeliest that reach probability p at -inf."""
+    """Sets logits (B, V) outside the smallest set of tokens that reaches probability p to -inf."""
     if p is None or p >= 1:
         return logits
     ordered, order = logits.sort(descending=True)

@@ -1,4 +1,4 @@
-"""The check that this Python has torch. It must import nothing that may be missing."""
+"""Check that this Python has torch, which imports nothing that may be missing."""
 
 import os
 import shlex

@@ -1,14 +1,14 @@
-"""The steps from a bigram to a GPT, each made of the one before and of the GPT's own parts.
+"""Models of the lecture: the steps from a bigram to a GPT, built from the GPT's own parts.
 
 A   Bigram             row t of one V x V table holds the logits of what follows token t
 B   HeadsBlock         token and position embeddings, one attention head, a linear output
 C   HeadsBlock         several heads side by side
-D   FeedForwardBlock   then a layer that thinks about what the heads have brought
-E   ResidualBlock      both as additions to a residual stream, so that blocks can be stacked
+D   FeedForwardBlock   a feed-forward layer after the heads
+E   ResidualBlock      both with residual connections, so that blocks can be stacked
 F   model.Block        LayerNorm before each of them and at the end: from here on it is a GPT
 
 The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
-`-gpt` train them; what each reaches is in docs/reproduction.md.
+`-gpt` train them; docs/reproduction.md has the loss of each.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Bigram(GPT):
     """A GPT with no layers, no positions and no head: its embeddings are the logits."""
 
     def __init__(self, config: ModelConfig, ops: Ops, **options: float) -> None:
-        width = {"dim": config.vocab_size, "vocab_multiple": 1}  # looked up: padding gains nothing
+        width = {"dim": config.vocab_size, "vocab_multiple": 1}  # lookups gain nothing from padding
         bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
         bare = replace(bare, position="none", tied=True, head_bias=False)
         super().__init__(bare, ops, **options)
@@ -66,7 +66,7 @@ class FeedForwardBlock(HeadsBlock):
 
 
 class ResidualBlock(nn.Module):
-    """x + attention, then x + feed-forward: both now end in a projection, the second is wider."""
+    """Attention and feed-forward layers with residual connections, both ending in a projection."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ BLOCKS = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": Resi
 
 
 class Unnormalised(GPT):
-    """B to E: a GPT whose blocks are one of `BLOCKS`."""
+    """Steps B to E: a GPT without normalisation layers, whose blocks are one of `BLOCKS`."""
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         return BLOCKS[config.architecture](config, ops)
@@ -101,15 +101,15 @@ LACKS = {
     "feedforward": (*_NORMS, *_FEED_FORWARD),
     "residual": _NORMS,
 }
-"""Options that change nothing in a step."""
+"""Options that have no effect in each architecture."""
 _PLAIN = ModelConfig(activation="relu")
 
 
 def build_model(config: ModelConfig, ops: Ops, **options: float) -> GPT:
-    """The network that `config.architecture` names; the arguments are `GPT`'s.
+    """Builds the network that `config.architecture` names; the arguments are those of `GPT`.
 
     Raises:
-        UserError: an option is set of which this network has no part.
+        UserError: an option is set that has no effect in this network.
     """
     if config.architecture == "gpt":
         return GPT(config, ops, **options)
@@ -118,7 +118,7 @@ def build_model(config: ModelConfig, ops: Ops, **options: float) -> GPT:
         off = name.endswith("dropout") and given == 0
         if given != plain and not off:
             raise UserError(
-                f"model.{name} is {given}: it changes nothing in model.architecture"
+                f"model.{name} is {given}: it has no effect in model.architecture"
                 f" {config.architecture}, expected {plain}"
             )
     kind = Bigram if config.architecture == "bigram" else Unnormalised

@@ -17,10 +17,10 @@ MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 
 
 def flops_per_token(config: ModelConfig) -> float:
-    """FLOPs of forward and backward for one token: 6 N + 12 L H D * (mean keys a query sees).
+    """Computes the FLOPs of forward and backward per token: 6 N + 12 L H D * (mean keys per query).
 
-    N counts the weights of matrix products alone, the padded output head included: embeddings,
-    positions, norms and biases are not multiplied. A causal query sees (T + 1) / 2 keys on average,
+    N counts the weights of matrix products only, with the padded output head, but without
+    embeddings, positions, norms and biases. A causal query attends to (T + 1) / 2 keys on average,
     fewer with a window.
     """
     C, D, F, T = config.dim, config.head_dim, config.ffn_width, config.context
@@ -44,8 +44,8 @@ class MetricsLog:
     """Appends records to metrics.jsonl and TensorBoard events, and draws loss.png at the end.
 
     Args:
-        run_dir: directory of the run.
-        from_step: records of later steps are dropped: a resumed run writes them again.
+        from_step: step at which the run starts; later records in the file are dropped, because a
+            resumed run writes them again.
         title: title of loss.png.
     """
 
@@ -87,7 +87,7 @@ class MetricsLog:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    """Reads the records of a metrics.jsonl, without a last line that a crash cut short."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -128,7 +128,7 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Exponential moving averages over about a twentieth of the values, corrected at the start."""
+    """Computes bias-corrected exponential moving averages over about a twentieth of the values."""
     decay = 1 - 1 / max(4, len(values) / 20)
     total = weight = 0.0
     averages = []
@@ -139,8 +139,8 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def interesting_range(losses: list[float]) -> tuple[float, float]:
-    """Limits for a plot of losses in the order of training: the fall of the first tenth is cut off,
-    which would press all that follows into a line."""
+    """Returns the y-limits for a plot of losses in the order of training, without the steep fall of
+    the first tenth, so that the rest stays readable."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     later = finite[len(finite) // 10 :]
     if not later:
@@ -150,12 +150,12 @@ def interesting_range(losses: list[float]) -> tuple[float, float]:
 
 
 def _add_time_axis(axes: Any, training: list[dict[str, Any]]) -> None:
-    """Shows above the plot how long training took to come so far, evaluations not counted."""
+    """Adds an axis above the plot with the training time, without evaluations."""
     tokens = np.array([0, *(r["tokens"] for r in training)], dtype=float)
     seconds = np.cumsum(np.diff(tokens) / [r["tok_per_s"] for r in training], dtype=float)
     seconds = np.array([0, *seconds])
     if len(set(tokens)) < len(tokens) or not seconds[-1] > 0:
-        return  # a record of no tokens: there is no time for each place
+        return  # a record without new tokens: time is not a function of tokens
     above = axes.secondary_xaxis(
         "top",
         functions=(

@@ -1,7 +1,6 @@
-"""GPT-2, and what has been changed in it since, as options chosen when the model is built.
+"""GPT-2, with the changes that later GPTs made as options of `ModelConfig`.
 
-A model computes by `self.ops`, which holds the implementations chosen for it: `fastgpt.ops` says
-what each of them computes.
+A model calls the implementations in `self.ops`; `fastgpt.ops` defines what each of them computes.
 
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
@@ -26,7 +25,7 @@ from fastgpt.positions import POSITIONS, Rotary
 
 
 class Dropout(nn.Module):
-    """Dropout with probability p in training; nothing at all in evaluation or where p is 0."""
+    """Dropout with probability p in training; the identity in evaluation or if p is 0."""
 
     def __init__(self, p: float, ops: Ops) -> None:
         super().__init__()
@@ -37,7 +36,10 @@ class Dropout(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(norm(x + residual), x + residual); without a residual, x stands for the sum."""
+    """LayerNorm with the residual sum before it: returns (norm(x + residual), x + residual).
+
+    Without a residual, x stands for the sum.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         )
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k, rotated by the angles of T positions, or of B T where each row has its own."""
+        """Rotates q and k by the angles of T positions, or of B T if each row has its own."""
         if len(cos) == q.shape[1]:
             return self.ops.rotary(q, k, cos, sin)
         q_row, k_row = (t.flatten(0, 1)[None] for t in (q, k))  # all rows as a single long one
@@ -134,7 +136,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward: C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
+    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -153,11 +155,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each added to the residual stream.
+    """Transformer block: attention and feed-forward, each added to the residual stream.
 
-    Pre-norm is GPT-2's: `x` is the output of the last sub-layer, which has yet to join `residual`,
-    so that each sum and the normalisation after it are one op. Post-norm is the 2017 transformer's:
-    x = norm(x + attn(x)), then x = norm(x + mlp(x)), and nothing is left to join.
+    With pre-norm (GPT-2), `x` is the output of the last sub-layer, not yet added to `residual`, so
+    that each sum and the normalisation after it are one op. With post-norm (the transformer of
+    2017), x = norm(x + attn(x)), then x = norm(x + mlp(x)), and the residual returned is None.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -186,13 +188,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits or loss out; `fastgpt.lecture.build_model` makes one.
+    """GPT from tokens to logits, or with targets to the loss; see `fastgpt.lecture.build_model`.
 
     Args:
         config: `vocab_size` must be set.
         ops: from `fastgpt.ops.select`.
-        label_smoothing: of the loss in training; in evaluation it is the plain cross-entropy.
-        z_loss: likewise.
+        label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
+        z_loss: weight of the z-loss, used in training only.
     """
 
     def __init__(
@@ -217,11 +219,11 @@ class GPT(nn.Module):
         self.register_load_state_dict_pre_hook(_restore_padding)
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
-        """One of the layers."""
+        """Builds one layer."""
         return Block(config, ops)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
-        """The normalisation of the residual stream before the head."""
+        """Builds the normalisation before the head; None with post-norm."""
         return NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
 
     def _init_weights(self) -> None:
@@ -242,12 +244,12 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """Runs the network.
+        """Computes the logits, or with targets the mean loss.
 
         Args:
             tokens: (B, T) int64, T at most the context.
             targets: (B, T) int64, -100 where no loss is wanted.
-            cache: what came before the tokens, in evaluation; they are added to it.
+            cache: keys and values of earlier tokens, in evaluation; the new ones are added to it.
 
         Returns:
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
@@ -258,7 +260,7 @@ class GPT(nn.Module):
         cos_sin = None if self.rotary is None else self.rotary(positions)
         residual = doc_ids = None
         if self.config.document_mask:
-            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), as attention wants them
+            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layers[i]
             x, residual = block(x, residual, cos_sin, doc_ids, layer_cache)
@@ -267,7 +269,7 @@ class GPT(nn.Module):
         return self.head(x, targets)
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Logits or loss, as `forward`, from the normalised residual stream x (B, T, C)."""
+        """Computes logits or loss, as `forward`, from the normalised activations x (B, T, C)."""
         config = self.config
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         bias = None if self.lm_head is None else self.lm_head.bias
@@ -287,7 +289,7 @@ class GPT(nn.Module):
         )
 
     def num_params(self) -> int:
-        """Trained numbers; the padding of the vocabulary is left out."""
+        """Counts the parameters, without the padding of the vocabulary."""
         return sum(tensor.numel() for tensor in dict(self.state_dict()).values())
 
 

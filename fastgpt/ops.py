@@ -1,11 +1,11 @@
-"""The ops that a model runs: what each computes, who implements it, and the one place that chooses.
+"""Ops of a model: what each computes, its implementations, and the choice between them.
 
-A model says `self.ops.attention(...)`; the protocols below are what it may rely on. The tables map
-the names of `OpsConfig` to functions: `torch` is the plain form, `sdpa` PyTorch's fused attention,
-`flash_attn` the package's, `triton` our kernels, on CUDA (and on CPUs where Triton interprets them,
-for tests); `blocked` and `lanes` are for CPUs; `chunked` is for both, with our kernels on CUDA. A
-name that cannot run on the device is an error, never a silent fallback; `auto` is resolved once,
-when the model is built, and the choice is written to the run's manifest.
+A model calls `self.ops.attention(...)`; the protocols below define what it may rely on. The tables
+map the names of `OpsConfig` to functions: `torch` is the plain form, `sdpa` PyTorch's fused
+attention, `flash_attn` that of the package flash-attn, `triton` our kernels, on CUDA (and for tests
+on CPUs, in Triton's interpreter); `blocked` and `lanes` are for CPUs; `chunked` is for both, with
+our kernels on CUDA. A name that cannot run on the device is an error, never a silent fallback;
+`auto` is resolved once, when the model is built, and the choice is written to the run's manifest.
 
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
@@ -32,8 +32,8 @@ from fastgpt.kernels.runtime import runs_kernels
 class AttentionOp(Protocol):
     """Causal self-attention of q (B, T, H, D) over k and v (B, T, K, D): (B, T, H, D).
 
-    Scores are multiplied by `scale`; a query sees the last `window` keys, its own included (None:
-    all), of its own document. `doc_ids` (B, T) are equal within a document. The contract is
+    Scores are multiplied by `scale`; a query attends to the last `window` keys (None: all), its own
+    included, of its own document. `doc_ids` (B, T) are equal within a document. The reference is
     `kernels.attention_ref`.
     """
 
@@ -51,9 +51,9 @@ class AttentionOp(Protocol):
 
 
 class PackedAttentionOp(Protocol):
-    """`AttentionOp` of one projection (B, T, H + 2 K, D), which holds q, k and v of `heads` = H.
+    """`AttentionOp` on one packed projection (B, T, H + 2 K, D) of q, k and v; `heads` is H.
 
-    Its gradient is written into one buffer, where that of three slices needs a concatenation.
+    Its gradient is written into one buffer, which saves the concatenation of three gradients.
     """
 
     def __call__(
@@ -72,7 +72,7 @@ class DecodeOp(Protocol):
     """Attention of the last T tokens of each row, q (B, T, H, D), over its cache: (B, T, H, D).
 
     The caches are (B, Tmax, K, D), of which a row's first `lengths` (B,) positions are in use. A
-    query sees the positions up to its own, from `starts` (B, T) on.
+    query attends to the positions from `starts` (B, T) up to its own.
     """
 
     def __call__(
@@ -88,7 +88,7 @@ class DecodeOp(Protocol):
 
 
 class RotaryOp(Protocol):
-    """q and k (B, T, heads, D), rotated by the angles with cosines and sines (T, D/2)."""
+    """Rotates q and k (B, T, heads, D) by the angles with cosines and sines (T, D/2)."""
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -100,7 +100,7 @@ class LayerNormOp(Protocol):
 
 
 class AddLayerNormOp(Protocol):
-    """(layer_norm(x + residual), x + residual): a sub-layer's output joins the residual stream."""
+    """Residual sum and its LayerNorm: returns (layer_norm(x + residual), x + residual)."""
 
     def __call__(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -114,7 +114,7 @@ class RMSNormOp(Protocol):
 
 
 class AddRMSNormOp(Protocol):
-    """(rms_norm(x + residual), x + residual)."""
+    """Residual sum and its RMSNorm: returns (rms_norm(x + residual), x + residual)."""
 
     def __call__(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -123,7 +123,7 @@ class AddRMSNormOp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The two normalisations, alone and after a residual sum."""
+    """Implementations of LayerNorm and RMSNorm, alone and after a residual sum."""
 
     layer_norm: LayerNormOp
     add_layer_norm: AddLayerNormOp
@@ -132,13 +132,13 @@ class Norms:
 
 
 class ActivationOp(Protocol):
-    """The activation `kind` of x + bias, (..., F); of (..., 2 F) for SwiGLU."""
+    """Activation `kind` of x + bias, both (..., F); for SwiGLU x + bias is (..., 2 F)."""
 
     def __call__(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor: ...
 
 
 class LossOp(Protocol):
-    """Mean loss in nats, () fp32, of the head's logits with the targets that are not -100.
+    """Mean loss in nats, () fp32, of the output head over the targets that are not -100.
 
     The logits of x (..., C) are x @ weight.T + bias, without the columns from `valid_vocab` on,
     which are padding, and squashed to (-softcap, softcap). A token's loss is
@@ -161,23 +161,23 @@ class LossOp(Protocol):
 
 
 class DropoutOp(Protocol):
-    """x with elements zeroed with probability p, and the others scaled up by 1 / (1 - p)."""
+    """Zeroes each element of x with probability p, and scales the others by 1 / (1 - p)."""
 
     def __call__(self, x: Tensor, p: float, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The implementations chosen for a model, and their names."""
+    """Implementations chosen for a model, and their names."""
 
     attention: AttentionOp
     attention_packed: PackedAttentionOp | None
-    """None where the chosen attention takes q, k and v only."""
+    """Packed form of `attention`; None if it takes q, k and v only."""
     decode: DecodeOp
     rotary: RotaryOp
     norms: Norms
     activation: ActivationOp | None
-    """None for PyTorch's, which runs after a linear layer that has added the bias itself."""
+    """Fused bias and activation; None for PyTorch's, after a linear layer that adds the bias."""
     loss: LossOp
     dropout: DropoutOp
     names: dict[str, str]
@@ -287,7 +287,7 @@ def head_logits(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """Logits (..., valid_vocab), as `LossOp` has them."""
+    """Computes the logits (..., valid_vocab) that `LossOp` describes."""
     logits = F.linear(x, weight, bias)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
@@ -295,7 +295,7 @@ def head_logits(
 def cross_entropy(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """The loss that `LossOp` describes, of logits (..., V)."""
+    """Computes the loss that `LossOp` describes from logits (..., V)."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     if z_loss:
@@ -315,7 +315,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """`LossOp` with the logits of all tokens at once."""
+    """`LossOp` that computes the logits of all tokens at once."""
     logits = head_logits(x, weight, bias=bias, softcap=softcap, valid_vocab=valid_vocab)
     return cross_entropy(logits, targets, label_smoothing, z_loss)
 
@@ -344,11 +344,11 @@ DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 
 def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
-    """Resolves `auto` and checks that what was asked for runs on `device`.
+    """Resolves `auto`, and checks that the implementations asked for run on `device`.
 
-    On a CPU the blocked attention and lane dropout are the faster ones (`docs/design.md`); under
-    torch.compile they are left to Inductor. Our Triton kernels, which `chunked` launches where they
-    run, must be asked for: by a person, or for a run on CUDA by `fastgpt.choose`.
+    On a CPU the blocked attention and lane dropout are faster (`docs/design.md`), except under
+    torch.compile, where Inductor fuses PyTorch's. `auto` never resolves to our Triton kernels here:
+    the user, or `fastgpt.choose` for a run on CUDA, asks for them.
     """
     device = torch.device(device)
     on_cpu = device.type == "cpu"
@@ -363,9 +363,9 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         if name == "auto":
             names[op] = automatic.get(op, "torch")
         if name in ("blocked", "lanes") and not fast_cpu:
-            where = "torch.compile" if on_cpu else device.type
+            where = "with torch.compile" if on_cpu else f"on {device.type}"
             raise UserError(
-                f"ops.{op} is {name}: it runs on an uncompiled CPU model, not on {where}"
+                f"ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
             )
         if name == "triton" and not runs_kernels(device):
             raise UserError(f"ops.{op} is triton: it runs on CUDA, not on {device.type}")

@@ -10,12 +10,11 @@ from fastgpt.model import GPT
 
 
 class Optimizers:
-    """One or two PyTorch optimizers that step as one; each keeps its own peak learning rate.
+    """Pair of optimizers that step together, each with its own peak learning rate; or AdamW alone.
 
     Args:
-        model: its parameters are taken; only those with two dimensions decay.
-        config: see `OptimConfig`.
-        scaler: a disabled one where gradients are not scaled.
+        model: only its parameters with two dimensions have weight decay.
+        scaler: enabled for fp16 only.
     """
 
     def __init__(self, model: GPT, config: OptimConfig, scaler: torch.amp.GradScaler) -> None:
@@ -46,11 +45,11 @@ class Optimizers:
             )
             self.all.append(muon)
         self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
-        """The norm of each parameter's gradient at the last step, before clipping."""
+        """Norm of each parameter's gradient at the last step, before clipping."""
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float) -> Tensor:
-        """Clips and updates at `ratio` of the peak learning rates; the norm before clipping, ()."""
+        """Clips, steps at `ratio` of the peak learning rates, and returns the unclipped norm ()."""
         for optimizer, peaks in zip(self.all, self.peaks, strict=True):
             self.scaler.unscale_(optimizer)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -60,8 +59,8 @@ class Optimizers:
         norm = self.norms.norm()
         if self.config.grad_clip:
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
-        # Only fp16 waits for the norm: the scaler looks at each optimizer's gradients alone, but
-        # clipping has carried the infinity of one to the other.
+        # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
+        # clipping has spread an infinity of one to the other.
         if not self.scaler.is_enabled() or norm.isfinite():
             for optimizer in self.all:
                 self.scaler.step(optimizer)

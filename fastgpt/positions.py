@@ -1,4 +1,4 @@
-"""Position encodings: added to a token's embedding, or rotated into q and k.
+"""Position encodings, added to token embeddings or applied to q and k as rotations.
 
 Shapes
     B batch, T tokens, C width, D head dim
@@ -12,7 +12,7 @@ from fastgpt.config import ModelConfig
 
 
 class LearnedPositions(nn.Module):
-    """x (B, T, C) plus a trained vector for each position."""
+    """Adds a trained vector for each position to x (B, T, C)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class LearnedPositions(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """x as it is: the order of tokens is told by attention, or by nothing but its mask."""
+    """Returns x unchanged, for rotary positions or none."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class NoPositions(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """x (B, T, C) plus fixed waves: section 3.5 of Vaswani et al. 2017, sines before cosines."""
+    """Adds fixed sines, then cosines, to x (B, T, C): section 3.5 of Vaswani et al. 2017."""
 
     waves: Tensor
 
@@ -47,9 +47,9 @@ class SinusoidalPositions(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the angles by which queries and keys are rotated.
+    """Computes the cosines and sines of the angles by which queries and keys are rotated.
 
-    Each is (T, D/2); of positions (B, T) it is (B T, D/2), one row after the other.
+    Each is (T, D/2), or (B T, D/2) for positions (B, T), one row after the other.
     """
 
     cos: Tensor

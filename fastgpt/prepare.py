@@ -1,6 +1,6 @@
 """`python -m fastgpt.prepare SOURCE --out DIR`: tokenizes a corpus once, for many runs.
 
-Then `--data.source DIR` trains on it. Broken off, the same command goes on where it stopped.
+`--data.source DIR` then trains on it. After an interruption, the same command resumes.
 """
 
 import codecs
@@ -32,31 +32,31 @@ class Arguments:
     """Folder to write, which must be empty or not exist."""
     tokenizer: str = "auto"
     """Tokenizer: auto, bytes, chars, gpt2, bpe or wordpiece. It may also be the path of a
-    tokenizer.json; bpe and wordpiece are trained on the source. `auto` takes chars for shakespeare,
+    tokenizer.json; bpe and wordpiece are trained on the source. `auto` uses chars for shakespeare,
     bytes for other text and gpt2 for sets of documents."""
     val_fraction: float | None = None
-    """Fraction held out for validation, between 0 and 1. Of a text it is the end, by default 0.1;
-    of documents those that their hash chooses, by default 0.005. Files, folders and splits named
-    train and validation are kept as they are."""
+    """Fraction held out for validation, between 0 and 1. In a text it is the end, by default 0.1;
+    in a set of documents those chosen by their hash, by default 0.005. Files, folders and splits
+    named train and validation keep their split."""
     separator: str | None = None
     r"""Text between the documents of a text file, such as '\n'. Without it a file is one
     document."""
     field: str = "text"
     """JSON field or Parquet column with the text."""
     encoding: str = "utf-8"
-    """Encoding of text files, for example cp1252. Any text encoding of Python's will do."""
+    """Encoding of text files, for example cp1252. Every text encoding of Python is accepted."""
     vocab_size: int | None = None
     """Vocabulary size of a bpe or wordpiece tokenizer. By default it is 32,768. The tokenizer
     learns from the first 100 million characters."""
     shard_tokens: int = SHARD_TOKENS
     """Number of tokens in each shard but the last."""
     workers: int | None = None
-    """Number of threads that tokenize; by default one for each core. The files written do not
-    depend on it."""
+    """Number of threads that tokenize; by default one per core. The files written do not depend on
+    it."""
 
 
 FIRST = ("source", "out", "tokenizer", "val_fraction", "separator", "field", "encoding")
-"""Flags of the short help."""
+"""Flags that --help shows."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _unescaped(separator: str | None) -> str | None:
-    r"""A shell hands `\n` over as two characters."""
+    r"""Interprets escapes such as `\n`, which a shell passes as two characters."""
     if separator is None:
         return None
     try:
@@ -96,9 +96,8 @@ def _summary(path: Path, seconds: float) -> str:
     files = sum(len(entry["shards"]) for entry in splits.values())
     python = f", Python {manifest['python']}" if manifest["python"] else ""
     return (
-        f"{manifest['name']}{python}: {counts['train']} tokens to train on,"
-        f" {counts['val']} to validate on"
-        f" ({manifest['tokenizer']}, vocabulary {manifest['vocab_size']:,})\n"
+        f"{manifest['name']}{python}: {counts['train']} training + {counts['val']} validation"
+        f" tokens ({manifest['tokenizer']} tokenizer, vocabulary {manifest['vocab_size']:,})\n"
         f"documents: {documents:,}; shards: {files}; seconds: {seconds:.1f}\n"
         f"sha256 {manifest['sha256']}\n"
         f"wrote {path}"

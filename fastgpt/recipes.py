@@ -1,4 +1,4 @@
-"""Recipes, which are named settings of a run: `python train.py shakespeare-cpu`."""
+"""Recipes: named settings of a run, as in `python train.py shakespeare-cpu`."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def _gpt2(layers: int, heads: int, dim: int) -> Config:
 
 
 def _modern(gpt2: Config) -> Config:
-    """Settings of GPT-2 with changes that later GPTs have made, for the same data. Not tuned."""
+    """Settings of GPT-2 with changes that later GPTs made, for the same data; not tuned."""
     return replace(
         gpt2,
         model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
@@ -33,11 +33,11 @@ _SMALL = ModelConfig(num_layers=4, num_heads=4, dim=128, context=64, bias=False)
 _PYTORCHS_ADAMW = OptimConfig(
     beta2=0.999, weight_decay=0.01, grad_clip=0.0, schedule="constant"
 )  # fmt: skip
-"""Optimizer settings that PyTorch has as defaults, except that vectors do not decay."""
+"""PyTorch's default settings of AdamW, except that vectors have no weight decay."""
 
 
 def _lecture(*, steps: int, batch: int, eval_every: int, model: ModelConfig) -> Config:
-    """Settings of a step of the lecture, with its sampling, evaluation and optimizer."""
+    """Settings of a step of the lecture, with the lecture's sampling, evaluation and optimizer."""
     small = model.init == "torch"
     return Config(
         steps=steps,
@@ -139,7 +139,7 @@ _RECIPES = {
         ),
     ),
     "lecture-bigram": (
-        "Lecture, step A: a table of bigrams",
+        "Lecture, step A: a bigram table",
         _lecture(
             steps=10_100, batch=32, eval_every=2000,
             model=replace(_HEAD, architecture="bigram"),
@@ -164,7 +164,7 @@ _RECIPES = {
         _lecture(steps=5000, batch=64, eval_every=1000, model=_LECTURE_GPT),
     ),
     "lecture-gpt-full": (
-        "Lecture, step G': its full size, 10.8M; for a GPU",
+        "Lecture, step G': the full-size GPT, 10.8M; for a GPU",
         _lecture(
             steps=5000, batch=64, eval_every=1000,
             model=replace(_LECTURE_GPT, dim=384, context=256),
@@ -190,7 +190,7 @@ _RECIPES = {
         ),
     ),
     "pubmed": (
-        "Abstracts, one a sample, WordPiece, 8.7M; for a GPU",
+        "Abstracts, one per sample, WordPiece, 8.7M; for a GPU",
         Config(
             epochs=20,
             eval_epochs=1,
@@ -212,7 +212,7 @@ _RECIPES = {
 RECIPES: dict[str, tuple[str, Config]] = {
     name: (about, replace(config, recipe=name)) for name, (about, config) in _RECIPES.items()
 }
-"""Recipes: a line of description and the settings, by name."""
+"""One-line description and settings of each recipe, by name."""
 
 EXPECTED = {
     "shakespeare-cpu": "val loss 1.82 to 1.85 (docs/recipes.md)",
@@ -228,18 +228,18 @@ EXPECTED = {
     "lecture-gpt-small": "val loss about 1.82 (the lecture's own run)",
     "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
 }
-"""Final loss of a recipe, and who reported it; each has a source."""
+"""Expected final loss of a recipe, with its source."""
 CORPORA = {"prepared": "fineweb"}
-"""Name of the data that an expected loss is of, where it is not the recipe's own `data.source`."""
+"""Data set that an expected loss was reached on, by `data.source`, if the names differ."""
 
 
 def expected(config: Config, corpus: str) -> str:
-    """Loss to expect from a run with these settings on the data of this name, where it is known."""
+    """Describes the loss to expect with these settings on the data set named `corpus`."""
     own = RECIPES[config.recipe][1] if config.recipe in EXPECTED else None
     if own is None:
-        return "where this recipe ends is not known yet"
+        return "the final loss of this recipe is not known yet"
     if corpus != CORPORA.get(own.data.source, own.data.source):
-        return f"where it ends on {corpus} is not known"
+        return f"the final loss on {corpus} is not known"
     model = replace(config.model, vocab_size=own.model.vocab_size)
     train = replace(
         own.train,
@@ -249,16 +249,16 @@ def expected(config: Config, corpus: str) -> str:
     )
     same = (model, config.optim, config.data, config.steps, train)
     if same != (own.model, own.optim, own.data, own.steps, own.train):
-        return f"where the recipe ends with its own settings: {EXPECTED[config.recipe]}"
+        return f"the recipe's own settings reach {EXPECTED[config.recipe]}"
     return EXPECTED[config.recipe]
 
 
 PROMPTS = {"baby": "def "}
-"""Text that samples continue on a recipe's own data, where it is not a line feed."""
+"""Prompt of the samples on a recipe's own data, if it is not a newline."""
 
 
 def sample_prompt(config: Config, corpus: Corpus) -> str:
-    """Text that samples continue: the one asked for, the recipe's own, or the corpus's words."""
+    """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
     if config.train.sample_prompt is not None:
         return config.train.sample_prompt
     if config.data.source == RECIPES[config.recipe][1].data.source:

@@ -1,4 +1,4 @@
-"""A run's directory: its name, what is kept about it, and how it is found again."""
+"""Run directories: creating, locking and resuming them, and the manifest of a run."""
 
 import importlib.metadata
 import itertools
@@ -45,11 +45,10 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
 
     Args:
         resume: `auto`, or the path of a run or of a checkpoint.
-        run_dir: as given on the command line.
-        recipe: `auto` without `run_dir` takes the newest run of this recipe.
+        run_dir: directory where `auto` looks; None: the newest run of `recipe`.
 
     Returns:
-        tuple[Path, Path] | None: None where `auto` finds no run, which is a fresh start.
+        tuple[Path, Path] | None: None if `auto` finds no run, so that a new one starts.
 
     Raises:
         UserError: the path given is neither a run nor a checkpoint.
@@ -63,35 +62,35 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
         return path.absolute().parent.parent, path
     if is_run(path):
         return path, path
-    what = "is neither" if path.exists() else "does not exist"
+    what = "is neither a run nor a checkpoint" if path.exists() else "does not exist"
     raise UserError(f"--resume {resume} {what}: expected auto, or the path of a run or checkpoint")
 
 
 def begins_again(path: Path) -> bool:
-    """True if `path` is a run without a checkpoint, which can only start from its first step."""
+    """Returns True if `path` is a run without a checkpoint, which starts from its first step."""
     return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
 
 
 def is_run(path: Path) -> bool:
-    """True if `path` is a run's directory, even of a run without a checkpoint."""
+    """Returns True if `path` is a run's directory, even of a run without a checkpoint."""
     return (path / "config.json").exists() and (path / "checkpoints").is_dir()
 
 
 def new_run_dir(recipe: str) -> Path:
-    """A path for a run that was given none; nothing is there yet."""
+    """Returns a new path for a run of `recipe`, where nothing exists yet."""
     stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
     return next(ROOT / name for name in names if not (ROOT / name).exists())
 
 
 class RunLock:
-    """The right to write into a run's directory, held by one process at a time.
+    """Lock on a run's directory, held by the one process that may write there.
 
-    The operating system's lock ends with its process. Hosts that share a disk may not see each
-    other's, so `.holder` says who has it.
+    The operating system releases it when the process ends. Hosts that share a disk may not see each
+    other's locks, so the file `.holder` names the process and its host.
 
     Raises:
-        UserError: another process has it, or the directory cannot be written.
+        UserError: another process holds it, or the directory cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,13 +124,13 @@ class RunLock:
 
 
 def open_run_dir(path: Path, config: Config, step: int) -> str | None:
-    """Makes the directory of a run that starts, or reopens that of one that resumes at `step`.
+    """Creates the directory of a new run, or reopens that of a run resumed at `step`.
 
     Returns:
-        str | None: what a person should know of a run that has to start again.
+        str | None: a warning if the run has to start again from its first step.
 
     Raises:
-        UserError: it holds another run, or cannot be written.
+        UserError: the directory holds another run, or cannot be written.
     """
     if (path / "config.json").exists() and not _goes_on(config.resume, path):
         raise UserError(
@@ -147,7 +146,7 @@ def open_run_dir(path: Path, config: Config, step: int) -> str | None:
 
 
 def _set_log_aside(path: Path) -> str:
-    """Moves what a run has logged to `abandoned_N`, and gives a clause that says so."""
+    """Moves the logs of a run to `abandoned_N`, and returns a clause that says so."""
     logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*")
     files = [file for pattern in logs for file in path.glob(pattern)]
     if not files:
@@ -157,11 +156,11 @@ def _set_log_aside(path: Path) -> str:
     aside.mkdir()
     for file in files:
         file.rename(aside / file.name)
-    return f"; what it has logged is kept in {aside}"
+    return f"; its earlier logs are kept in {aside}"
 
 
 def _goes_on(resume: str | None, run_dir: Path) -> bool:
-    """True if `resume` is a path in this run, or `auto`, which stays where no run was found."""
+    """Returns True if `resume` is a path in this run, or still `auto`, which found no run."""
     if resume == "auto":
         return True
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
@@ -171,7 +170,7 @@ def resolve_source(source: str, warn: Callable[[str], None]) -> str:
     """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
 
     Raises:
-        UserError: `prepared:NAME` is not there.
+        UserError: there is no prepared directory for `prepared:NAME`.
     """
     if source.startswith("prepared:"):
         return _prepared(source.removeprefix("prepared:"))
@@ -201,10 +200,10 @@ def _prepared(name: str) -> str:
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
 
-    The vocabulary has as many tokens as the tokenizer, unless more were asked for.
+    The vocabulary has as many tokens as the tokenizer, unless `config` asks for more.
 
     Raises:
-        UserError: the model would have fewer, or there is no such token.
+        UserError: `config` asks for fewer, or the mask needs an end-of-text token that is missing.
     """
     asked, needed = config.model.vocab_size, tokenizer.vocab_size
     if asked is not None and asked < needed:
@@ -236,13 +235,13 @@ def with_epochs(config: Config, samples: int) -> Config:
 
 
 def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` unless tokenizer, network, optimizer and seed are the checkpoint's."""
+    """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ from `saved`."""
     kept = load_tokenizer(saved.path / "tokenizer.json")
     if not same_tokenizer(kept, tokenizer):
         raise UserError(
-            f"checkpoint {saved.path} has another vocabulary than the data: {kept.kind} with "
-            f"{kept.vocab_size} tokens, expected {tokenizer.kind} with {tokenizer.vocab_size} "
-            "as in the data (or other characters among them)"
+            f"checkpoint {saved.path} and the data have different vocabularies: {kept.kind} with "
+            f"{kept.vocab_size} tokens in the checkpoint, {tokenizer.kind} with "
+            f"{tokenizer.vocab_size} in the data; with equal numbers, some tokens differ"
         )
     before = saved_config(saved.path)
     kept = ("optim.kind", "data.val_fraction", "data.sampling", "data.align", "seed")
@@ -253,7 +252,7 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:
-    """The command line that resumes a run, from whatever directory it is typed in."""
+    """Returns the command line that resumes a run, which works from any directory."""
     program = _console_command("fastgpt-train") or [sys.executable, str(CHECKOUT / "train.py")]
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
@@ -263,17 +262,17 @@ def resume_command(run_dir: Path, ranks: int) -> str:
 
 
 def sample_command(run_dir: Path) -> str:
-    """The command line that samples from a run, from whatever directory it is typed in."""
+    """Returns the command line that samples from a run, which works from any directory."""
     module = [sys.executable, "-m", "fastgpt.sample"]
     program = _console_command("fastgpt-sample") or module
     line = shlex.join([*program, str(run_dir.absolute())])
-    # only an installed package is found from everywhere
+    # only an installed package can be imported from any directory
     anywhere = program is not module or installed("fastgpt")
     return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
 
 
 def _console_command(name: str) -> list[str] | None:
-    """The absolute path of a console command, if one was typed or there is no checkout."""
+    """Returns the absolute path of a console command if one was typed or there is no checkout."""
     typed = Path(sys.argv[0])
     if typed.name.startswith("fastgpt-"):
         return [str(typed.absolute().with_name(name))]
@@ -310,12 +309,12 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def manifest(facts: dict[str, Any], path: Path) -> str:
-    """The manifest of a run as JSON: what it depends on beyond its config.
+    """Returns the manifest of a run as JSON, with what it depends on besides its config.
 
     Args:
-        facts: about this start of the run, beside the command and `provenance`.
-        path: the manifest of its first start, if any. Each resume is an entry of its own there,
-            with the command and what differs from the first start.
+        facts: facts about this start of the run, besides the command and `provenance`.
+        path: the manifest of its first start, if any. Each resume adds an entry to it, with the
+            command and what differs from the first start.
     """
     now = {"command": sys.argv, **provenance(), **facts}
     try:
@@ -328,7 +327,7 @@ def manifest(facts: dict[str, Any], path: Path) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions of Python, PyTorch, Triton and CUDA, and the commit of this checkout."""
+    """Returns the versions of Python, PyTorch, Triton and CUDA, and the commit of this checkout."""
     versions = {
         "fastgpt": fastgpt.__version__,
         "python": platform.python_version(),
@@ -340,7 +339,7 @@ def provenance() -> dict[str, Any]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -348,9 +347,9 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` if files differ from it.
+    """Returns the checkout's commit, with `-dirty` if files differ from it.
 
-    Outside of a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
+    Outside a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
     """
     root = Path(__file__).parents[1]
     try:

@@ -21,7 +21,7 @@ from fastgpt.model import GPT
 from fastgpt.run import saved_config
 
 FIRST = ("run", "prompt", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
-"""Flags of the short help."""
+"""Flags that --help shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +29,10 @@ class SampleConfig:
     """Continues text with a trained model."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of a run or checkpoint, such as RUN/checkpoints/best. Of a run the newest good
+    """Folder of a run or checkpoint, such as RUN/checkpoints/best. For a run, its newest valid
     checkpoint is used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue. Several --prompt are continued in one batch; without any it is a line
-    feed."""
+    """Text to continue. Several --prompt are continued in one batch; by default it is a newline."""
     n: int = 1
     """Number of samples for each prompt."""
     tokens: int = 300
@@ -43,15 +42,15 @@ class SampleConfig:
     top_k: int | None = None
     """Number of likeliest tokens to sample from; by default all."""
     top_p: float | None = None
-    """Probability that the tokens to sample from reach together. They are the likeliest ones; above
-    0 and at most 1, by default 1."""
+    """Probability mass to sample from (nucleus sampling). Only the likeliest tokens that together
+    reach it are kept; above 0 and at most 1, by default 1."""
     seed: int = 1337
     """Random seed for sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to run on: cuda, cpu, or auto to choose. `auto` takes CUDA where torch sees it."""
+    """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     decode: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of attention over the cache. `auto` takes PyTorch's; triton: our kernels, on
-    CUDA."""
+    """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
+    kernels, on CUDA."""
 
     def __post_init__(self) -> None:
         check(self, ("1 or more", lambda x: x >= 1), "--n", "--tokens", "--top-k")
@@ -61,8 +60,8 @@ class SampleConfig:
         check(self, ("a number in (0, 1]", lambda x: 0 < x <= 1), "--top-p")
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
-                f"--n is {self.n}, --tokens is {self.tokens}: expected {MOST_TOKENS:,} tokens at"
-                " most in all"
+                f"--n is {self.n}, --tokens is {self.tokens}: expected at most {MOST_TOKENS:,}"
+                " tokens in all samples"
             )
 
 
@@ -72,12 +71,12 @@ def load_run(
     """Loads a trained model, in evaluation mode, and its tokenizer.
 
     Args:
-        path: folder of a run (its newest good checkpoint is used) or of a checkpoint.
+        path: folder of a run, whose newest valid checkpoint is used, or of a checkpoint.
         on: device, `cpu` or `cuda`.
-        asked: implementations of the model's ops; by default those that fit the device.
+        asked: implementations of the model's ops; by default those that suit the device.
 
     Raises:
-        UserError: there is no good checkpoint.
+        UserError: there is no valid checkpoint.
     """
     found, complaints = checkpoint.find(str(path))
     for complaint in complaints:
@@ -92,7 +91,7 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]
     """Encodes each prompt as token ids (T,) int64.
 
     Raises:
-        UserError: names the prompt that cannot be continued, and why.
+        UserError: a prompt cannot be encoded; the message names it and the reason.
     """
     encoded = []
     for prompt in prompts or ("\n",):

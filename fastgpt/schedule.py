@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Learning rate schedules, as pure functions of the step."""
 
 import math
 
@@ -6,7 +6,7 @@ from fastgpt.config import OptimConfig
 
 
 def lr_ratio(step: int, steps: int, config: OptimConfig) -> float:
-    """Share of the peak learning rate that update `step` (0-based) of `steps` uses, in [0, 1].
+    """Returns the share of the peak learning rate, in [0, 1], for `step` (0-based) of `steps`.
 
     A linear warmup, then: `cosine` and `linear` fall to `min_lr_ratio` over the rest; `wsd`
     (warmup, stable, decay; Hu et al. 2024, arXiv:2404.06395) holds the peak and falls linearly over

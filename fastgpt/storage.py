@@ -1,4 +1,4 @@
-"""Folders of data and cache, atomic writes, and the number of cores."""
+"""Data and cache folders, atomic writes, and the number of cores."""
 
 import os
 import secrets
@@ -7,12 +7,12 @@ from typing import BinaryIO
 
 
 def data_dir() -> Path:
-    """The folder of a user's own data: `$FASTGPT_DATA`, else `./data`."""
+    """Returns the folder of the user's own data: `$FASTGPT_DATA`, else `./data`."""
     return Path(os.environ.get("FASTGPT_DATA") or "data")
 
 
 def cache_dir() -> Path:
-    """The folder of downloads and prepared text: `$FASTGPT_CACHE`, else `~/.cache/fastgpt`."""
+    """Returns the folder of downloads and caches: `$FASTGPT_CACHE`, else `~/.cache/fastgpt`."""
     return Path(os.environ.get("FASTGPT_CACHE") or Path.home() / ".cache" / "fastgpt")
 
 
@@ -41,7 +41,7 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that no other process or call will take."""
+    """Returns a hidden name beside `path` that no other process or call uses."""
     return path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -57,5 +57,5 @@ def sync_directory(path: Path) -> None:
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,13 +22,10 @@ from fastgpt.storage import cache_dir, write_atomically
 
 
 class Trainer:
-    """One rank of a training run, and the run's directory.
-
-    Args:
-        config: from `fastgpt.cli.parse`.
+    """Trains on one rank, and writes logs, samples and checkpoints into the run's directory.
 
     Raises:
-        UserError: before any training, for whatever in the config or the data cannot work.
+        UserError: the config or the data cannot work; raised before any training.
     """
 
     def __init__(self, config: Config) -> None:
@@ -39,7 +36,7 @@ class Trainer:
         self.best, self.log, self.lock = math.inf, None, None
         with ExitStack() as cleanup:
             cleanup.callback(self._unlock)
-            # before its checkpoints are read: who has the lock writes and removes them
+            # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_main(lambda: self._lock(config.run_dir))
             self.engine = Engine(config, self.display.warn)
             cleanup.callback(self.engine.loader.close)
@@ -49,7 +46,7 @@ class Trainer:
             cleanup.pop_all()
 
     def _lock(self, run_dir: Path | None) -> None:
-        """Locks the directory of an existing run; that of a new one is made and locked later."""
+        """Locks the directory of an existing run; that of a new one is created and locked later."""
         if run_dir is not None and run.is_run(run_dir):
             self.lock = run.RunLock(run_dir)
 
@@ -72,21 +69,21 @@ class Trainer:
         return path
 
     def _open_run(self) -> None:
-        """Makes or reopens the run directory, and prints the header."""
-        self.world.barrier()  # every rank has read its checkpoint: now they may be set aside
+        """Creates or reopens the run directory, and prints the header."""
+        self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir = self.world.on_main(self._open_run_dir)
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
         self.display.header(self._header())
 
     def _measured_peak(self) -> float:
-        """The FLOP/s that MFU is relative to; warns if other programs use the cores."""
+        """Measures the FLOP/s that MFU is relative to; warns if other programs use the cores."""
         engine = self.engine
         peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
         if share < 0.8:
             self.display.warn(
-                f"other programs are using this machine: training got {share:.0%} of its cores "
-                "just now, and will take longer than estimated"
+                f"other programs are using this machine: this process got {share:.0%} of its cores"
+                " just now, so training will take longer than estimated"
             )
         return peak * device.shares(engine.device, self.world.size)
 
@@ -94,7 +91,7 @@ class Trainer:
         parameters = short(self.engine.model.num_params())
         title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
         self.log = MetricsLog(self.run_dir, self.engine.step, title)
-        # only what is on disk can be the best, as in a run that was never broken off
+        # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
         self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
@@ -155,7 +152,7 @@ class Trainer:
         }
 
     def _epochs_planned(self) -> str:
-        """Number of times that a run of all steps reads each corpus."""
+        """Describes how many epochs of each corpus the whole run reads."""
         engine, config = self.engine, self.config
         samples = config.steps * config.global_batch
         data = engine.data
@@ -167,7 +164,7 @@ class Trainer:
         )
 
     def _estimate(self) -> str:
-        """Tokens still to train on, the least time that takes, and the loss to expect."""
+        """Describes the tokens left to train on, the minimum time, and the expected loss."""
         tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
         flops = tokens * self.engine.flops_per_token
         fastest = flops / self.peak
@@ -181,8 +178,8 @@ class Trainer:
         """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.
 
         Raises:
-            UserError: the loss or a gradient is not finite, or the disk is full; what was saved
-                before is good.
+            UserError: the loss or a gradient is not finite, or the disk is full; earlier
+                checkpoints stay valid.
         """
         self.stop, ending = StopSignal(self.display.line), []
         try:
@@ -190,13 +187,13 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {self.engine.step}: no GPU memory left with micro-batches of "
-                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (the batch stays); "
+                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (same batch size); "
                 f"{self._way_back()}"
             ) from error
         except UserError as error:
             raise type(error)(f"{error}; {self._way_back()}") from error
         finally:
-            # torchrun sends SIGTERM to the ranks left when one has failed: this one still says why
+            # after a failure, torchrun sends SIGTERM to the other ranks: no line about that
             self.stop.say = lambda _: None
             self.display.stop()
             self.engine.loader.close()
@@ -207,7 +204,7 @@ class Trainer:
             self.display.line(line)
 
     def _close_log(self) -> None:
-        """Closes the log; a failure of that is a warning, so as not to hide why the run ended."""
+        """Closes the log; an error there is only a warning, so as not to hide an earlier one."""
         try:
             if self.log is not None:
                 self.log.close()
@@ -215,7 +212,7 @@ class Trainer:
             self.display.warn(str(error))
 
     def _fit(self) -> list[str]:
-        """Trains, and gives the lines that the run ends with."""
+        """Trains, and returns the lines to print at the end."""
         try:
             self._train()
         except Stopped:
@@ -245,7 +242,7 @@ class Trainer:
                 self._log()
             evaluate = last or _due(engine.step, config.eval_every)
             if evaluate or _due(engine.step, config.save_every):
-                engine.finite_loss()  # what is still queued belongs to training, not to the pause
+                engine.finite_loss()  # a sync: work in the queue belongs to training, not the pause
                 pause = time.perf_counter()
                 self._save()
                 if evaluate:
@@ -254,7 +251,7 @@ class Trainer:
                 self.clock += time.perf_counter() - pause
 
     def _lacks_evaluation(self) -> bool:
-        """True before the first step, and if a resumed run lost the evaluation of its step."""
+        """Returns True before the first step, and if a resumed run lost its step's evaluation."""
         step = self.engine.step
         due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
         records = self.log.records if self.log is not None else []
@@ -262,7 +259,7 @@ class Trainer:
         return self.world.from_main(due and not seen)
 
     def _way_back(self) -> str:
-        """A clause for error messages: what is saved, and the command that resumes from it."""
+        """Returns a clause for error messages: the last checkpoint, and the command to resume."""
         command = run.resume_command(self.run_dir, self.world.size)
         return f"{checkpoint.last_good(self.run_dir)}; to resume: {command}"
 
@@ -276,7 +273,7 @@ class Trainer:
         self.clock, self.logged_step = now, engine.step
         self.waited_s = engine.loader.waited_s
         achieved = per_second * engine.flops_per_token
-        if achieved > self.peak and self.world.is_main:  # measured while the machine was busy
+        if achieved > self.peak and self.world.is_main:  # the peak was measured on a busy machine
             self.peak = max(achieved, self._measured_peak())
         record = {
             "step": engine.step,
@@ -295,7 +292,7 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _save(self) -> None:
-        """Writes a checkpoint on the main rank, unless something is not finite."""
+        """Writes a checkpoint on the main rank; raises if loss or weights are not finite."""
         engine = self.engine
         self.display.doing("saving")
         engine.finite_loss()
@@ -347,7 +344,7 @@ class Trainer:
             self.best = loss
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
-        """The weighted mean of the corpora's losses."""
+        """Returns the weighted mean of the corpora's losses."""
         weights = self.engine.data.weights
         return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
@@ -371,7 +368,7 @@ class Trainer:
             file.write(f"=== step {engine.step} ===\n{text}\n\n")
 
     def _leave(self) -> list[str]:
-        """Saves the last whole step, if it is not saved yet, and gives the lines to end with."""
+        """Saves the last complete step if necessary, and returns the lines to print at the end."""
         step = self.engine.step
         self.engine.optimizers.zero_grad()
         saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
@@ -382,7 +379,7 @@ class Trainer:
 
 
 def _perplexity(loss: float) -> str:
-    """exp(loss) as text; `inf` for a diverged run."""
+    """Formats exp(loss); `inf` for a diverged run."""
     return f"{math.exp(loss):.2f}" if loss < 700 else "inf"
 
 

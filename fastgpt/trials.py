@@ -1,6 +1,6 @@
-"""The ops that `fastgpt.choose` tries: ours beside PyTorch's, on inputs of a run's own sizes.
+"""Trials of `fastgpt.choose`: our ops beside PyTorch's, with inputs of the run's sizes.
 
-Inputs and the truth come from each op's `Spec`; what is added here are the options of the run.
+Inputs and references come from each op's `Spec`; this module adds the options of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,25 +21,25 @@ from fastgpt.kernels.specs import SPECS
 from fastgpt.positions import Rotary
 
 Inputs = Callable[[int, int], dict[str, Tensor]]
-"""Makes the inputs of so many sequences, so long."""
+"""Function that makes inputs from the number of sequences and their length."""
 WEIGHTS = ("weight", "bias", "residual")
-"""The inputs that a run has in fp32, whatever its precision."""
+"""Inputs that stay in fp32 under autocast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes and settings on which a trial depends, beside the machine."""
+    """Sizes and settings of a run that affect its trials."""
 
     model: ModelConfig
     batch: int
-    """Sequences that go through the model at once."""
+    """Number of sequences in a micro-batch."""
     precision: str
     compiled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An op of ours beside PyTorch's."""
+    """Trial of one op: our implementation, PyTorch's, the reference and the inputs."""
 
     plain: str
     ours: str
@@ -47,11 +47,11 @@ class Trial:
     ref: parity.Op
     inputs: Inputs
     worth: float = 1.0
-    """Ours is taken up to so many times PyTorch's time."""
+    """Largest time of ours, relative to PyTorch's, at which ours is chosen."""
 
 
 def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
-    """The spec's inputs for a problem of B sequences of T tokens, or of B x T rows M."""
+    """Returns a function that makes the spec's inputs for B sequences of T tokens."""
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         if below:
@@ -138,7 +138,7 @@ def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
 
 def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    """The activation with the product before it, which adds PyTorch's bias for nothing."""
+    """Makes the trial with the matrix product before it, which adds PyTorch's bias at no cost."""
     model, kind = sizes.model, sizes.model.activation
     width = model.ffn_width * (2 if kind == "swiglu" else 1)
 

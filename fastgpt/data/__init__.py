@@ -1,1 +1,1 @@
-"""Data: text is tokenized, stored as shards, and read in batches."""
+"""Data preparation and loading: text is tokenized, stored as shards, and read in batches."""

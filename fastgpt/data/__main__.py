@@ -1,4 +1,4 @@
-"""`python -m fastgpt.data DIR`: what a data set holds, and with `--verify` whether it is whole.
+"""`python -m fastgpt.data DIR`: shows what a data set holds, and checks it with `--verify`.
 
 DIR is a prepared directory, or a folder of token shards that another program wrote.
 """
@@ -34,8 +34,7 @@ class Arguments:
     """Shows what a data set holds, and checks it."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """Folder of token shards, ours or another program's. llm.c and modded-nanogpt write such
-    ones."""
+    """Folder of token shards: ours, llm.c's or modded-nanogpt's."""
     excerpts: int = 2
     """Number of random excerpts to show."""
     length: int = 100
@@ -43,12 +42,12 @@ class Arguments:
     seed: int = 1337
     """Random seed for choosing the excerpts."""
     verify: bool = False
-    """Check of every byte: checksums and token ids."""
+    """Check every byte: checksums and token ids."""
     plot: Path | None = None
     """File to draw the document lengths to, a .png, .svg or .pdf."""
     tokenizer: str = "auto"
-    """Tokenizer of shards that have none beside them. It is gpt2, or the path of a
-    tokenizer.json."""
+    """Tokenizer of shards without a tokenizer.json beside them. It is gpt2, or the path of such a
+    file."""
 
     def __post_init__(self) -> None:
         for name, least in (("excerpts", 0), ("length", 1), ("seed", 0)):
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         if corpus.tokenizer.eot_id is not None:
             _show_lengths(corpus, console, arguments.plot)
         elif arguments.plot is not None:
-            corpus.document_starts("train")  # says why there is nothing to draw
+            corpus.document_starts("train")  # raises: without documents there is nothing to plot
         _show_excerpts(corpus, console, arguments)
         if arguments.verify:
             _verify(corpus, console)
@@ -93,7 +92,7 @@ def _overview(corpus: Corpus) -> Table:
         sizes = [manifest["splits"][split]["bytes"] for split in SPLITS]
         table.add_row("bytes of text", *(f"{size:,}" for size in sizes))
         ratios = [f"{size / len(t):.2f}" for size, t in zip(sizes, tokens.values())]
-        table.add_row("bytes a token", *ratios)
+        table.add_row("bytes per token", *ratios)
     return table
 
 
@@ -116,7 +115,7 @@ def _show_lengths(corpus: Corpus, console: Console, plot: Path | None) -> None:
     lengths = _lengths(corpus, "train")
     values = np.quantile(lengths, QUANTILES, method="nearest")
     shown = ", ".join(f"{q:.0%} {value:,}" for q, value in zip(QUANTILES, values.tolist()))
-    console.print(f"\ntokens in a document of train: {shown}; mean {lengths.mean():,.1f}")
+    console.print(f"\ntokens per training document: {shown}; mean {lengths.mean():,.1f}")
     edges = _edges(lengths)
     counts, _ = np.histogram(lengths, edges)
     for low, high, count in zip(edges, edges[1:], counts.tolist()):
@@ -124,7 +123,7 @@ def _show_lengths(corpus: Corpus, console: Console, plot: Path | None) -> None:
         console.print(f"{low:>12,} to {high - 1:<12,} {bar:<{BAR_WIDTH}} {count:,}")
     if plot is not None:
         _draw(corpus, plot)
-        console.print(f"drawn: {plot}", markup=False)
+        console.print(f"plot: {plot}", markup=False)
 
 
 def _edges(lengths: np.ndarray) -> np.ndarray:
@@ -141,7 +140,7 @@ def _draw(corpus: Corpus, path: Path) -> None:
     for split in SPLITS:
         lengths = _lengths(corpus, split)
         axes.hist(lengths, _edges(lengths).tolist(), histtype="step", label=split)
-    axes.set(yscale="log", xlabel="tokens in a document", ylabel="documents")
+    axes.set(yscale="log", xlabel="tokens per document", ylabel="documents")
     axes.set_xscale("log", base=2)
     axes.set_title(f"{corpus.name}, {corpus.tokenizer.kind} tokens")
     axes.legend()

@@ -1,4 +1,4 @@
-"""A corpus as the trainer sees it: memory-mapped tokens, split in two, with their tokenizer.
+"""Corpora for training: memory-mapped training and validation tokens, with their tokenizer.
 
 A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., `tokenizer.json` and
 `manifest.json`. Folders of shards that llm.c or modded-nanogpt wrote are read as well.
@@ -30,29 +30,29 @@ from fastgpt.errors import UserError
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
-"""Version of a prepared directory; a part of every request, so that older ones are made anew."""
+"""Version of a prepared directory; part of every request, so that older ones are prepared again."""
 SAMPLED_BYTES = 4096
 """Bytes at the beginning and end of a shard that tell another program's data sets apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Tokens to train on and tokens to validate on."""
+    """Training and validation tokens with their tokenizer."""
 
     name: str
-    """Short and fit for a file name."""
+    """Short name, fit for a file name."""
     train: Tokens
     """(N,) uint16 or uint32, memory-mapped."""
     val: Tokens
-    """(M,), memory-mapped: what is held out."""
+    """(M,) held-out tokens, memory-mapped."""
     tokenizer: Tokenizer
     """Tokenizer that made the tokens."""
     val_bytes_per_token: float | None
-    """Bytes of UTF-8 for each token of `val`, for bits per byte; None if it is not known."""
+    """Mean bytes of UTF-8 per token of `val`, for bits per byte; None if unknown."""
     sha256: str
-    """Sha256 of the text, or of what else tells the corpus from others."""
+    """Sha256 that identifies the text; for another program's shards a fingerprint of the files."""
     python: str | None
-    """The Python version whose library the built-in corpus is; None for every other one."""
+    """Python version whose library is the built-in corpus; None for other corpora."""
     path: Path
     """The directory of the shards."""
     manifest: dict[str, Any]
@@ -65,7 +65,7 @@ class Corpus:
         return hashlib.sha256(repr((self.sha256, hashes)).encode()).hexdigest()
 
     def document_starts(self, split: str) -> np.ndarray:
-        """Returns where the documents of `train` or `val` begin: (documents,) int64, increasing.
+        """Returns the offsets where documents of a split begin: (documents,) int64, increasing.
 
         Raises:
             UserError: the tokenizer has no token to tell documents apart.
@@ -78,7 +78,7 @@ class Corpus:
         return document_starts(getattr(self, split), self.tokenizer.eot_id)
 
     def first_words(self) -> str:
-        """Returns three whole words of the held-out text, or a line feed where there are none."""
+        """Returns up to three whole words of the held-out text, or a newline if it has none."""
         ids = np.array([i for i in self.val[:64].tolist() if i != self.tokenizer.eot_id])
         text = self.tokenizer.decode(ids).replace(REPLACEMENT, "")
         # the held-out text may begin within a word
@@ -100,12 +100,11 @@ def open_shards(path: Path, *, tokenizer: str) -> Corpus:
     """Opens a prepared directory, or a folder of shards that another program wrote.
 
     Args:
-        path: the folder.
-        tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: what was saved with the
-            shards, GPT-2's for shards without.
+        tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with the shards,
+            else GPT-2's.
     Raises:
-        UserError: it was made with another tokenizer, or a shard is damaged or holds an id that the
-            tokenizer does not know.
+        UserError: the data was made with another tokenizer, or a shard is damaged or holds an id
+            that the tokenizer does not have.
     """
     if (path / MANIFEST).is_file():
         corpus = read_prepared(path)
@@ -151,7 +150,7 @@ def read_prepared(path: Path) -> Corpus:
             path=path,
             manifest=manifest,
         )
-        corpus.shards()  # their checksums are there
+        corpus.shards()  # raises if checksums are missing
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
     return corpus
@@ -160,7 +159,7 @@ def read_prepared(path: Path) -> Corpus:
 def _read_tokenizer(path: Path, sha256: str) -> Tokenizer:
     found = load_tokenizer(path / TOKENIZER_FILE)
     if sha256_of(path / TOKENIZER_FILE) != sha256:
-        raise UserError(f"{path / TOKENIZER_FILE} is not the file that was written: another sha256")
+        raise UserError(f"{path / TOKENIZER_FILE} was changed: its sha256 is not the manifest's")
     return found
 
 
@@ -187,7 +186,7 @@ def _check_tokenizer(corpus: Corpus, asked: str) -> None:
 
 
 def _read_foreign(path: Path, tokenizer: str) -> Corpus:
-    """Shards in a folder without a manifest, as llm.c and modded-nanogpt name them."""
+    """Opens a folder of shards without a manifest, named as llm.c and modded-nanogpt do."""
     train, val = (sorted(path.glob(f"*{split}*.bin")) for split in ("train", "val"))
     if not train or not val:
         missing = " or ".join(f"*{n}*.bin" for n, f in (("train", train), ("val", val)) if not f)
@@ -197,8 +196,8 @@ def _read_foreign(path: Path, tokenizer: str) -> Corpus:
         tokenizer = str(path / TOKENIZER_FILE)
     if tokenizer == "auto" and found["train"].dtype == LARGE:
         raise UserError(
-            f"{path} holds ids of 32 bits and no {TOKENIZER_FILE}: give the tokenizer that made"
-            " them, --data.tokenizer PATH"
+            f"{path} holds 32-bit token ids and no {TOKENIZER_FILE}: pass the tokenizer that made"
+            " them with --data.tokenizer PATH"
         )
     made_by = make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None)
     return Corpus(

@@ -1,4 +1,4 @@
-"""Data set of a run: one corpus, or several mixed by weight, and how samples are cut from them."""
+"""Data set of a run: one corpus, or several mixed by weight, and the sampling from them."""
 
 import hashlib
 import math
@@ -15,11 +15,11 @@ from fastgpt.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
-    """Corpora of one tokenizer, their weights, and what a sample is."""
+    """Corpora with a common tokenizer, their weights, and the settings of sampling."""
 
     corpora: tuple[Corpus, ...]
     weights: tuple[float, ...]
-    """They sum to 1."""
+    """Weight of each corpus; they sum to 1."""
     config: DataConfig
 
     @property
@@ -28,7 +28,7 @@ class DataSet:
 
     @property
     def pad_id(self) -> int:
-        """Id that pads short samples and is never scored: the end-of-text token's, or 0."""
+        """Id of padding, which never counts in the loss: the end-of-text token's, or 0."""
         return self.tokenizer.eot_id or 0
 
     @property
@@ -52,7 +52,7 @@ class DataSet:
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """Bytes behind a held-out token, for bits per byte; None where not every byte is scored."""
+        """Mean bytes per validation token, for bits per byte; None if not every byte is scored."""
         whole = len(self.corpora) == 1 and self.config.align != "document"
         return self.corpora[0].val_bytes_per_token if whole else None
 
@@ -76,7 +76,7 @@ class DataSet:
         )
 
     def validation_documents(self, corpus: Corpus, context: int) -> SampleOrder | None:
-        """Returns the order of the held-out documents, if a sample is a document."""
+        """Returns the order of the held-out documents; None unless samples are documents."""
         if self.config.align != "document":
             return None
         return self._order(corpus, "val", context, 0)
@@ -112,7 +112,7 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
         if not same_tokenizer(corpora[0].tokenizer, corpus.tokenizer):
             kinds = [f"{c.name} ({c.tokenizer.kind}, {c.tokenizer.vocab_size} tokens)"
                      for c in (corpora[0], corpus)]  # fmt: skip
-            raise UserError(f"{' and '.join(kinds)} cannot be mixed: expected one tokenizer")
+            raise UserError(f"{' and '.join(kinds)} cannot be mixed: expected equal tokenizers")
     total = math.fsum(weight for _, weight in parts)
     weights = tuple(weight / total for _, weight in parts)
     return DataSet(corpora=tuple(corpora), weights=weights, config=config)
@@ -120,7 +120,7 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
 
 def _parts(source: str) -> list[tuple[str, float]]:
     given = [part.strip().rpartition("=") for part in source.split(",")]
-    # a pattern may have a "=" in it (lang=en/*.jsonl), but no number behind it
+    # a pattern may contain a "=" (lang=en/*.jsonl), but no number after it
     numbered = any(equals and _number(weight) is not None for _, equals, weight in given)
     if not numbered or Path(source).expanduser().exists():
         return [(source, 1.0)]

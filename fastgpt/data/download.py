@@ -1,4 +1,4 @@
-"""Small published files: found on the disk, or downloaded, checked, and whole or absent."""
+"""Downloads of small published files, verified by sha256 and written atomically."""
 
 import hashlib
 from pathlib import Path
@@ -33,15 +33,13 @@ RETRY = _Retry(
 def published_file(name: str, url: str, *, sha256: str, what: str, instead: str) -> Path:
     """Finds or downloads a published file, and returns its path.
 
-    It is taken from `data_dir()`, else from `cache_dir()`, where it is downloaded if need be.
+    It is taken from `data_dir()`, else from `cache_dir()`, where it is downloaded if necessary.
 
     Args:
-        name: of the file, in either folder.
-        url: where it is published.
-        sha256: of the file, as hexadecimal digits.
-        what: what it is, for the message that it is something else.
-        instead: which files can be put into `data_dir()` by hand, for the message that this one
-            cannot be downloaded.
+        sha256: expected hash, as hexadecimal digits.
+        what: description of the file for error messages, such as `tiny shakespeare`.
+        instead: files that can be put into `data_dir()` by hand, for the message of a failed
+            download.
     Raises:
         UserError: the file in `data_dir()` has another sha256, or as `fetch`.
     """
@@ -58,16 +56,16 @@ def published_file(name: str, url: str, *, sha256: str, what: str, instead: str)
 def fetch(url: str, path: Path, *, sha256: str, instead: str) -> None:
     """Downloads `url` to the file `path`, unless that file is there already.
 
-    Meant for files of a few megabytes: they are held in memory until they are complete and
-    checked. Of several processes that want the same file, one downloads it and the others wait.
+    Meant for files of a few megabytes, which are held in memory until they are verified. If several
+    processes need the same file, one downloads it and the others wait.
 
     Args:
         url: http or https; redirects are followed.
-        path: the file; its folder is made where it is missing.
-        sha256: of the file; one at `path` with another sha256 is replaced.
-        instead: how to get the file by hand; the end of every message of a failed download.
+        path: its folder is created if it is missing.
+        sha256: expected hash, as hexadecimal digits; a file with another one is replaced.
+        instead: how to get the file by hand, for the message of a failed download.
     Raises:
-        UserError: the server refused or cannot be reached, it sent something else, or `path`
+        UserError: the server refused or cannot be reached, it sent a different file, or `path`
             cannot be written.
     """
 
@@ -84,7 +82,7 @@ def fetch(url: str, path: Path, *, sha256: str, instead: str) -> None:
             try:
                 data = _download(url)
                 if (found := hashlib.sha256(data).hexdigest()) != sha256:
-                    reason = f"it sent something else: sha256 {found}, expected {sha256}"
+                    reason = f"the file received has sha256 {found}, expected {sha256}"
                     raise requests.RequestException(reason)
             except (requests.RequestException, HTTPError) as error:
                 raise UserError(f"cannot download {url}: {_reason(error)}; {instead}") from error
@@ -92,7 +90,7 @@ def fetch(url: str, path: Path, *, sha256: str, instead: str) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file as hexadecimal digits."""
+    """Returns the sha256 of a file as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -115,7 +113,7 @@ def _download(url: str) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: the libraries wrap "connection refused" four times."""
+    """Returns the innermost cause: the libraries wrap "connection refused" four times."""
     while inner := error.__cause__ or error.__context__:
         error = inner
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

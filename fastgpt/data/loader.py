@@ -1,8 +1,8 @@
-"""Batches of inputs and next-token targets, in an order that only (seed, epoch, index) decides.
+"""Batches of inputs and next-token targets, in an order that depends on (seed, epoch, index) only.
 
 Shapes
     B = micro-batch rows, T = context.  tokens: (N,)   x, y: (B, T) int64, x[:, 1:] == y[:, :-1]
-    A sample of fewer than T+1 tokens is filled up: x with a padding id, y with -100.
+    A sample of fewer than T+1 tokens is padded: x with a padding id, y with -100.
 
 Order
     `fastgpt.data.order` gives one stream of samples; each global batch takes the next ones. Sample
@@ -24,32 +24,29 @@ from torch import Tensor
 
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 IGNORED = -100
-"""Target of a position that is not scored: the default `ignore_index` of PyTorch's losses."""
+"""Target of a position that does not count: the default `ignore_index` of PyTorch's losses."""
 PREFETCHED = 4
-"""Micro-batches that may wait, ready: enough to ride over a slow read."""
+"""Number of micro-batches to prefetch, enough to bridge a slow read."""
 JOIN_TIMEOUT_S = 10
-"""Seconds that closing waits for a batch that is being read; the thread is a daemon."""
+"""Seconds that `close` waits for the background thread, which is a daemon."""
 
 
 class Loader:
-    """Micro-batches for one rank, gathered ahead by one background thread.
+    """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
         corpora: each (N,), sliceable, any integer dtype; usually `Tokens`.
-        samples: which of their tokens to take, from where it stands.
+        samples: the stream of samples, which is read on from its present position.
         context: T, in tokens.
         global_batch: samples per optimizer step over all ranks and micro-steps.
         micro_batch: B, samples per forward pass of one rank.
-        rank: this process, 0 <= rank < world_size.
-        world_size: processes that share each global batch.
-        pad_id: what fills up x; the end-of-text token, where there is one, also ends the last
-            document of a corpus.
-        device: where batches end up; for CUDA through pinned memory, without a host sync.
+        pad_id: padding of x, also the target after the last document of a corpus.
+        device: device of the batches; CUDA gets them from pinned memory, without a host sync.
     Raises:
-        UserError: the global batch does not divide.
+        UserError: the global batch is not a multiple of ranks x micro-batch.
     """
 
     def __init__(
@@ -67,16 +64,16 @@ class Loader:
     ) -> None:
         if global_batch < 1 or micro_batch < 1 or global_batch % (world_size * micro_batch):
             raise UserError(
-                f"a global batch of {global_batch} samples does not divide into micro-batches of"
-                f" {micro_batch} on {world_size} rank(s)"
+                f"a global batch of {counted(global_batch, 'sample')} does not divide into"
+                f" micro-batches of {micro_batch} on {counted(world_size, 'rank')}"
             )
         self.accumulation = global_batch // (world_size * micro_batch)
-        """Micro-batches per rank that make one global batch."""
+        """Number of micro-batches per rank in a global batch."""
         self.share = 1.0
-        """Targets of the last micro-batch over the mean of its global batch's; 1 where none of
-        its samples was filled up."""
+        """Number of targets in the last micro-batch, relative to the mean in its global batch; 1
+        without padding."""
         self.waited_s = 0.0
-        """Seconds that `next` has waited for a batch that was not ready, in all."""
+        """Total seconds that `next` has waited for batches."""
         self.device = torch.device(device)
         self._state = samples.state()
         self._pinned = self.device.type == "cuda"
@@ -99,11 +96,11 @@ class Loader:
         thread.start()
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch: x and y, each (B, T) int64 on `device`.
+        """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.
 
         Raises:
             RuntimeError: the loader is closed.
-            Exception: whatever went wrong in the background thread.
+            Exception: an error of the background thread.
         """
         if not self._finalizer.alive:
             raise RuntimeError("the loader is closed")
@@ -120,15 +117,15 @@ class Loader:
         return x, y
 
     def state(self) -> dict[str, list[int]]:
-        """`Mixture.state` after the global batches handed out whole.
+        """Returns `Mixture.state` after the last complete global batch.
 
-        Batches that only wait in the queue do not count. In the middle of a global batch it is
-        still the state of that batch's start.
+        Prefetched batches do not count. Within a global batch, it is the state at that batch's
+        start.
         """
         return self._state
 
     def close(self) -> None:
-        """Ends the background thread; more calls do nothing."""
+        """Stops the background thread; further calls do nothing."""
         self._finalizer()
 
     def __enter__(self) -> "Loader":
@@ -149,24 +146,22 @@ def eval_batches(
     documents: SampleOrder | None = None,
     pad_id: int = 0,
 ) -> "EvalBatches":
-    """Fixed windows of a validation split; the same ones for any number of ranks.
+    """Makes batches of fixed windows of a validation split, the same for any number of ranks.
 
-    With all windows every token but the first is the target of exactly one position: the last
-    window reaches back for a full context, and does not score again what the one before it did.
+    Over all windows, each token but the first is a target exactly once: the last window overlaps
+    the one before to have a full context, and the targets that they share are masked in it.
 
     Args:
         tokens: (N,), any integer dtype, N >= 2.
         context: T, in tokens.
         micro_batch: B, rows of every batch.
-        rank: this process; it takes every `world_size`-th window.
-        world_size: processes that share the windows.
-        max_tokens: about how many targets to score over all ranks, in windows spread evenly over
-            the split; all of them if it is 0, negative, or as large as the split.
-        documents: of `tokens`, one a sample: they are scored, one a row, instead of windows.
-        pad_id: fills up x.
+        rank: this rank takes every `world_size`-th window.
+        max_tokens: approximate number of targets to score over all ranks, in windows spread evenly
+            over the split; 0, a negative number or one larger than the split: all of them.
+        documents: documents of `tokens` to score, one per row, instead of windows.
     Returns:
-        EvalBatches: x, y: (B, T) int64 on the CPU. Rows and positions that fill up a batch have
-        y == -100; a rank without windows has no batches.
+        EvalBatches: x, y: (B, T) int64 on the CPU. Padding has y == -100; a rank without windows
+        has no batches.
     Raises:
         UserError: fewer than 2 tokens.
     """
@@ -199,16 +194,15 @@ def random_batches(
     rank: int,
     world_size: int,
 ) -> "EvalBatches":
-    """Windows that begin anywhere, drawn with replacement: a function of `seed` alone.
+    """Makes batches of random windows, drawn with replacement from `seed` alone.
 
     Args:
         tokens: (N,), any integer dtype.
         context: T, in tokens.
         micro_batch: B, rows of every batch.
-        samples: how many windows over all ranks, a multiple of B.
+        samples: number of windows over all ranks, a multiple of B.
         seed: integers of 32 bits.
-        rank: this process; it takes every `world_size`-th batch.
-        world_size: processes that share the batches.
+        rank: this rank takes every `world_size`-th batch.
     Returns:
         EvalBatches: x, y: (B, T) int64 on the CPU.
     Raises:
@@ -216,8 +210,8 @@ def random_batches(
     """
     if len(tokens) <= context:
         raise UserError(
-            f"a split has {len(tokens):,} tokens, but one window of context {context:,} needs"
-            f" {context + 1:,}"
+            f"a split has {counted(len(tokens), 'token')}, but one window of context {context:,}"
+            f" needs {context + 1:,}"
         )
     stream = np.random.RandomState(list(seed))
     starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
@@ -226,7 +220,7 @@ def random_batches(
 
 
 class EvalBatches:
-    """Evaluation batches (x, y), made as they are asked for, with their number as `len`."""
+    """Lazy iterable of evaluation batches (x, y), with their number as `len`."""
 
     def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
         self._batches, self._count = batches, count
@@ -270,13 +264,13 @@ def _fill(
     stop: int,
     pad_id: int,
 ) -> None:
-    """One sample into one row of x and of y; both are (T,) and filled up already."""
+    """Copies one sample into one row of x and of y, both (T,) and already padded."""
     window = tokens[start:stop]
     count = stop - start - 1
     x_row[:count] = window[:count]
     y_row[: len(window) - 1] = window[1:]
     if len(window) == count:
-        # the corpus ends with its last document, whose end-of-text token would come next
+        # the last document of the corpus has no end-of-text token after it
         y_row[count - 1] = pad_id
 
 
@@ -289,7 +283,7 @@ class _Micro:
     y: Tensor
     share: float
     state_after: dict[str, list[int]] | None
-    """Set on the last micro-batch of a global batch."""
+    """State after the global batch, set on its last micro-batch only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +298,7 @@ class _Producer:
     pinned: bool
 
     def run(self, ready: "queue.Queue[_Micro | Exception]", stop: threading.Event) -> None:
-        """Fills `ready` until `stop`; an error is handed over as the last item."""
+        """Fills `ready` until `stop` is set; an error becomes the last item."""
         try:
             while True:
                 samples = self.samples.take(math.prod(self.grid))
@@ -322,8 +316,8 @@ class _Producer:
 
     def _gather(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         shape = (len(rows), self.context)
-        # Fresh memory each time: what was handed out belongs to the caller, and PyTorch's pinned
-        # allocator keeps a freed block until the copy that reads it has finished.
+        # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
+        # keeps a freed block until the copy that reads it has finished.
         x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned) for _ in "xy")
         for x_row, y_row, (corpus, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
             if stop - start <= self.context:

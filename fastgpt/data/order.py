@@ -1,10 +1,10 @@
-"""Order of training samples: which tokens each holds, a pure function of (seed, epoch, index).
+"""Order of training samples, as a pure function of (seed, epoch, index).
 
 A sample is up to T+1 tokens, [start, stop) of one corpus. How an epoch is laid out:
 
 none        Windows end to end (stride T, so that each of their targets is scored once) from an
             offset drawn for the epoch. The few tokens before the offset and after the last whole
-            window sit that epoch out; over the epochs, every token is read.
+            window are left out of that epoch; over the epochs, every token is read.
 bos         Windows that begin where a document begins: after one, the next document that begins
             at its end or later, or with a chance of 1/4 the one after that. Without those skips
             every epoch would soon follow the same chain, and cut the same ends off documents. What
@@ -21,27 +21,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastgpt.errors import UserError, unknown_name
+from fastgpt.errors import UserError, counted, unknown_name
 
 SAMPLINGS = ("epoch", "random-windows")
 ALIGNMENTS = ("none", "bos", "document")
 SKIP_ONE_IN = 4
-"""Windows that begin with documents, between two that leave a document out."""
+"""Mean number of `bos` windows between two documents that are skipped."""
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: its multiples fill the circle evenly (Weyl's theorem)."""
+"""2^64 over the golden ratio: its multiples modulo 2^64 are spread evenly (Weyl's theorem)."""
 
 
 class SampleOrder:
-    """The stream of samples of one corpus, which runs on over the ends of epochs.
+    """Endless stream of samples of one corpus, epoch after epoch.
 
     Args:
-        num_tokens: N, tokens in the corpus.
         context: T, in tokens.
-        seed: any integer; its lowest 64 bits count.
+        seed: any integer, of which the lowest 64 bits are used.
         sampling: `epoch` visits every sample of an epoch once; `random-windows` draws as many,
             with replacement, from every possible start.
         align: see above.
-        documents: (D,) int64 increasing, where documents begin; only `none` does without.
+        documents: (D,) int64, increasing offsets where documents begin; needed unless `none`.
     Raises:
         UserError: the corpus is shorter than one window, or a name is unknown.
     """
@@ -62,8 +61,8 @@ class SampleOrder:
             raise unknown_name("alignment", align, ALIGNMENTS)
         if align != "document" and num_tokens < context + 1:
             raise UserError(
-                f"the corpus has {num_tokens:,} tokens, but one window of context {context:,} needs"
-                f" {context + 1:,}"
+                f"the corpus has {counted(num_tokens, 'token')}, but one window of context"
+                f" {context:,} needs {context + 1:,}"
             )
         self.num_tokens, self.context, self.seed = num_tokens, context, seed
         self.sampling, self.align = sampling, align
@@ -86,23 +85,23 @@ class SampleOrder:
         self.documents, self._ends = documents, np.append(documents[1:], self.num_tokens)
 
     def epoch_size(self, epoch: int) -> int:
-        """Samples in an epoch."""
+        """Returns the number of samples in an epoch."""
         if self.align == "document":
             return len(self.documents)
         return self._layout(epoch)[2] if self.align == "none" else len(self._starts_of(epoch))
 
     def coverage(self) -> float:
-        """Share of the corpus's tokens that the first epoch has as targets, on average."""
+        """Returns the expected share of the corpus's tokens that are targets in the first epoch."""
         if self.sampling == "random-windows":
             return 1 - math.exp(-1)  # as many draws as there are samples, with replacement
         starts = self._starts_of(0)
         return float((self.stops(starts) - starts - 1).sum() / max(1, self.num_tokens - 1))
 
     def take(self, epoch: int, index: int, count: int) -> tuple[np.ndarray, int, int]:
-        """The next `count` samples from (epoch, index) on.
+        """Returns the next `count` samples from (epoch, index) on.
 
         Returns:
-            (count,) int64 positions of first tokens, and the epoch and index that follow.
+            (count,) int64 offsets of first tokens, and the epoch and index that follow.
         """
         taken = [np.empty(0, np.int64)]
         while count > 0:
@@ -115,9 +114,9 @@ class SampleOrder:
         return np.concatenate(taken), epoch, index
 
     def stops(self, starts: np.ndarray) -> np.ndarray:
-        """(count,) int64, one past the last token of each sample.
+        """Returns the end of each sample: (count,) int64, one past its last token.
 
-        The last document's is one past the end of the corpus: there its end-of-text token would be.
+        The last document ends one past the end of the corpus, in place of an end-of-text token.
         """
         stops = starts + self.context + 1
         if self.align == "document":
@@ -133,7 +132,7 @@ class SampleOrder:
         return np.random.RandomState([word & 0xFFFFFFFF for word in words])
 
     def _layout(self, epoch: int) -> tuple[np.random.RandomState, int, int]:
-        """The epoch's random stream after its first draw, its offset, and its number of windows."""
+        """Returns the epoch's random stream after its first draw, its offset, and its windows."""
         stream = self._random(epoch)
         offsets = min(self.context, self.num_tokens - self.context)
         offset = int(stream.randint(offsets, dtype=np.int64))
@@ -167,7 +166,7 @@ class SampleOrder:
         return choices[stream.randint(len(choices), size=len(starts), dtype=np.int64)]
 
     def _chain(self, first: int, skips: np.ndarray) -> np.ndarray:
-        """Starts of the windows from document `first` on (an earlier one, if it does not fit)."""
+        """Returns the starts of windows from document `first` on (or from the last that fits)."""
         following, chosen = self._next + skips, array("q")
         document = min(first, len(following) - 1)
         while document < len(following):
@@ -177,16 +176,16 @@ class SampleOrder:
 
 
 class Mixture:
-    """Several streams of samples as one: each sample is of a corpus with the probability of its
-    weight, by a rule without chance, so that after n samples every count is within a few of n
-    times its weight.
+    """Stream of samples from several corpora, mixed by weight.
+
+    The corpus of each sample is chosen without randomness: after n samples, the count of each
+    corpus is within a few of n times its weight.
 
     Args:
-        orders: one for each corpus.
-        weights: as many; only their ratios count.
+        weights: one for each of `orders`; only their ratios matter.
         state: from `state()`; None: the beginning.
     Raises:
-        UserError: the state is not of these corpora.
+        UserError: the state does not fit these corpora.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class Mixture:
     ) -> None:
         self.orders = tuple(orders)
         shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
-        # the largest double below 2^64, where a weight is too small to be seen
+        # at most the largest double below 2^64, if the last weight is too small to matter
         self._bounds = np.minimum(shares[:-1] * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         zeros = [0] * len(self.orders)
         state = state or {"sample": [0], "epoch": zeros, "index": zeros}
@@ -205,17 +204,17 @@ class Mixture:
         self._places = list(zip(state["epoch"], state["index"]))
         if len(self._places) != len(self.orders):
             raise UserError(
-                f"loader state of {len(self._places)} corpora, but {len(self.orders)} are given"
+                f"corpora in the loader state: {len(self._places)}, expected {len(self.orders)}"
             )
         for order, (epoch, index) in zip(self.orders, self._places):
             if epoch < 0 or not 0 <= index < order.epoch_size(epoch):
                 raise UserError(
                     f"loader state (epoch {epoch}, index {index}) is not of this corpus, whose"
-                    f" epoch {epoch} has {order.epoch_size(epoch):,} samples"
+                    f" epoch {epoch} has {counted(order.epoch_size(epoch), 'sample')}"
                 )
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` samples: (count, 3) int64 of corpus, start, stop."""
+        """Returns the next `count` samples: (count, 3) int64 of corpus, start, stop."""
         numbers = np.arange(self._sample, self._sample + count, dtype=np.uint64)
         corpora = self._bounds.searchsorted(numbers * np.uint64(GOLDEN), side="right")
         samples = np.empty((count, 3), np.int64)
@@ -229,6 +228,6 @@ class Mixture:
         return samples
 
     def state(self) -> dict[str, list[int]]:
-        """The number of samples taken, and the epoch and index at which each corpus goes on."""
+        """Returns the number of samples taken, and each corpus's next epoch and index."""
         epochs, indices = zip(*self._places)
         return {"sample": [self._sample], "epoch": list(epochs), "index": list(indices)}

@@ -1,4 +1,4 @@
-"""Token shards in llm.c's `.bin` formats, and many of them read as one sequence.
+"""Token shards in llm.c's `.bin` formats, which are read as one sequence.
 
 Layout
     256 int32 of header: magic, version, number of tokens, then zeros.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 HEADER = np.dtype("<i4")
 HEADER_INTS = 256
@@ -26,20 +26,21 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 SMALL, LARGE = (dtype for _, dtype in FORMATS.values())
 
 MAPPED_SHARDS = 512
-"""Files mapped at a time, at most: each map keeps a file descriptor. A quarter of those that the
-process may have is not passed either."""
+"""Largest number of files mapped at a time, because each map keeps a file descriptor; also at most
+a quarter of the descriptors that the process may have."""
 READS_BETWEEN_RELEASES = 128
-"""A read of one window may map a whole large folio of the page cache, 2 MiB (seen with Linux 6.18
-on ext4; 64 KiB where there are none), so that about 256 MiB count towards the resident set."""
+"""Number of reads between two releases of mapped pages. A read of one window may map a whole large
+folio of the page cache, 2 MiB (seen with Linux 6.18 on ext4; 64 KiB where there are none), so that
+about 256 MiB count towards the resident set."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of the two dtypes that holds the ids 0 to `vocab_size - 1`."""
+    """Returns the smaller of the two dtypes that holds the ids 0 to `vocab_size - 1`."""
     return SMALL if vocab_size <= np.iinfo(SMALL).max + 1 else LARGE
 
 
 def shard_header(count: int, dtype: np.dtype) -> memoryview:
-    """The `HEADER_BYTES` before `count` tokens of `dtype`."""
+    """Returns the header of a shard of `count` tokens of `dtype`, `HEADER_BYTES` long."""
     [(magic, version)] = [(m, v) for m, (v, kind) in FORMATS.items() if kind == dtype]
     header = np.zeros(HEADER_INTS, HEADER)
     header[:3] = magic, version, count
@@ -47,10 +48,10 @@ def shard_header(count: int, dtype: np.dtype) -> memoryview:
 
 
 def read_header(path: Path) -> tuple[int, np.dtype]:
-    """Number of tokens and dtype of a shard, checked against the size of the file.
+    """Reads the number of tokens and the dtype of a shard, and checks them against its size.
 
     Raises:
-        UserError: no such file, or magic, version or length are not as the format asks.
+        UserError: the file is missing, or its magic, version or length is wrong.
     """
     path = Path(path)
     if not path.is_file():
@@ -68,8 +69,8 @@ def read_header(path: Path) -> tuple[int, np.dtype]:
     expected = HEADER_BYTES + count * dtype.itemsize
     if count < 1 or size != expected:
         raise UserError(
-            f"{path}: damaged shard: the header promises {count:,} tokens at byte 8"
-            f" ({expected:,} bytes), the file ends at byte {size:,}"
+            f"{path}: damaged shard: the header says {counted(count, 'token')} at byte 8"
+            f" ({expected:,} bytes), but the file ends at byte {size:,}"
         )
     return count, dtype
 
@@ -91,17 +92,17 @@ def _mapped_at_most() -> int:
 
 
 class Tokens:
-    """Shards, one after the other, as one sequence to slice: `tokens[start:stop]`, `len(tokens)`.
+    """Sequence of the tokens of several shards, which supports `tokens[start:stop]` and `len`.
 
-    A slice is a view where one shard holds it, a copy where it crosses from one to the next. Files
-    are mapped when they are read, and their pages given back now and then: the resident set stays
-    bounded however long a run reads.
+    A slice is a view if it lies in one shard, a copy if it crosses shards. Files are mapped when
+    they are read, and their pages are released now and then, so that the resident set stays
+    bounded.
 
     Args:
         paths: the shards in order, all of one dtype.
 
     Raises:
-        UserError: no shards, one that is damaged, or two dtypes.
+        UserError: there are no shards, one is damaged, or their dtypes differ.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -112,7 +113,7 @@ class Tokens:
         self.dtype = headers[0][1]
         for path, (_, dtype) in zip(self.paths, headers):
             if dtype != self.dtype:
-                raise UserError(f"{path} holds {dtype}, but {self.paths[0]} {self.dtype}")
+                raise UserError(f"{path} holds {dtype}, but {self.paths[0]} holds {self.dtype}")
         self.counts = np.array([count for count, _ in headers], np.int64)
         self._ends = np.cumsum(self.counts)
         self._maps: dict[int, tuple[np.ndarray, mmap.mmap]] = {}
@@ -124,7 +125,7 @@ class Tokens:
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """(stop - start,) tokens; read-only where it is a view."""
+        """Returns (stop - start,) tokens, read-only if it is a view."""
         start, stop, step = window.indices(len(self))
         assert step == 1, "shards are read forwards, token by token"
         if start >= stop:
@@ -156,7 +157,7 @@ class Tokens:
         return self._maps[number][0]
 
     def _release(self) -> None:
-        """Gives the pages that were read back; they stay in the system's cache."""
+        """Releases the mapped pages that were read; they stay in the system's page cache."""
         for number in self._touched & self._maps.keys():
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._maps[number][1].madvise(mmap.MADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""Checks of a shard beyond its header: ids of the vocabulary, and the bytes that were written.
+"""Checks of a shard's content: token ids within the vocabulary, and checksums.
 
-A whole read of every shard takes a while, so what was found is remembered: a shard is read again
-only when its size or its time of change is another one.
+Reading every shard takes a while, so the results are cached: a shard is read again only if its size
+or modification time has changed.
 """
 
 import hashlib
@@ -20,19 +20,18 @@ from typing import Any
 import numpy as np
 
 from fastgpt.data.shards import HEADER_BYTES, Tokens, read_header
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 from fastgpt.storage import cache_dir, cores, write_atomically
 
 BLOCK_BYTES = 4 * 2**20
-"""Bytes that one CRC covers, few enough to say where a shard is damaged."""
+"""Number of bytes that one CRC covers, few enough to locate damage in a shard."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A shard and what is known of it; `sha256` and `crc32` are None where nothing was written
-    down (a shard of another program)."""
+    """Path and recorded checksums of a shard; the checksums are None for another program's."""
 
     path: Path
     sha256: str | None = None
@@ -41,7 +40,7 @@ class Shard:
 
 
 def checksums(path: Path) -> dict[str, Any]:
-    """The `sha256` and `crc32` of a file, as the manifest keeps them."""
+    """Computes the `sha256` and `crc32` of a file, as the manifest stores them."""
     whole, blocks = hashlib.sha256(), []
     for block in _blocks(path):
         whole.update(block)
@@ -50,15 +49,14 @@ def checksums(path: Path) -> dict[str, Any]:
 
 
 def check_shard(shard: Shard, vocab_size: int, *, sha256: bool = True) -> None:
-    """Reads a whole shard.
+    """Reads a whole shard, and checks its header, token ids and checksums.
 
     Args:
-        shard: its header is checked as well.
         vocab_size: every id must be smaller.
-        sha256: False leaves it to the CRCs, which are faster and find what a disk does to a file.
+        sha256: False checks the CRCs only, which are faster and detect disk errors.
 
     Raises:
-        UserError: names the file and the byte at which it is not what it should be.
+        UserError: the shard is damaged; the message names the file and the byte.
     """
     path, whole = shard.path, hashlib.sha256()
     _, dtype = read_header(path)
@@ -67,7 +65,7 @@ def check_shard(shard: Shard, vocab_size: int, *, sha256: bool = True) -> None:
         if shard.crc32 is not None and shard.crc32[number : number + 1] != (zlib.crc32(block),):
             raise UserError(
                 f"{path}: damaged between byte {start:,} and byte {start + len(block):,}:"
-                f" not the CRC-32 that was written down; prepare it again or copy it anew"
+                f" its CRC-32 is not the recorded one; prepare or copy it again"
             )
         if sha256:
             whole.update(block)
@@ -84,10 +82,10 @@ def check_shard(shard: Shard, vocab_size: int, *, sha256: bool = True) -> None:
 
 
 def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
-    """`check_shard` for those that have not passed it, as they are now, with this vocabulary.
+    """Runs `check_shard` on the shards that have not passed it unchanged with this vocabulary.
 
     Raises:
-        UserError: as `check_shard`, for the first shard that is not fine.
+        UserError: as `check_shard`, for the first shard that fails.
     """
     record = cache_dir() / "checked" / f"{_key(shards, vocab_size)}.json"
     passed = _read_record(record)
@@ -97,7 +95,7 @@ def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
         return
     size = sum(shard.path.stat().st_size for shard in due)
     if size > 2**30:
-        logger.warning("checking %d shards once (%.1f GB)", len(due), size / 1e9)
+        logger.warning("checking %s once (%.1f GB)", counted(len(due), "shard"), size / 1e9)
     passed = {path: stamp for path, stamp in stamps.items() if passed.get(path) == stamp}
     try:
         with ThreadPoolExecutor(cores()) as pool:
@@ -106,13 +104,13 @@ def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
                 path = str(shard.path.resolve())
                 passed[path] = stamps[path]
     finally:
-        with suppress(OSError):  # a cache that cannot be written costs time, no more
+        with suppress(OSError):  # a cache that cannot be written only costs time
             record.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(record, json.dumps(passed).encode())
 
 
 def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
-    """Finds the beginnings of documents: the first token, and each end-of-text token.
+    """Finds the offsets where documents begin: the first token, and each end-of-text token.
 
     Returns:
         (documents,) int64, increasing, memory-mapped from the cache after the first time.
@@ -154,7 +152,7 @@ def _key(shards: Sequence[Shard], number: int) -> str:
 
 
 def file_stamp(path: str | Path) -> list[int]:
-    """Size and time of change of a file: another of either, and it is read again."""
+    """Returns the size and modification time of a file, which tell whether it was changed."""
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
 

@@ -60,16 +60,16 @@ def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
     )
     for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
         said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
-        assert said.startswith("where the recipe ends with its own settings: val loss 2.41")
+        assert said.startswith("the recipe's own settings reach val loss 2.41")
     modern = parse(["gpt2-124m-modern"])
-    assert expected(modern, "fineweb") == "where this recipe ends is not known yet"
+    assert expected(modern, "fineweb") == "the final loss of this recipe is not known yet"
 
 
 def test_no_loss_is_promised_on_other_data():
     assert expected(parse(["gpt2-124m"]), "fineweb").startswith("val loss 3.27 on FineWeb")
-    assert expected(parse(["gpt2-124m"]), "builtin") == "where it ends on builtin is not known"
+    assert expected(parse(["gpt2-124m"]), "builtin") == "the final loss on builtin is not known"
     book = parse(["lecture-head", "--data.source", "book.txt"])
-    assert expected(book, "book.txt") == "where it ends on book.txt is not known"
+    assert expected(book, "book.txt") == "the final loss on book.txt is not known"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_run_begins_with_its_estimate(fit, capsys):
     # 8 steps of 128 tokens; 6 (12 * 32^2 + 300 * 32) weights and attention over 8.5 keys a token
     flops = 8 * 128 * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
     assert f"1,024 tokens, {flops:.2g} FLOPs, at least " in line
-    assert line.endswith("where this recipe ends is not known yet")
+    assert line.endswith("the final loss of this recipe is not known yet")
 
 
 # --- the command ----------------------------------------------------------------------------------

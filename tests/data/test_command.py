@@ -93,7 +93,7 @@ def test_histogram_counts_each_document_once(stories, corpus, shown):
 
 def test_plot_is_drawn(stories, shown, tmp_path):
     out = shown(stories, "--plot", tmp_path / "lengths.png")
-    assert f"drawn: {tmp_path / 'lengths.png'}" in out
+    assert f"plot: {tmp_path / 'lengths.png'}" in out
     image = imread(tmp_path / "lengths.png")[..., :3]
     colours = np.unique(image.reshape(-1, 3).round(2), axis=0)
     for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):  # train and val

@@ -141,7 +141,7 @@ def test_uint16_shards_without_a_tokenizer_are_gpt2s(fineweb):
 def test_uint32_shards_need_a_tokenizer(fineweb, tmp_path):
     for path in fineweb.iterdir():
         write_shard(path, range(30), "uint32")
-    complaint = r"fineweb10B holds ids of 32 bits and no tokenizer\.json.*--data\.tokenizer PATH"
+    complaint = r"fineweb10B holds 32-bit token ids and no tokenizer\.json.*--data\.tokenizer PATH"
     with pytest.raises(UserError, match=complaint):
         opened(fineweb)
     saved = prepared(tmp_path / "other", texts(30)) / "tokenizer.json"

@@ -225,7 +225,7 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
 def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
     monkeypatch.setattr(documents, "MAX_DOCUMENT", 100)
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
-    with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters after document 2;"):
+    with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters after document 2:"):
         pieces(tmp_path / "x.txt", separator="--")
 
 

@@ -92,7 +92,7 @@ def test_what_may_pass_is_tried_again(server, get, faults, waits):
         ([404], SHA256, "HTTP 404 Not Found"),
         ([503] * 5, SHA256, "HTTP 503 Service Unavailable"),
         ([1000] * 5, SHA256, r"IncompleteRead\(1000 bytes read, 511000 more expected\)"),
-        ([len(CONTENT)], "0" * 64, f"it sent something else: sha256 {SHA256}, expected {'0' * 64}"),
+        ([len(CONTENT)], "0" * 64, f"the file received has sha256 {SHA256}, expected {'0' * 64}"),
     ],
 )
 def test_failure_is_one_line_and_leaves_nothing(server, get, faults, sha256, reason):

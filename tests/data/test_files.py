@@ -142,10 +142,10 @@ def test_folder_of_json_lines_alone_is_a_set_of_documents(tmp_path):
 @pytest.mark.parametrize(
     ("content", "pattern", "complaint"),
     [
-        ({"x_train_0.bin": SHARD}, "*.bin", r"x_train_0\.bin is a token shard: give the folder"),
+        ({"x_train_0.bin": SHARD}, "*.bin", r"x_train_0\.bin is a token shard: use the folder"),
         ({"x.bin": SHARD}, "x.bin", r"x\.bin is a token shard"),
         ({"x.txt.bz2": b"x"}, "x.txt.bz2", r"bz2: expected text, \.jsonl or \.parquet"),
-        ({"a.txt": b"x", "b.jsonl": b"{}"}, "*", "matches both texts and documents"),
+        ({"a.txt": b"x", "b.jsonl": b"{}"}, "*", r"matches both text and \.jsonl or \.parquet"),
     ],
 )
 def test_what_nobody_means_as_text_is_refused(tmp_path, content, pattern, complaint):

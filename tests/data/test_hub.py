@@ -113,7 +113,7 @@ def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
     said = str(raised.value)
     assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in said
     assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in said
-    assert f"put them into {tmp_path / 'mine' / 'fineweb'} and give that folder" in said
+    assert f"put them into {tmp_path / 'mine' / 'fineweb'} and use that folder" in said
 
 
 def test_missing_package_says_what_to_install_or_what_to_put_where(monkeypatch, tmp_path):

@@ -229,7 +229,7 @@ def test_mixture_goes_on_from_any_state(weights, counts):
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [
-        ({"sample": [0], "epoch": [0], "index": [0]}, "state of 1 corpora, but 2 are given"),
+        ({"sample": [0], "epoch": [0], "index": [0]}, "corpora in the loader state: 1, expected 2"),
         ({"sample": [9], "epoch": [0, -1], "index": [0, 0]}, "epoch -1, index 0"),
         ({"sample": [9], "epoch": [0, 3], "index": [0, -1]}, "epoch 3, index -1"),
         ({"sample": [9], "epoch": [0, 3], "index": [0, 40]}, "index 40.*epoch 3 has 40 samples"),

@@ -43,7 +43,7 @@ def test_prints_what_it_wrote(text_file, main, capsys):
     corpus = open_corpus(str(out), tokenizer="auto", val_fraction=0.1)
     assert (len(corpus.train), len(corpus.val)) == (300, 300)
     first, second, *rest = capsys.readouterr().out.splitlines()
-    assert first == "text: 300 tokens to train on, 300 to validate on (bytes, vocabulary 256)"
+    assert first == "text: 300 training + 300 validation tokens (bytes tokenizer, vocabulary 256)"
     assert re.fullmatch(r"documents: 1; shards: 2; seconds: \d+\.\d", second)
     assert rest == [f"sha256 {corpus.sha256}", f"wrote {out}"]
 
@@ -79,7 +79,7 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
     done = python("-m", "fastgpt.prepare", text_file, "--out", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    complaint = f"{tmp_path} is not an empty directory; give another one or remove it"
+    complaint = f"{tmp_path} is not an empty directory: use another one or remove it"
     assert done.stderr == f"error: {complaint}\n"
 
 
@@ -89,12 +89,12 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
         ("", r"x\.jsonl line 2: field 'text' is a number, expected a string"),
         (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
-        ("--vocab-size 5", "vocab_size 5 for the tokenizer bytes"),
+        ("--vocab-size 5", "vocab_size 5: the bytes tokenizer has its own vocabulary"),
         ("--workers 0", "workers is 0: expected 1 or more"),
         ("--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
-        ("--val-fraction 0", "val_fraction must lie between 0 and 1, not 0.0"),
-        ("--val-fraction 1", "val_fraction must lie between 0 and 1, not 1.0"),
-        ("--val-fraction nan", "val_fraction must lie between 0 and 1, not nan"),
+        ("--val-fraction 0", r"val_fraction is 0.0: expected a fraction in \(0, 1\)"),
+        ("--val-fraction 1", r"val_fraction is 1.0: expected a fraction in \(0, 1\)"),
+        ("--val-fraction nan", r"val_fraction is nan: expected a fraction in \(0, 1\)"),
     ],
 )
 def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, said):
@@ -108,7 +108,7 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     [
         ("file/out", "", "cannot write .*file/out: "),
         ("out", "--workers 0", "workers is 0"),
-        ("out", "--val-fraction 2", "val_fraction must lie between 0 and 1"),
+        ("out", "--val-fraction 2", r"val_fraction is 2\.0: expected a fraction"),
     ],
 )
 def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys, out, flags, said):

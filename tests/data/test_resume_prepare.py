@@ -166,7 +166,7 @@ def test_bad_document_names_its_line_and_goes_on_once_it_is_mended(
     source.write_bytes(good)
     assert contents(preparing()) == whole
     assert preparing.reports[0] > 0
-    assert f"{source} was changed: it is read on from row" in caplog.text
+    assert f"{source} was changed: reading on from row" in caplog.text
 
 
 def test_file_that_was_read_may_not_change(preparing, tmp_path):
@@ -191,7 +191,7 @@ def test_file_that_was_read_may_not_change(preparing, tmp_path):
         ({"val_fraction": 0.4}, "--val-fraction was 0.3, now 0.4"),
         ({"shard_tokens": 900}, "--shard-tokens was 800"),
         ({"separator": "--"}, "--separator was None, now '--'"),
-        ("another", "source was .*, it was of 1 file, now other ones"),
+        ("another", "source was .*, it had 1 file, now different ones"),
     ],
 )
 def test_other_request_for_what_was_begun_is_refused(
@@ -248,7 +248,7 @@ def test_second_process_for_the_same_place_is_refused_at_once(preparing, tmp_pat
 
     def report(tokens, _):
         if len(refused) < 3:
-            with pytest.raises(UserError, match=r"another process is preparing .*out now"):
+            with pytest.raises(UserError, match=r"another process is preparing .*out: wait"):
                 preparing()
             refused.append(tokens)
 

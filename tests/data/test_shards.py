@@ -44,13 +44,13 @@ def test_shard_is_mapped_and_read_only(tmp_path):
         (shard_bytes([1, 2], magic=20240801, version=7), r"2 tokens at byte 8 \(1,032 bytes\)"),
         (
             shard_bytes([1, 2], count=3),
-            r"promises 3 tokens at byte 8 \(1,030 bytes\), the file ends at byte 1,028",
+            r"says 3 tokens at byte 8 \(1,030 bytes\), but the file ends at byte 1,028",
         ),
-        (shard_bytes([1, 2], count=1), "promises 1 tokens"),
+        (shard_bytes([1, 2], count=1), "says 1 token "),
         (shard_bytes([1, 2])[:-1], "the file ends at byte 1,027"),
         (shard_bytes([1, 2], "uint32")[:-2], "the file ends at byte 1,030"),
-        (shard_bytes([]), "promises 0 tokens"),
-        (shard_bytes([], count=-1), "promises -1 tokens"),
+        (shard_bytes([]), "says 0 tokens"),
+        (shard_bytes([], count=-1), "says -1 tokens"),
         (None, "no such shard"),
     ],
 )
@@ -94,7 +94,7 @@ def test_slice_of_one_shard_is_no_copy(tmp_path):
 
 def test_shards_of_two_dtypes_are_refused(tmp_path):
     paths = [write_shard(tmp_path / f"{kind}.bin", [1, 2], kind) for kind in FORMATS]
-    with pytest.raises(UserError, match=r"uint32\.bin holds uint32, but .*uint16\.bin uint16"):
+    with pytest.raises(UserError, match=r"holds uint32, but .*uint16\.bin holds uint16"):
         Tokens(paths)
     with pytest.raises(UserError, match="no token shards"):
         Tokens([])

@@ -136,7 +136,7 @@ def test_what_is_held_out_follows_from_the_files(tmp_path, names, options, split
         ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', 'tinystories'"),
         ("corpora/missing.txt", "corpus 'corpora/missing.txt': no such file or folder"),
         ("missing/*.txt", "corpus 'missing/.*': no such file or folder"),
-        ("", "the corpus is an empty name"),
+        ("", "the source is empty"),
     ],
 )
 def test_unknown_source_is_named(source, complaint):
@@ -169,5 +169,5 @@ def test_directories_come_from_the_environment(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["builtin", "shakespeare", "hf:one/set"])
 def test_separator_of_what_is_no_text_file_is_refused(name):
-    with pytest.raises(UserError, match=rf"separator '--': {name} is not text files to be cut"):
+    with pytest.raises(UserError, match=f"separator '--' is for text files only, not for {name}"):
         find_source(name, separator="--")

@@ -43,7 +43,7 @@ NO_TEXTS = {
     "utf-16-le": (ENGLISH.encode("utf-16-le"), "seems to be UTF-16-LE, pass --encoding utf-16-le"),
     "utf-16-be": (CHINESE.encode("utf-16-be"), "seems to be UTF-16-BE, pass --encoding utf-16-be"),
     "latin-1": (ACCENTS.encode("latin-1"), "is not UTF-8 (byte 0xF6 at offset 2): it may be in an"),
-    "random": (np.random.default_rng(0).bytes(999), "seems to be binary data, expected a text"),
+    "random": (np.random.default_rng(0).bytes(999), "seems to be binary data, expected text"),
     "controls": (b"a few words\1\2" * 99, "is not text (15% control characters from offset 11 on)"),
 }
 

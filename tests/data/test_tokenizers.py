@@ -114,8 +114,8 @@ def test_saved_surrogates_are_not_joined(tmp_path):
         ('{"kind": "chars", "chars": 3}', "not a tokenizer file"),
         ('{"kind": "gpt2", "tokens": ["YQ==", "YQ=="]}', "not a tokenizer file .*1 tokens"),
         ('{"kind": "char"}', "unknown tokenizer 'char'; .* 'chars'"),
-        ('{"model": {"type": "BPE"}}', "not a tokenizer that the tokenizers package reads"),
-        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "without a single token"),
+        ('{"model": {"type": "BPE"}}', "not a tokenizer that the tokenizers package can read"),
+        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "is empty"),
     ],
 )
 def test_missing_or_damaged_file_is_named(tmp_path, content, complaint):
@@ -158,7 +158,7 @@ def test_nothing_to_learn_from_is_an_error():
         ("", None, "unknown tokenizer '' .*'wordpiece', the path of a tokenizer.json"),
         ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json' .*'bpe'"),
         ("docs", None, "unknown tokenizer 'docs' .*or of a folder with one"),
-        ("gpt2", 1000, "vocab_size 1000 for the tokenizer gpt2: expected bpe or wordpiece"),
+        ("gpt2", 1000, "vocab_size 1000: the gpt2 tokenizer has its own vocabulary, expected bpe"),
         ("bpe", 256, "vocab_size 256: expected 257 to 1,048,576"),
         ("wordpiece", 2**40, "vocab_size 1099511627776: expected 257 to"),
     ],

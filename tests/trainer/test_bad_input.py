@@ -70,12 +70,12 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
         ("baby --stepz 4", ("'--stepz'", "'--steps'")),
         ("baby --zzz 4", ("'--zzz'", "--help")),
         ("baby shakespeare-cpu", ("'shakespeare-cpu'",)),
-        ("--steps 3 baby", ("recipe 'baby' comes first",)),
+        ("--steps 3 baby", ("recipe 'baby' must come first",)),
         ("baby --model.num-heads 3", ("model.dim is 128", "multiple", "3")),
         ("baby --model.num-heads 4 --model.num-kv-heads 3", ("model.num_heads is 4", "3")),
         ("baby --model.dim 0", ("model.dim is 0",)),
         ("lecture-head --model.num-layers 0", ("model.num_layers is 0",)),
-        ("lecture-gpt --model.tied", ("embedding has none: --model.no-tied",)),
+        ("lecture-gpt --model.tied", ("embedding has no bias: pass --model.no-tied",)),
         ("baby --train.batch-tokens 1000", ("1000", "multiple", "256")),
         ("baby --train.sample-tokens 268435457", ("train.sample_tokens is 268435457: expected 0",)),
         ("baby --train.label-smoothing 1", ("train.label_smoothing is 1.0: expected a fraction",)),
@@ -88,12 +88,12 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
         ("baby --epochs 0", ("epochs is 0",)),
         ("baby --model.dropout 1", ("model.dropout is 1",)),
         ("baby --data.val-fraction 1", ("data.val_fraction is 1",)),
-        ("lecture-gpt --data.align document", ("data.eval_batches is 200: random windows do not",)),
+        ("lecture-gpt --data.align document", ("data.eval_batches is 200: random windows ignore",)),
         ("baby --optim.warmup-steps -1", ("optim.warmup_steps is -1",)),
         ("baby --optim.lr nan", ("optim.lr is nan",)),
         ("baby --data.source builtin --model.vocab-size 100", ("100", "256")),
         ("baby --data.tokenizer byts", ("'byts'", "'bytes'")),
-        ("baby --data.source ''", ("the corpus is an empty name",)),
+        ("baby --data.source ''", ("the source is empty",)),
         (f"baby --data.source {'x' * 5000}", ("File name too long",)),
         ("baby --data.source .", ("no text",)),
         ("baby --run-dir ''", ("run_dir is the current directory",)),
@@ -184,7 +184,7 @@ def test_resume_from_a_run_of_another_recipe(error, fit, tiny):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--data.tokenizer chars --train.sample-prompt t", "another vocabulary"),
+        ("--data.tokenizer chars --train.sample-prompt t", "different vocabularies"),
         ("--model.context 32", "model.context is 32: expected 16"),
         ("--model.activation relu", "model.activation is relu: expected gelu_tanh"),
         ("--optim.kind adamw", "optim.kind is adamw: expected muon"),
@@ -207,7 +207,7 @@ def test_other_characters_under_the_same_number(error, fit, tiny, text):
     flags = "--data.tokenizer chars --train.sample-prompt t --steps 1"
     fit(flags)
     text.write_text(text.read_text().replace("m", "x"))
-    assert "another vocabulary" in error(tiny(flags, "--resume auto"))
+    assert "different vocabularies" in error(tiny(flags, "--resume auto"))
 
 
 def test_every_checkpoint_damaged(error, fit, tiny):

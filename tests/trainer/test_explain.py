@@ -65,8 +65,8 @@ def test_every_claim_is_true_of_the_printed_tensors(output):
     saturation(output)
     layer_norm(output)
     bigram(output)
-    assert output.claims == ["attention is the third form, with scores from the data in the place "
-                             "of the zeros"]  # fmt: skip
+    assert output.claims == ["attention is the third form, with scores from the data in place of "
+                             "the zeros"]  # fmt: skip
 
 
 def close(a, b, atol: float = 2e-5) -> None:
@@ -91,7 +91,7 @@ def one_head(output: Output) -> None:
     close(t["weights"].sum(1), 1, atol=1e-4)
     _, off = output.numbers("sums to 1")
     assert off < 1e-6
-    assert output.numbers("sees itself alone") == t["weights"][0].tolist() == [1, 0, 0, 0, 0, 0]
+    assert output.numbers("only to itself") == t["weights"][0].tolist() == [1, 0, 0, 0, 0, 0]
     [off] = output.numbers("kernels.attention")
     assert off < 1e-5
 
@@ -148,12 +148,12 @@ def layer_norm(output: Output) -> None:
     close(t["biased"], biased, atol=1e-3)
     close(t["unbiased"], unbiased, atol=1e-3)
     close(t["nn.LayerNorm"], t["biased"])
-    [off] = output.numbers("the one with the biased variance")
+    [off] = output.numbers("nn.LayerNorm uses the biased variance")
     assert off < 1e-5
-    [off] = output.numbers("the unbiased one is apart")
+    [off] = output.numbers("with the unbiased variance")
     close(off, np.abs(t["nn.LayerNorm"] - t["unbiased"]).max())
     assert off > 0.05
-    ratio, seven, eight = output.numbers("of the other")
+    ratio, seven, eight = output.numbers("unbiased / biased")
     assert ratio == pytest.approx(math.sqrt(seven / eight), abs=1e-4)
     close(ratio, (t["unbiased"] / t["biased"]).mean(), atol=1e-2)
 

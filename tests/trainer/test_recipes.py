@@ -65,7 +65,7 @@ def test_each_step_is_what_the_notes_say(name, attention):
     ],
 )
 def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
-    said = f"^model.{option} is {value}: it changes nothing in model.architecture "
+    said = f"^model.{option} is {value}: it has no effect in model.architecture "
     with pytest.raises(UserError, match=said):
         build(recipe(f"lecture-{name}", **{option: value}))
 

@@ -71,7 +71,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
         logs.append((run / "metrics.jsonl").read_bytes())
     capfd.readouterr()
     Trainer(parse(flags)).fit()
-    said = f"{run} has no checkpoint yet: starting from its first step; what it has logged is kept"
+    said = f"{run} has no checkpoint yet: starting from its first step; its earlier logs are kept"
     assert f"warning: {said} in {run}/abandoned_2\n" in capfd.readouterr().out
     assert outcome(run) == unbroken()
     for folder, log in zip(("abandoned_1", "abandoned_2"), logs):

@@ -46,7 +46,7 @@ def test_samples_of_each_prompt_stand_together(sample):
         (("--prompt", "the", "--decode", "triton"), None),
         (("--max-tokens", "9"), "unknown argument '--max-tokens'; did you mean '--tokens'?"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
-        (("--tokens", "1" + 11 * "0"), "--n is 1, --tokens is 100000000000: expected 268,435,456"),
+        (("--tokens", "1" + 11 * "0"), "--tokens is 100000000000: expected at most 268,435,456"),
         (("--tokens", "1", "--n", str(2**28 + 1)), "--n is 268435457, --tokens is 1: expected"),
         (("--temperature", "1e-45"), "--temperature is 1e-45: expected 0, or a number from 1e-6"),
     ],

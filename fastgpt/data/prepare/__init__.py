@@ -1,12 +1,12 @@
-"""Prepares text for training: once, whole or absent, by one process at a time.
+"""Prepares text for training: tokenizes it once, atomically, with one process at a time.
 
 Words
-    source              files of text, and how to read them: what a name or a path means
-    request             a source and settings, which decide every byte of what is prepared
-    prepare             to make what is requested; `prepare` makes it where it is told to,
-                        `open_corpus` in the cache
+    source              files of text, given by a name or a path, and how to read them
+    request             a source and settings, which decide every byte of the result
+    prepare             to carry out a request: `prepare` in a given directory, `open_corpus` in
+                        the cache
     prepared directory  the result: token shards, their tokenizer and a manifest
-    progress            how far a request is, kept in the directory until it is complete
+    progress            position of an unfinished request, kept in its directory
 
 A directory is written beside its place, in `NAME.incomplete`, and renamed when it is complete.
 """
@@ -36,9 +36,9 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.storage import cache_dir, data_dir, sync_directory
 
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
-"""Fractions held out by default: of a text, and of a set of documents."""
+"""Default fractions held out of a text, and of a set of documents."""
 PATIENCE_S = 2
-"""Seconds before it is said that another process is waited for."""
+"""Seconds of waiting for another process before a message says so."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,28 @@ def open_corpus(
     encoding: str = UTF_8,
     report: Report | None = None,
 ) -> Corpus:
-    """Opens a corpus, preparing it in the cache the first time.
+    """Opens a corpus, which is prepared in the cache the first time.
 
     Args:
         source: a name, a path or a data set of the hub (see `find_source`), a prepared directory,
             or a folder of token shards that llm.c or modded-nanogpt wrote.
-        tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: what was saved with shards,
-            GPT-2's for shards without; characters for shakespeare, GPT-2's for sets of documents,
+        tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with shards,
+            else GPT-2's for shards; characters for shakespeare, GPT-2's for sets of documents,
             bytes for other text.
-        val_fraction: in (0, 1), what is held out for validation. What has been split already keeps
+        val_fraction: in (0, 1), fraction held out for validation; data that is split already keeps
             its split.
-        encoding: of text files, as Python names it.
+        encoding: encoding of text files, by Python's name.
         report: see `write_directory`.
     Raises:
-        UserError: nothing to read there, it cannot be split or tokenized as asked, or a shard is
-            damaged or holds an id that the tokenizer does not know.
+        UserError: there is nothing to read, it cannot be split or tokenized as asked, or a shard is
+            damaged or holds an id that the tokenizer does not have.
     """
     path = Path(source).expanduser()
     if tokenizer != "auto":
         check_kind(tokenizer, None)
     if (path / MANIFEST).is_file() or (path.is_dir() and any(path.glob("*train*.bin"))):
         if encoding != UTF_8:
-            raise UserError(f"encoding {encoding}: {path} holds tokens, expected text files")
+            raise UserError(f"encoding {encoding} is for text files only: {path} holds tokens")
         return open_shards(path, tokenizer=tokenizer)
     if source == "shakespeare" and (cached := _shakespeare_tokens(tokenizer, val_fraction)):
         return cached
@@ -101,18 +101,18 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     **options: Any,
 ) -> Path:
-    """Writes a prepared directory to `out`, resuming what an earlier call left; returns its path.
+    """Writes a prepared directory to `out`, or resumes an interrupted one; returns its path.
 
     Args:
-        source: as for `open_corpus`, except what is tokens already.
-        out: appears, or gets its content, only when everything has been written.
+        source: as for `open_corpus`, but not token shards.
+        out: created, or filled if it is empty, only when everything has been written.
         tokenizer: as for `open_corpus`, or `bpe` or `wordpiece`, trained on the source.
-        vocab_size: of a tokenizer that is trained.
+        vocab_size: for bpe and wordpiece only.
         val_fraction: as for `open_corpus`; None: 0.1 of a text, 0.005 of a set of documents.
-        separator: what stands between documents in text files.
+        separator: text between the documents of a text file; None: each file is one document.
         field: the field or column of text in JSON lines, Parquet and the hub's data sets.
-        encoding: of text files, as Python names it.
-        shard_tokens: tokens in each shard but the last.
+        encoding: encoding of text files, by Python's name.
+        shard_tokens: number of tokens in each shard but the last.
         options: `workers`, `report` and `save_every_s` of `write_directory`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
@@ -124,18 +124,18 @@ def prepare(
         check_kind(tokenizer, vocab_size)
     renamed = (out / PROGRESS).is_file()  # killed with one last step to go
     if out.exists() and not renamed and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory; give another one or remove it")
+        raise UserError(f"{out} is not an empty directory: use another one or remove it")
     if out.is_mount():
-        raise UserError(f"{out} is where a file system is mounted; give a folder inside it")
+        raise UserError(f"{out} is a mount point: use a folder inside it")
     if (Path(source).expanduser() / MANIFEST).is_file():
-        raise UserError(f"{source} is a prepared directory already: it has a {MANIFEST}")
+        raise UserError(f"{source} is already a prepared directory: it has a {MANIFEST}")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out.parent).close()
     if tokenizer == "gpt2" or (
         tokenizer == "auto" and (source in HUB or source.startswith(HUB_PREFIX))
     ):
-        make_tokenizer("gpt2", None)  # that its files are missing is said before a long download
+        make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
     request = _request(
         find_source(source, separator=separator, field=field, encoding=encoding),
         tokenizer=tokenizer,
@@ -162,17 +162,17 @@ def _request(
 
 
 def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
-    """Writes a directory beside `out`, resuming what an earlier call left, and renames it."""
+    """Writes a directory beside `out`, or resumes an interrupted one, and renames it to `out`."""
     unfinished = _unfinished(out)
     _warn_of_files(request.source)
     write_directory(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
-    (out / PROGRESS).unlink()  # until here, or what was finished could not be told from anything
+    (out / PROGRESS).unlink()  # last: if killed before, the next call knows `out` by this file
 
 
 def _warn_of_files(source: Source) -> None:
-    """Says which files are not read, or perhaps not as they were meant."""
+    """Warns about files that are skipped, and about tables that are read as plain text."""
     if source.skipped:
         logger.warning(
             "%s: %s read, %d skipped, the first because %s",
@@ -181,13 +181,13 @@ def _warn_of_files(source: Source) -> None:
     tables = [file.path for file in source.files if file.path.lower().endswith((".csv", ".tsv"))]
     if tables:
         logger.warning(
-            "%s is read as plain text, with its commas and quotes; to train on the texts of one"
-            " column, write them as JSON lines", tables[0],
+            "%s is read as plain text, with its commas and quotes; to train on the text of one"
+            " column, convert it to JSON lines", tables[0],
         )  # fmt: skip
 
 
 def _unfinished(out: Path) -> Path:
-    """Path where `out` is written before it is complete."""
+    """Returns the path where `out` is written until it is complete."""
     return out.with_name(f"{out.name}.incomplete")
 
 
@@ -200,8 +200,8 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         lock.acquire(timeout=PATIENCE_S if wait else 0)
     except Timeout as error:
         if not wait:
-            raise UserError(f"another process is preparing {path} now") from error
-        logger.warning("waiting for another process, which prepares %s", path.name)
+            raise UserError(f"another process is preparing {path}: wait until it ends") from error
+        logger.warning("waiting for another process, which is preparing %s", path.name)
         lock.acquire()
     try:
         yield

@@ -1,6 +1,6 @@
-"""Gathers texts into batches, and turns a batch into tokens.
+"""Groups texts into batches, and tokenizes a batch.
 
-Batches are cut by the text alone: reading on from the end of one gives the same next ones.
+Batches depend on the text alone: reading on from the end of one gives the same next ones.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 2**19
-"""Text that one thread tokenizes at a time."""
+"""Number of characters that one thread tokenizes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Place in a source between two batches."""
+    """Position in a source between two batches."""
 
     file: int = 0
     row: int = 0
@@ -36,18 +36,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece, or what one split has of it."""
+    """A piece of text, or the part of it that belongs to one split."""
 
     text: str | bytes
     begins: bool
     """True if a document begins with this piece."""
     split: str | None
-    """Split of the text; None: the document's own hash says."""
+    """Split of the text; None: chosen by the document's hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A batch's tokens and counts, by split."""
+    """Tokens and counts of a batch, by split."""
 
     tokens: dict[str, np.ndarray]
     num_bytes: dict[str, int]
@@ -60,13 +60,12 @@ class Encoded:
 def batches(
     source: Source, place: Place, *, raw: bool, tail_starts: int | None
 ) -> Iterator[tuple[list[Part], Place]]:
-    """Gathers the texts of a source from `place` on; yields batches and the place after each.
+    """Groups the texts of a source from `place` on; yields batches and the place after each.
 
     Args:
-        source: from `find_source`.
-        place: where an earlier batch ended, or `Place()`.
+        place: end of an earlier batch, or `Place()`.
         raw: see `read_pieces`.
-        tail_starts: the length before what is held out; None: files or documents say.
+        tail_starts: length of the text before the held-out tail; None: files or hashes decide.
     """
     parts, size, length, piece = [], 0, place.length, None
     for piece in read_pieces(source, raw=raw, file=place.file, row=place.row):
@@ -80,7 +79,7 @@ def batches(
 
 
 def _split(piece: Piece, length: int, source: Source, tail_starts: int | None) -> Iterator[Part]:
-    """`piece`, which has `length` characters before it, cut where the tail begins."""
+    """Cuts `piece`, which has `length` characters before it, where the held-out tail begins."""
     if tail_starts is None:
         yield Part(piece.text, piece.begins, source.files[piece.file].split)
         return
@@ -94,13 +93,12 @@ def _split(piece: Piece, length: int, source: Source, tail_starts: int | None) -
 def encode(
     parts: list[Part], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
 ) -> Encoded:
-    """Tokenizes a batch; an end-of-text token goes before each document.
+    """Tokenizes a batch, with an end-of-text token before each document if the tokenizer has one.
 
     Args:
         parts: from `batches`.
-        tokenizer: one without an end-of-text token separates nothing.
-        val_fraction: of the documents, where their hash decides.
-        ends_documents: for such a tokenizer, documents end in a newline.
+        val_fraction: fraction of documents held out, if their hash decides.
+        ends_documents: without an end-of-text token, make each document end in a newline.
     """
     found: dict[str, list[Part]] = {split: [] for split in SPLITS}
     num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -133,6 +131,6 @@ def _tokens(parts: list[Part], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def held_out(document: bytes, fraction: float) -> bool:
-    """Tells by its hash whether a document is held out, so that all copies are treated alike."""
+    """Decides by its hash if a document is held out, so that all copies are treated alike."""
     draw = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
     return draw < fraction

@@ -1,9 +1,9 @@
-"""Reads a source's texts piece by piece: in order, in bounded memory, and from any place on.
+"""Reads a source's texts piece by piece, in order, in bounded memory and from any position on.
 
 A piece is a document, or a part of a long one. Long texts are cut before a space between two
-letters, or where there is none before white space that follows something else. GPT-2's BPE gives
-the parts the tokens of the whole, and so do the patterns of later GPTs at the first kind of place;
-a tokenizer that puts a mark before each text it is given (Metaspace) has one more in each part.
+letters, or if there is none before white space after another character. GPT-2's BPE then gives the
+parts the tokens of the whole, and so do the patterns of later GPTs at the first kind of place; a
+tokenizer that prepends a mark to each text (Metaspace) adds one to each part.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from fastgpt.data.prepare.text import UTF_8, TextDecoder
 from fastgpt.errors import UserError
 
 MAX_PIECE = 2**24
-"""Characters after which a text without white space is cut where it stands."""
+"""Number of characters after which a text without white space is cut anywhere."""
 MAX_DOCUMENT = 2**26
-"""Characters after which a separator that has not come is taken for the wrong one."""
+"""Number of characters without a separator that is an error: the separator seems to be wrong."""
 WORD_ENDS = " \n\r\t"
 ROWS = 256
-"""Rows of a Parquet file or of the hub taken at a time."""
+"""Number of rows read at a time from a Parquet file or the hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a source."""
+    """A document, or a part of a long one."""
 
     text: str | bytes
-    """Content: text, or bytes of UTF-8 where the source is read raw."""
+    """Content: text, or bytes of UTF-8 if the source is read raw."""
     begins: bool
     """True if a document begins with this piece."""
     file: int
@@ -41,19 +41,18 @@ class Piece:
     row: int
     """Row of the file after this piece, for `read_pieces`."""
     done: int
-    """The part of the file that is read so far, in the units of `source_size`."""
+    """Amount of the file that has been read, in the units of `source_size`."""
 
 
 def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> Iterator[Piece]:
     """Reads the pieces of a source from (file, row) on.
 
     Args:
-        source: from `find_source`.
-        raw: texts without a separator come as bytes of UTF-8.
+        raw: texts without a separator are read as bytes of UTF-8.
         file: index into `source.files`.
         row: from an earlier `Piece`.
     Raises:
-        UserError: a file cannot be read, or is not what its name says; names it and the place.
+        UserError: a file cannot be read or has the wrong format; the message names the place.
     """
     for number in range(file, len(source.files)):
         behind = row if number == file else 0
@@ -63,12 +62,12 @@ def read_pieces(source: Source, *, raw: bool, file: int = 0, row: int = 0) -> It
 
 
 def source_size(source: Source) -> list[int]:
-    """The size of each file: bytes on disk, rows for the hub."""
+    """Returns the size of each file: bytes on disk, rows for the hub."""
     return [_size(file) for file in source.files]
 
 
 def scan(source: Source, *, raw: bool) -> tuple[int, str]:
-    """Reads a text once, before any work is done on it.
+    """Reads a whole text to find its length and hash.
 
     Returns:
         Its length, in bytes if it is read raw, else in characters; and the sha256 of its bytes.
@@ -83,11 +82,11 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
 
 
 _Row = tuple[str | bytes, bool, int, int]
-"""Text, whether a document begins, the row after it, how much of the file is behind it."""
+"""Text, True if a document begins with it, the row after it, and the amount of the file read."""
 
 
 def _rows(source: Source, file: File, raw: bool, row: int) -> Iterator[_Row]:
-    """Reads what follows after `row`, or more where it costs nothing to read it again."""
+    """Reads the rows after `row`, and earlier ones too if skipping them saves nothing."""
     if file.format == "parquet":
         return _parquet(file, source.field, row)
     if file.format == "hub":
@@ -121,7 +120,7 @@ def _text(file: File, encoding: str, raw: bool, ends_lines: bool) -> Iterator[_R
 
 
 def _separated(file: File, encoding: str, separator: str) -> Iterator[_Row]:
-    """Documents between separators, without the newlines around them."""
+    """Yields the documents between separators, without the newlines around them."""
     with opened(file.path) as (stream, on_disk):
         blocks = (text for _, text in _decoded(stream, file.path, encoding))
         parts = _between(blocks, separator, file.path)
@@ -130,8 +129,8 @@ def _separated(file: File, encoding: str, separator: str) -> Iterator[_Row]:
 
 
 def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
-    """Splits a text at separators. Each block is looked through once, with the few characters
-    before it that may begin a separator."""
+    """Splits a text at separators. Each block is searched once, with the few characters before it
+    that may begin a separator."""
     overlap = len(separator) - 1
     parts, carry, size, number = [], "", 0, 0
     for block in blocks:
@@ -145,13 +144,13 @@ def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
         if size > MAX_DOCUMENT:
             raise UserError(
                 f"{path}: no {separator!r} in {MAX_DOCUMENT:,} characters after document"
-                f" {number:,}; is it what separates its documents?"
+                f" {number:,}: is that the right --separator?"
             )
     yield "".join((*parts, carry))
 
 
 def _decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes, str]]:
-    """Blocks of a file, each with the characters that it completes."""
+    """Yields the blocks of a file, each with the characters that it completes."""
     decoder, block = TextDecoder(path, encoding), b" "
     while block:
         block = stream.read(CHUNK_BYTES)
@@ -212,7 +211,7 @@ def _field_of(line: bytes, field: str, place: str) -> str:
         if not line.lstrip().startswith(b"["):
             reason = f"is not JSON, expected one object per line ({error})"
             raise UserError(f"{place} {reason}") from error
-        record = []  # it goes on in other lines
+        record = []  # a JSON array over several lines
     if not isinstance(record, dict):
         what = "a JSON array" if isinstance(record, list) else _kind_of(record)
         raise UserError(f"{place} is {what}; write one object per line")
@@ -224,7 +223,7 @@ def _field_of(line: bytes, field: str, place: str) -> str:
         )
     text = record[field]
     if text is None:
-        return ""  # as an empty field of Parquet
+        return ""  # like an empty field of Parquet
     if not isinstance(text, str):
         raise UserError(f"{place}: field {field!r} is {_kind_of(text)}, expected a string")
     return _without_surrogates(text)
@@ -237,14 +236,14 @@ def _kind_of(value: object) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """JSON can hold halves of surrogate pairs, which are no text: they become `?`."""
+    """Replaces halves of surrogate pairs, which JSON can hold but UTF-8 cannot, by `?`."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _parquet(file: File, field: str, row: int) -> Iterator[_Row]:
     arrow, number = pyarrow(), 0
     try:
-        # otherwise a whole row group, which may be all there is, would be held
+        # by default a whole row group, possibly the whole file, would be held in memory
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(file.path, **options) as table:
             schema = table.schema_arrow

@@ -1,4 +1,4 @@
-"""Finds and opens files of text on disk, and tells what is in them."""
+"""Finds and opens text files on disk, and detects their formats and splits."""
 
 import glob
 import gzip
@@ -28,14 +28,14 @@ COMPRESSED = (".gz", ".zst")
 SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 OTHER_ARCHIVES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".npy", ".npz", ".pt")
 CHUNK_BYTES = 2**18
-"""Bytes that are read of a file at a time."""
+"""Number of bytes read from a file at a time."""
 SNIFFED_BYTES = 2**20
-"""Bytes at the beginning of a file that tell whether it is text."""
+"""Number of bytes at the beginning of a file that are checked to be text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-    """One file, or one split of a data set of the hub."""
+    """A file of text, or a split of a data set of the hub."""
 
     path: str
     """A path; for the hub `hf:owner/name...`."""
@@ -46,13 +46,13 @@ class File:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file for reading, through gzip or Zstandard where its name ends so.
+    """Opens a file for reading, and decompresses it if its name ends in .gz or .zst.
 
     Yields:
-        The stream of its content, and the file itself, whose position tells how far it has come.
+        The stream of its content, and the file itself, whose position shows the progress.
 
     Raises:
-        UserError: it cannot be read, is not what its name says, or the package that reads
+        UserError: it cannot be read, is not compressed as its name says, or the package that reads
             Zstandard is missing.
     """
     try:
@@ -62,7 +62,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                     yield cast(BinaryIO, stream), raw
             elif path.lower().endswith(".zst"):
                 unpacked = pyarrow().input_stream(raw, compression="zstd")
-                with io.BufferedReader(unpacked, CHUNK_BYTES) as stream:  # it knows lines
+                with io.BufferedReader(unpacked, CHUNK_BYTES) as stream:  # can iterate over lines
                     yield stream, raw
             else:
                 yield raw, raw
@@ -72,7 +72,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def pyarrow():
-    """Imports the package, which only Parquet and Zstandard need.
+    """Imports the package pyarrow, which only Parquet and Zstandard files need.
 
     Raises:
         UserError: it is not installed.
@@ -88,10 +88,10 @@ def pyarrow():
 
 
 def named_files(name: str, encoding: str = UTF_8) -> tuple[list[File], list[str]]:
-    """Finds the file of that path, or those that match it as a pattern (`*`, `?`, `**`), sorted.
+    """Finds the file at a path, or the files that match a pattern (`*`, `?`, `**`), sorted.
 
     Returns:
-        The files (none is an empty list), and why others that match the pattern were skipped.
+        The files (possibly none), and the reasons why others that match were skipped.
 
     Raises:
         UserError: the one file is not text, or a pattern matches texts and documents at once.
@@ -111,7 +111,7 @@ def named_files(name: str, encoding: str = UTF_8) -> tuple[list[File], list[str]
     files = [File(path=p, format=_format(p)) for p in paths if p not in reasons]
     formats = {file.format == "text" for file in files}
     if len(formats) > 1:
-        raise UserError(f"{name!r} matches both texts and documents: expected one kind")
+        raise UserError(f"{name!r} matches both text and .jsonl or .parquet: expected one kind")
     files, left_out = _with_splits(files)
     return files, [*reasons.values(), *left_out]
 
@@ -120,8 +120,8 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
     """Finds the documents (JSON lines, Parquet) below a folder if it has any, else its texts.
 
     Returns:
-        Those that are not empty, sorted by POSIX path, and why others were skipped: hidden, not
-        text, of the other kind, or named as a test split.
+        The files that are not empty, sorted by POSIX path, and the reasons why others were skipped:
+        hidden, not text, of the other kind, or named as a test split.
 
     Raises:
         UserError: documents of which some are named as train or validation and some are not.
@@ -131,10 +131,10 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
     visible = [str(p) for p in paths if str(p) not in reasons]
     documents = {p for p in visible if _format(p) != "text" and _kind(p) != ".json"}
     if not documents and all(map(_is_json_lines, visible)):
-        documents = set(visible)  # as C4 comes; among other files .json is a project's settings
+        documents = set(visible)  # as in C4; beside other files, .json files are settings
     if documents:
         others = (p for p in visible if p not in documents)
-        reasons |= {p: f"{p} is neither JSON lines nor Parquet, as other files are" for p in others}
+        reasons |= {p: f"{p} is not JSON lines or Parquet, as other files are" for p in others}
     else:
         reasons |= _not_texts(visible, encoding)
     files = [
@@ -147,16 +147,16 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
 
 
 def _refuse(path: str) -> None:
-    """Raises `UserError` for what nobody means as text."""
+    """Raises `UserError` for archives, arrays and token shards."""
     if path.lower().endswith(OTHER_ARCHIVES):
-        raise UserError(f"{path}: expected text, .jsonl or .parquet, as it is or as .gz or .zst")
+        raise UserError(f"{path}: expected text, .jsonl or .parquet, plain or as .gz or .zst")
     with open(path, "rb") as file:
         if int.from_bytes(file.read(4), "little") in SHARD_MAGICS:
-            raise UserError(f"{path} is a token shard: give the folder that it is in")
+            raise UserError(f"{path} is a token shard: use the folder that it is in")
 
 
 def _is_json_lines(path: str) -> bool:
-    """Tells whether a file is named .json and begins with an object in one line."""
+    """Returns True for a .json file whose first line is a whole JSON object."""
     if _kind(path) != ".json":
         return False
     try:
@@ -167,7 +167,7 @@ def _is_json_lines(path: str) -> bool:
 
 
 def _below(root: Path) -> list[Path]:
-    """Every regular file below `root`, sorted by POSIX path; hidden folders are not entered."""
+    """Lists the regular files below `root`, except in hidden folders, sorted by POSIX path."""
     found: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -176,7 +176,7 @@ def _below(root: Path) -> list[Path]:
 
 
 def _kind(path: str) -> str:
-    """The suffix that says what is in a file, compressed or not."""
+    """Returns the suffix of a file name, without .gz or .zst."""
     path = path.lower()
     for suffix in COMPRESSED:
         path = path.removesuffix(suffix)
@@ -188,8 +188,8 @@ def _format(path: str) -> Format:
 
 
 def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
-    """Adds the splits that the paths say to `files`, if train and validation are both among them;
-    returns them, and why others were left out: they are for testing."""
+    """Adds the splits named in the paths to `files`, if train and validation are both among them;
+    returns the files, and the reasons why test files were left out."""
     folder = os.path.commonpath([os.path.dirname(file.path) for file in files]) if files else ""
     splits = [_split_of(os.path.relpath(file.path, folder or ".").lower()) for file in files]
     if not {"train", "val"} <= set(splits):
@@ -199,7 +199,7 @@ def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
             return list(files), []  # a project's sources: train.py beside val.py
         unnamed = files[splits.index(None)].path
         raise UserError(
-            f"{unnamed} is named neither train nor validation, as other files are: give them apart"
+            f"{unnamed} is named neither train nor validation, unlike others: prepare it separately"
         )
     named = [replace(file, split=split) for file, split in zip(files, splits) if split != "test"]
     tests = [file.path for file, split in zip(files, splits) if split == "test"]
@@ -207,7 +207,7 @@ def _with_splits(files: Sequence[File]) -> tuple[list[File], list[str]]:
 
 
 def _split_of(path: str) -> str | None:
-    """Returns the split that the file's name says, or else the nearest folder's."""
+    """Returns the split named by the file, or else by the nearest folder."""
     for part in reversed(path.split(os.sep)):
         words = {SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part) if word in SPLIT_NAMES}
         if words:
@@ -216,18 +216,18 @@ def _split_of(path: str) -> str | None:
 
 
 def _not_texts(paths: Iterable[str], encoding: str) -> dict[str, str]:
-    """Returns the files that are not text, and why."""
+    """Returns the files that are not text, with the reasons."""
     return {path: reason for path in paths if (reason := _not_text(path, encoding))}
 
 
 def _not_text(path: str, encoding: str) -> str | None:
-    """Says why a file, unpacked, does not begin as text does; None if it does."""
+    """Returns the reason why the beginning of a file, decompressed, is not text; None if it is."""
     try:
         with opened(path) as (stream, _):
             head = stream.read(SNIFFED_BYTES)
     except UserError as error:
         if path.lower().endswith(COMPRESSED):
-            return str(error)  # its name says compressed, its content does not
+            return str(error)  # named as compressed, but it is not
         raise
     try:
         check_format(path, head)

@@ -1,5 +1,5 @@
-"""Data sets of the Hugging Face hub, through the `datasets` package: it downloads them, goes on
-where a download stopped, checks what came, and keeps it in its own cache.
+"""Data sets of the Hugging Face hub, through the `datasets` package, which downloads them (with
+resuming and verification) and keeps them in its own cache.
 """
 
 import re
@@ -17,21 +17,21 @@ VALIDATION = ("validation", "valid", "val")
 
 
 def hub_files(source: str, instead: Path) -> tuple[tuple[File, ...], str | None]:
-    """The splits of a data set, downloaded, and the commit they are of, if it is known.
+    """Downloads a data set, and returns its splits and its commit, if that is known.
 
     Args:
         source: `hf:owner/name[/configuration][@revision]`.
-        instead: the folder where its files may be put by hand, for the message.
+        instead: folder for files downloaded by hand, for the error message.
 
     Raises:
-        UserError: no such data set, no network, or the package is not installed.
+        UserError: there is no such data set or no network, or the package is not installed.
     """
     try:
         found = _load(source)
     except UserError as error:
         raise UserError(
             f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
-            f" {instead} and give that folder"
+            f" {instead} and use that folder"
         ) from error
     validation = any(name in found for name in VALIDATION)
     if "train" not in found:
@@ -42,7 +42,7 @@ def hub_files(source: str, instead: Path) -> tuple[tuple[File, ...], str | None]
 
 
 def open_split(file: File) -> Any:
-    """One split: a `datasets.Dataset`, memory-mapped."""
+    """Opens a split as a `datasets.Dataset`, memory-mapped."""
     found = _load(file.path)
     names = VALIDATION if file.split == "val" else ("train",)
     return next(found[name] for name in names if name in found)
@@ -66,13 +66,13 @@ def _load(source: str) -> Any:
             revision=match["revision"],
             download_config=datasets.DownloadConfig(max_retries=5),
         )
-    except Exception as error:  # it has no base class of its own for what the network does
+    except Exception as error:  # the package has no base class for network errors
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise UserError(f"cannot load {source} from the Hugging Face hub ({reason})") from error
 
 
 def _revision(split: Any) -> str | None:
-    """The commit in the addresses that a split was downloaded from."""
+    """Returns the commit in the addresses that a split was downloaded from."""
     sources = " ".join(split.info.download_checksums or ())
     found = re.search(r"@([0-9a-f]{40})/", sources)
     return found[1] if found else None

@@ -1,4 +1,4 @@
-"""Requests for a preparation, and the progress of one."""
+"""Requests to prepare a corpus, and the progress of a request."""
 
 import hashlib
 import json
@@ -23,19 +23,19 @@ SHARD_TOKENS = 100_000_000
 
 
 LEARNT = ("chars", *SIZED)
-"""Tokenizers for which the source is read before its tokens are made."""
+"""Tokenizers that are trained on the source before it is tokenized."""
 
 OPTIONS = (
     "tokenizer", "vocab_size", "val_fraction", "separator", "field", "encoding", "shard_tokens",
 )  # fmt: skip
-"""Settings that are given by a flag of that name."""
+"""Settings that have a flag of the same name."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The source and the settings. Two equal requests give the same bytes."""
+    """Source and settings of a preparation; equal requests give the same bytes."""
 
     source: Source
     tokenizer: str
@@ -50,11 +50,11 @@ class Request:
         check_settings(self.val_fraction, self.shard_tokens)
 
     def facts(self) -> dict[str, Any]:
-        """Returns all that decides the outcome, as JSON holds it: files by path, size and time."""
+        """Returns everything that decides the result, as JSON: files by path, size and time."""
         values = asdict(self)
         files = values["source"].pop("files")
         values["source"]["skipped"] = len(self.source.skipped)
-        if self.source.encoding == UTF_8:  # what was prepared before there was a choice stays valid
+        if self.source.encoding == UTF_8:  # older preparations, without this setting, stay valid
             del values["source"]["encoding"]
         values["files"] = [
             [*file.values(), *([] if file["format"] == "hub" else file_stamp(file["path"]))]
@@ -67,9 +67,9 @@ class Request:
 
 
 def check_settings(val_fraction: float, shard_tokens: int, workers: int | None = None) -> None:
-    """Raises `UserError` for a value that cannot be, whatever the source is."""
+    """Raises `UserError` for a value that is impossible with every source."""
     if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction must lie between 0 and 1, not {val_fraction}")
+        raise UserError(f"val_fraction is {val_fraction}: expected a fraction in (0, 1)")
     if not 1 <= shard_tokens <= MAX_TOKENS:
         raise UserError(f"shard_tokens is {shard_tokens}: expected 1 to {MAX_TOKENS:,}")
     if workers is not None and workers < 1:
@@ -82,18 +82,18 @@ def _no_tokens() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of a request: all that is kept of it but the tokens themselves."""
+    """Progress of a request: its place in the source, and the counts so far."""
 
     place: Place = field(default_factory=Place)
     digest: str = ""
     """A chain of sha256 over the batches."""
     tokens: dict[str, int] = field(default_factory=_no_tokens)
     num_bytes: dict[str, int] = field(default_factory=_no_tokens)
-    """UTF-8 behind the tokens."""
+    """Bytes of UTF-8 that the tokens stand for."""
     documents: dict[str, int] = field(default_factory=_no_tokens)
 
     def after(self, result: Encoded, place: Place) -> "Progress":
-        """Adds a batch. The object is new, since an interrupt must not leave half of the counts."""
+        """Returns the progress after a batch, as a new object in case of an interrupt."""
         return Progress(
             place=place,
             digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
@@ -104,10 +104,10 @@ class Progress:
 
 
 def load_progress(out: Path, request: Request) -> Progress | None:
-    """Reads the progress of an earlier call; None where it left nothing worth keeping.
+    """Reads the progress of an earlier call; None if it left nothing worth keeping.
 
     Raises:
-        UserError: it was another request's.
+        UserError: the progress is of another request.
     """
     try:
         saved = json.loads((out / PROGRESS).read_text())
@@ -119,9 +119,9 @@ def load_progress(out: Path, request: Request) -> Progress | None:
     old, new = before.get("files", []), facts["files"]
     changed = _changed(before, facts)
     if [f[:3] for f in old] != [f[:3] for f in new]:
-        changed.append(f"it was of {counted(len(old), 'file')}, now other ones")
-    # documents that are yet to be read may be mended without losing what is done, unless the whole
-    # source is read before any token is made
+        changed.append(f"it had {counted(len(old), 'file')}, now different ones")
+    # files that are yet to be read may be corrected without losing the work so far, unless the
+    # whole source is read before any token is made
     reads_once = request.source.split != "tail" and request.tokenizer not in LEARNT
     behind = found.place.file if reads_once else len(new)
     changed += [f"{a[0]} was changed" for a, b in zip(old[:behind], new[:behind]) if a != b]
@@ -129,11 +129,11 @@ def load_progress(out: Path, request: Request) -> Progress | None:
         return None
     if changed:
         raise UserError(
-            f"{out} holds another preparation ({', '.join(changed)}): pass what it had to resume"
-            " it, or remove it to begin anew"
+            f"{out} holds another preparation ({', '.join(changed)}): pass the old settings to"
+            " resume it, or remove it to start again"
         )
     if old[behind : behind + 1] != new[behind : behind + 1] and found.place.row:
-        logger.warning("%s was changed: it is read on from row %d", old[behind][0], found.place.row)
+        logger.warning("%s was changed: reading on from row %d", old[behind][0], found.place.row)
     return found
 
 

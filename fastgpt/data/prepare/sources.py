@@ -36,11 +36,11 @@ HUB = {
 }
 """Named sets of documents: hf:owner/name[/configuration][@revision]."""
 SEPARATORS = {"tinystories": "<|endoftext|>"}
-"""Separators of the documents of a named set that is on disk as text."""
+"""Separator between the documents of a named set that is on disk as text."""
 NAMES = ("builtin", "shakespeare", *HUB)
 
-# Tests and what pip puts there are not the library; encodings and pydoc_data are nearly all
-# generated tables, which are dull to learn and a large part of the bytes.
+# Tests and installed packages are not the library; encodings and pydoc_data are nearly all
+# generated tables, a large part of the bytes.
 STDLIB_SKIPPED_FOLDERS = frozenset((
     "test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "__pycache__",
     "lib-dynload", "encodings", "pydoc_data",
@@ -59,7 +59,7 @@ class Source:
     """Files of text, and how to read them."""
 
     name: str
-    """Short and fit for a file name."""
+    """Short name, fit for a file name."""
     given: str
     """The name or path by which it was asked for."""
     files: tuple[File, ...]
@@ -69,19 +69,19 @@ class Source:
     field: str = "text"
     """The field or column that holds the text (JSON lines, Parquet, the hub)."""
     ends_lines: bool = False
-    """A newline is added to files that lack it: a folder's next file must not continue a line."""
+    """Adds a newline to files that lack it, so that a folder's next file begins a new line."""
     encoding: str = UTF_8
     """Encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
     skipped: tuple[str, ...] = ()
-    """Reasons why files of a folder or a pattern were skipped, a message for each."""
+    """Reasons why files of a folder or a pattern were skipped, one for each."""
     python: str | None = None
-    """The Python version whose library this is; None for every other source."""
+    """Python version of the built-in corpus; None for every other source."""
     revision: str | None = None
     """The commit of a data set of the hub, if it is known."""
 
     @property
     def split(self) -> Literal["named", "tail", "hash"]:
-        """Way of holding out text: files named so, the end of the text, or documents by hash."""
+        """Method of holding out text: by file name, the end of the text, or documents by hash."""
         if self.files[0].split is not None:
             return "named"
         return "tail" if self.plain else "hash"
@@ -100,26 +100,26 @@ def find_source(
     Args:
         source: one of `NAMES`, `hf:owner/name[/configuration][@revision]`, a file, a folder, or a
             pattern with `*`, `?` or `**`.
-        separator: text between the documents of a file.
+        separator: text between the documents of a file; None: each file is one document.
         field: the field or column that holds the text.
-        encoding: of text files, as Python names it.
+        encoding: encoding of text files, by Python's name.
     Raises:
-        UserError: nothing of that name, no text in it, or a download that failed.
+        UserError: the source does not exist, has no text, or cannot be downloaded.
     """
     encoding = text_encoding(encoding)
     found = _find(source, separator, field, encoding)
     if encoding != UTF_8 and (source in NAMES or any(f.format != "text" for f in found.files)):
-        raise UserError(f"encoding {encoding}: {source} is always UTF-8, expected text files")
+        raise UserError(f"encoding {encoding} is for text files only: {source} is always UTF-8")
     return found
 
 
 def _find(source: str, separator: str | None, field: str, encoding: str) -> Source:
     if not source:
-        raise UserError("the corpus is an empty name: expected builtin, shakespeare or a path")
+        raise UserError("the source is empty: expected builtin, shakespeare or a path")
     if separator == "":
-        raise UserError("the separator is empty: expected what stands between two documents")
+        raise UserError("the separator is empty: expected the text between two documents")
     if separator and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
-        raise UserError(f"separator {separator!r}: {source} is not text files to be cut")
+        raise UserError(f"separator {separator!r} is for text files only, not for {source}")
     if source == "builtin":
         return stdlib_source(Path(sysconfig.get_path("stdlib")))
     if source == "shakespeare":
@@ -137,19 +137,19 @@ def _find(source: str, separator: str | None, field: str, encoding: str) -> Sour
 
 
 def stdlib_source(root: Path) -> Source:
-    """The built-in corpus: the source of a Python standard library, about 10 MB.
+    """Returns the built-in corpus: the source of a Python standard library, about 10 MB.
 
     Files are ordered by their POSIX path, so one installation always gives the same bytes.
 
     Raises:
-        UserError: the library is not there as source (a zipped or an embedded Python).
+        UserError: the library's source is missing (a zipped or an embedded Python).
     """
     paths = [str(root / path) for path in sorted(_stdlib_files(root))]
     size = sum(os.path.getsize(path) for path in paths)
     if size < STDLIB_MIN_BYTES:
         raise UserError(
             f"the built-in corpus is the source of Python's standard library, but {root} holds"
-            f" only {size:,} bytes of it; give a text file or a folder instead"
+            f" only {size:,} bytes of it; use a text file or a folder instead"
         )
     files = tuple(File(path=path, format="text") for path in paths)
     return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
@@ -173,7 +173,7 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 
 def _named_set(name: str, separator: str | None, field: str) -> Source:
-    """Finds the files that someone has put into the data folder, else the hub's data set."""
+    """Finds the files of a named set in the data folder, else its data set on the hub."""
     folder = data_dir() / name
     if folder.is_dir():
         return replace(
@@ -192,8 +192,8 @@ def _local(source: str, encoding: str) -> Source:
     if path.is_dir():
         if any(path.glob("*train*.bin")):
             raise UserError(
-                f"{path} has token shards already: give it as it is to --data.source;"
-                " only text is prepared"
+                f"{path} has token shards already: pass it to --data.source;"
+                " only text can be prepared"
             )
         files, skipped = folder_files(path, encoding)
         name, ends_lines = path.resolve().name, True
@@ -218,7 +218,7 @@ def _local(source: str, encoding: str) -> Source:
 
 
 def _file_name(name: str) -> str:
-    """`name` without its suffixes, made of letters, digits, `-` and `_`."""
+    """Returns `name` without its suffixes, in letters, digits, `-` and `_`."""
     stem = name.lstrip(".").split(".")[0].lower()
     kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem)
     return kept.strip("-")[:40] or "corpus"

@@ -1,4 +1,4 @@
-"""Tells text from other files, and decodes it: file formats, encodings, control characters."""
+"""Detects and decodes text, by file formats, encodings and control characters."""
 
 import codecs
 
@@ -56,7 +56,7 @@ def text_encoding(name: str) -> str:
 
 
 def check_format(path: str, head: bytes) -> None:
-    """Raises `UserError` for a file that begins as another program's format does."""
+    """Raises `UserError` for a file that begins with the signature of another format."""
     if what := _known_format(head):
         raise UserError(f"{path} is not text but {what}")
 
@@ -74,10 +74,10 @@ def _known_format(head: bytes) -> str | None:
 
 
 class TextDecoder:
-    """Decodes a file block by block, and refuses what cannot be text.
+    """Decodes a file block by block, and raises `UserError` for content that cannot be text.
 
     Args:
-        path: the file, for messages.
+        path: the file, for error messages.
         encoding: from `text_encoding`.
     """
 
@@ -91,8 +91,8 @@ class TextDecoder:
         """Returns the characters that `block` completes.
 
         Raises:
-            UserError: bytes that the encoding does not have, or too many control characters; names
-                the place, what the file seems to be and what to do.
+            UserError: bytes are invalid in the encoding, or too many are control characters; the
+                message names the place, the probable format and what to do.
         """
         waiting = self.decoder.getstate()[0]
         try:
@@ -108,7 +108,7 @@ class TextDecoder:
         return text
 
     def _count_controls(self, block: bytes, text: str) -> None:
-        """Refuses too many in this block and the one before, since the last one may be short."""
+        """Raises `UserError` for too many in this block and the one before (the last is short)."""
         data = block if self.encoding == UTF_8 else text.encode(errors="replace")
         controls, length = _controls(data), len(data)
         if controls and controls + self.controls > MOST_CONTROLS * (length + self.length):
@@ -126,7 +126,7 @@ def _controls(data: bytes) -> int:
 
 
 def _what_else(data: bytes) -> str:
-    """Guesses what bytes are that are not text in the encoding given, and says what to do."""
+    """Guesses the format of bytes that are not text in the given encoding, and says what to do."""
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "")
     even, odd = data[::2].count(0), data[1::2].count(0)
     # in UTF-16, one of the two bytes of a space, a line feed or a letter of English is zero
@@ -135,7 +135,7 @@ def _what_else(data: bytes) -> str:
     if encoding:
         return f"it seems to be {encoding.upper()}, {_pass(encoding)}"
     if _controls(data) > MOST_CONTROLS * len(data):
-        return "it seems to be binary data, expected a text"
+        return "it seems to be binary data, expected text"
     return f"it may be in an older encoding, for Western European text {_pass('cp1252')}"
 
 

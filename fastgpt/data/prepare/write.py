@@ -1,9 +1,9 @@
-"""Writes a prepared directory: on all cores, in bounded memory, and resumable.
+"""Writes a prepared directory on all cores, in bounded memory, and resumable.
 
 One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
 in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
-shards are synced and `progress.json` says how far they are: whatever was killed at any moment cuts
-the shards back to that point and goes on from there. The manifest is written last.
+shards are synced and `progress.json` records their lengths: after an interruption at any moment,
+the shards are truncated to that point and writing resumes there. The manifest is written last.
 """
 
 import itertools
@@ -47,11 +47,11 @@ from fastgpt.storage import cores, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8
-"""Characters at the beginning of a source that bpe and wordpiece learn from: their memory grows
-with the distinct words."""
+"""Number of characters, from the beginning of a source, that bpe and wordpiece are trained on:
+their memory grows with the distinct words."""
 
 MOST_BYTES_PER_TOKEN = 8
-"""Bytes of text that a token stands for on average, at the very most."""
+"""Upper bound of the mean number of bytes of text per token."""
 
 
 def write_directory(
@@ -62,33 +62,32 @@ def write_directory(
     report: Report | None = None,
     save_every_s: float = 5.0,
 ) -> None:
-    """Writes what is requested to `out`, resuming what an earlier call left there.
+    """Carries out a request in the directory `out`, or resumes an earlier call there.
 
     Args:
-        request: what to prepare.
         out: a directory for this request alone.
         workers: threads that tokenize; None: one for each core this process may use. The bytes
             written do not depend on it.
-        report: is told after each batch how many tokens there are, and the share of the source
-            that is behind.
+        report: called after each batch with the number of tokens so far, and the share of the
+            source that has been read.
         save_every_s: seconds between two points to resume from.
     Raises:
-        UserError: something in the source, the tokenizer or the split cannot work, or the disk is
-            full; what was done is kept for the next call.
+        UserError: the source, the tokenizer or the split cannot work, or the disk is full; the work
+            so far is kept for the next call.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         for path in out.glob(".*.json-*"):
-            path.unlink()  # killed while it had its temporary name
+            path.unlink()  # temporary file of a killed process
         progress = load_progress(out, request)
         if progress is not None and (out / MANIFEST).exists():
-            return  # whole, but for its name
+            return  # complete, but not renamed yet
         (out / MANIFEST).unlink(missing_ok=True)
         _Directory(request, out, progress, workers or cores(), report, save_every_s).run()
 
 
 def check_space(request: Request, out: Path) -> None:
-    """Raises `UserError` where not even the fewest tokens that the texts can become have room."""
+    """Raises `UserError` if the disk has no room for the smallest possible number of tokens."""
     files, encoding = request.source.files, request.source.encoding
     texts = sum(os.path.getsize(file.path) for file in files if file.format == "text")
     raw = request.tokenizer == ByteTokenizer.kind and encoding == UTF_8
@@ -101,7 +100,7 @@ def check_space(request: Request, out: Path) -> None:
 
 
 class _Directory:
-    """Work of `write_directory`, and its progress."""
+    """Prepared directory that is being written; does the work of `write_directory`."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class _Directory:
         self.saved = time.monotonic()
 
     def _tokenizer(self, *, fresh: bool) -> Tokenizer:
-        """Loads the tokenizer of the earlier call, else makes one, trained where it has to be."""
+        """Loads the tokenizer of the earlier call, else makes one and trains it if necessary."""
         if not fresh:
             return load_tokenizer(self.out / TOKENIZER_FILE)
         tokenizer = make_tokenizer(
@@ -147,7 +146,7 @@ class _Directory:
         return tokenizer
 
     def _first_documents(self) -> tuple[int, int]:
-        """Reads documents until each split has one; returns how many each has got."""
+        """Reads documents until each split has one; returns the number in each split."""
         counts = [0, 0]
         for piece in read_pieces(self.source, raw=False):
             assert isinstance(piece.text, str)
@@ -157,7 +156,7 @@ class _Directory:
         return counts[0], counts[1]
 
     def _check_split(self, train: int, val: int, *, least: int, unit: str) -> None:
-        """Refuses a split that leaves nothing, before anything is tokenized."""
+        """Raises `UserError` for a split that leaves too little to train or to validate on."""
         total, advice = train + val, f"expected at least {2 * least} {unit}s"
         for found, verb, change in ((train, "train on", "smaller"), (val, "validate on", "larger")):
             if found < least:
@@ -176,7 +175,7 @@ class _Directory:
             if sized and length >= LEARNT_CHARACTERS:
                 break
         if not self.source.plain:
-            yield "\n"  # what ends a document where no token does; characters must know it
+            yield "\n"  # ends documents of tokenizers without an end-of-text token, such as chars
 
     def run(self) -> None:
         self._save()  # a trained tokenizer, if nothing else yet
@@ -237,7 +236,7 @@ class _Directory:
         write_atomically(self.out / MANIFEST, content.encode())
 
     def _complete(self, split: str) -> dict[str, Any]:
-        """Completes a split's shards, and returns what the manifest says of them."""
+        """Completes a split's shards, and returns its entry in the manifest."""
         paths = self.writers[split].finish()
         with ThreadPoolExecutor(self.workers) as pool:
             sums = pool.map(checksums, paths)
@@ -280,15 +279,12 @@ class _Directory:
 class ShardWriter:
     """Appends tokens to the shards of one split: each but the last holds `shard_tokens`.
 
-    What the files hold is a function of the tokens appended so far, however they were cut and
-    whatever was appended and lost again. A shard gets its header when it is complete.
+    The files depend only on the tokens appended so far, not on the sizes of the parts or on
+    interruptions. A shard gets its header when it is complete.
 
     Args:
-        out: the folder of the shards.
-        split: `train` or `val`, the beginning of their names.
-        dtype: `SMALL` or `LARGE`.
-        shard_tokens: tokens in a shard.
-        tokens: how many are there to go on from; files are cut back to them.
+        split: `train` or `val`, the beginning of the file names.
+        tokens: number of tokens already written; the files are truncated to them.
     """
 
     def __init__(
@@ -303,7 +299,7 @@ class ShardWriter:
         return self.out / f"{self.split}_{number:06d}.bin"
 
     def _cut_back(self, tokens: int) -> None:
-        """Cuts the shards back to the first `tokens` tokens, whatever was written after them."""
+        """Truncates the shards to the first `tokens` tokens."""
         full, rest = divmod(tokens, self.shard_tokens)
         for path in self.out.glob(f"{self.split}_*.bin"):
             if path.name > self._path(full).name or (path == self._path(full) and not rest):
@@ -313,7 +309,7 @@ class ShardWriter:
             self._check_size(number, count)
         if rest:
             self.file = self._path(full).open("r+b")
-            self.file.write(bytes(HEADER_BYTES))  # it is not whole any more
+            self.file.write(bytes(HEADER_BYTES))  # the shard is no longer complete
             self.file.truncate(HEADER_BYTES + rest * self.dtype.itemsize)
             self.file.seek(0, os.SEEK_END)
 
@@ -339,7 +335,7 @@ class ShardWriter:
                 self._close(self.shard_tokens)
 
     def _close(self, count: int) -> None:
-        """Writes the header: until then the file is not a shard."""
+        """Writes the header, which completes the shard, and closes the file."""
         assert self.file is not None
         self.file.seek(0)
         self.file.write(shard_header(count, self.dtype))

@@ -2,7 +2,7 @@
 
 A tokenizer is saved as a `tokenizer.json` beside the data and the weights it belongs to. Ours have
 a "kind" in it; any other is Hugging Face's, which has a "model". `gpt2` and `huggingface` are
-imported when they are asked for: they need packages, and time, that bytes and characters do not.
+imported on demand, because they need packages that are optional or slow to import.
 """
 
 import json
@@ -25,11 +25,11 @@ SIZED = ("bpe", "wordpiece")
 """Kinds that are trained to a vocabulary size."""
 DEFAULT_VOCAB_SIZE = 32_768
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 2**20
-"""256 bytes and the end of text; four times the largest in use."""
+"""Limits of a trained vocabulary: 256 bytes and the end of text; four times the largest in use."""
 
 
 def check_kind(kind: str, vocab_size: int | None = None) -> None:
-    """Raises the `UserError` that `make_tokenizer` would, as far as it costs nothing to find."""
+    """Raises the `UserError` of `make_tokenizer` for an unknown kind or a wrong size, cheaply."""
     path = "the path of a tokenizer.json or of a folder with one"
     if kind not in KINDS and not (kind and tokenizer_file(Path(kind).expanduser()).is_file()):
         raise unknown_name("tokenizer", kind, KINDS, also=path)
@@ -39,8 +39,8 @@ def check_kind(kind: str, vocab_size: int | None = None) -> None:
         return
     if kind not in SIZED:
         raise UserError(
-            f"vocab_size {vocab_size} for the tokenizer {kind}: expected bpe or wordpiece, the"
-            " others bring their own"
+            f"vocab_size {vocab_size}: the {kind} tokenizer has its own vocabulary, expected bpe or"
+            " wordpiece"
         )
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise UserError(
@@ -51,17 +51,17 @@ def check_kind(kind: str, vocab_size: int | None = None) -> None:
 def make_tokenizer(
     kind: str, texts: Callable[[], Iterable[str]] | None, *, vocab_size: int | None = None
 ) -> Tokenizer:
-    """Makes a new tokenizer.
+    """Makes a tokenizer by kind or path, and trains it if necessary.
 
     Args:
         kind: one of `KINDS`, else the path of a `tokenizer.json` or of a folder with one.
-        texts: gives the corpus piece by piece, for chars, bpe and wordpiece to learn from; it may
-            be called twice.
+        texts: returns the corpus piece by piece, to train chars, bpe and wordpiece on; it may be
+            called twice.
         vocab_size: for bpe and wordpiece, 32,768 by default, which uint16 holds and 64 divides.
-            A corpus with too little in it gives fewer tokens.
+            A small corpus gives fewer tokens.
     Raises:
-        UserError: no such kind or file, a size that cannot be, nothing to learn from, no
-            `tokenizers` package where it is needed, or gpt2's files are nowhere to be had.
+        UserError: unknown kind or file, impossible size, no text to train on, no `tokenizers`
+            package although it is needed, or GPT-2's files cannot be found or downloaded.
     """
     check_kind(kind, vocab_size)
     if kind == "bytes":
@@ -73,7 +73,7 @@ def make_tokenizer(
     if kind not in KINDS:
         return load_tokenizer(Path(kind).expanduser())
     if texts is None:
-        raise UserError(f"the {kind} tokenizer needs a text to learn from")
+        raise UserError(f"the {kind} tokenizer needs a text to train on")
     if kind == "chars":
         return CharTokenizer.train(texts())
     module = _huggingface(kind)
@@ -82,12 +82,12 @@ def make_tokenizer(
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads what `save` wrote, or any other program's `tokenizer.json`.
+    """Loads a tokenizer that `save` wrote, or another program's `tokenizer.json`.
 
     Args:
         path: the file, or the folder that holds `tokenizer.json`.
     Raises:
-        UserError: no such file, or not one that can be read.
+        UserError: the file is missing, or is not a tokenizer.
     """
     path = tokenizer_file(path)
     try:
@@ -130,7 +130,7 @@ def _huggingface(what: str) -> ModuleType:
         if error.name != "tokenizers":
             raise
         raise UserError(
-            f"{what} needs the tokenizers package, which the extra `data` brings:"
+            f"{what} needs the tokenizers package: install the extra `data`,"
             " make setup EXTRAS=dev,data"
         ) from error
     return huggingface

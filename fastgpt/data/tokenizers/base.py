@@ -1,4 +1,4 @@
-"""Interface of tokenizers, and functions that several of them use."""
+"""Interface of tokenizers, and helper functions."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,50 +16,50 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """Converter of text to token ids and back.
 
-    Decoding shows an id that stands for nothing as U+FFFD: a sample must never end a training run.
+    Decoding shows an unknown id as U+FFFD, because a sample must never end a training run.
     """
 
     kind: str
-    """Name in `make_tokenizer`; of a foreign `tokenizer.json`, its model in lower case."""
+    """Name in `make_tokenizer`; for another program's `tokenizer.json`, its model in lower case."""
     vocab_size: int
-    """Ids run from 0 to `vocab_size - 1`."""
+    """Number of ids, which are 0 to `vocab_size - 1`."""
     eot_id: int | None
-    """The id that ends a document; None if there is none."""
+    """Id of the end-of-text token, which begins each document; None if there is none."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`: (N,), uint16 where every id of the vocabulary fits, else uint32."""
+        """Encodes `text` as ids (N,): uint16 if every id of the vocabulary fits, else uint32."""
         ...
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Ids of several documents, the end-of-text token before each; there must be one."""
+        """Encodes documents with the end-of-text token, which must exist, before each."""
         eot = np.array([self.eot_id], token_dtype(self.vocab_size))
         return np.concatenate([ids for text in texts for ids in (eot, self.encode(text))])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; never fails on an integer."""
+        """Decodes ids to text; never fails on an integer."""
         ...
 
     def to_json(self) -> str:
-        """The JSON-able state from which `load_tokenizer` makes this tokenizer again."""
+        """Returns the JSON from which `load_tokenizer` restores this tokenizer."""
         ...
 
     def save(self, path: Path) -> None:
-        """Writes the JSON file `path`; if that is a folder, `tokenizer.json` in it."""
+        """Writes the tokenizer to `path`, or if that is a folder to `tokenizer.json` in it."""
         write_atomically(tokenizer_file(path), self.to_json().encode())
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file that `path` means: itself, or `tokenizer.json` in the folder `path`."""
+    """Returns `path`, or if that is a folder `tokenizer.json` in it."""
     return Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
 
 
 def id_array(ids: Iterable[int] | np.ndarray) -> np.ndarray:
-    """`ids`, whatever holds them, as (N,) int64."""
+    """Converts ids to an array (N,) int64."""
     return np.asarray(ids if hasattr(ids, "__array__") else list(ids), np.int64).reshape(-1)
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate, and pairs of them joined: fit for UTF-8."""
+    """Replaces lone surrogates by U+FFFD and joins pairs, so that UTF-8 can encode the text."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -19,12 +19,12 @@ GPT2_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-# How GPT-2 cuts text into words before merging bytes (openai/gpt-2, src/encoder.py), in tiktoken's
-# wording: it cuts at the same places and has less to backtrack.
+# Pattern that cuts text into words before bytes are merged (openai/gpt-2, src/encoder.py), in
+# tiktoken's form, which cuts at the same places with less backtracking.
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-# White space as Unicode has it; Python's own \s has four control characters more.
+# White space of Unicode; Python's \s has four more control characters.
 _SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LONG_RUN = re.compile(f"[{_SPACE}]{{10000,}}(?=[{_SPACE}][^{_SPACE}])")
 
@@ -38,7 +38,7 @@ class GPT2Tokenizer(Tokenizer):
     Args:
         tokens: the bytes of ids 0 to 50,255, which are also the order of the merges.
     Raises:
-        ValueError: another number of distinct tokens.
+        ValueError: the number of distinct tokens is wrong.
     """
 
     kind: str = "gpt2"
@@ -48,7 +48,7 @@ class GPT2Tokenizer(Tokenizer):
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tuple(tokens)
         if len(set(self.tokens)) != self.vocab_size - 1:
-            raise ValueError(f"{len(set(self.tokens))} tokens")
+            raise ValueError(f"{len(set(self.tokens))} tokens, expected {self.vocab_size - 1}")
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=GPT2_PATTERN,
@@ -59,11 +59,11 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def published(cls) -> "GPT2Tokenizer":
-        """Builds it from OpenAI's two files in `data_dir()` or `cache_dir()`, else downloads them.
+        """Builds the tokenizer from OpenAI's two files, which are downloaded if they are missing.
 
         Raises:
-            UserError: `encoder.json` or `vocab.bpe` is another file of that name, or is missing
-                and cannot be downloaded.
+            UserError: `encoder.json` or `vocab.bpe` in `data_dir()` has another sha256, or is
+                missing and cannot be downloaded.
         """
         paths = {
             name: published_file(
@@ -82,17 +82,17 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def from_base64(cls, tokens: Iterable[str]) -> "GPT2Tokenizer":
-        """Builds it from what `to_json` wrote."""
+        """Builds the tokenizer from the tokens that `to_json` wrote."""
         return cls([base64.b64decode(token) for token in tokens])
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`: (N,) uint16. Other threads run meanwhile."""
+        """Encodes `text` as ids (N,) uint16, without holding the GIL."""
         try:
             ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(replace_surrogates(text))
         except ValueError:
-            # a million spaces before a word are more than the pattern can backtrack over
+            # the pattern cannot backtrack over a million spaces before a word
             parts = _cut_long_runs(text)
             if len(parts) == 1:
                 raise
@@ -100,7 +100,7 @@ class GPT2Tokenizer(Tokenizer):
         return ids.astype(np.uint16)
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes all documents in one call; each return to Python would wait for its lock."""
+        """Encodes all documents in one call, because each return to Python waits for the GIL."""
         if any(EOT in text for text in texts):
             return super().encode_documents(texts)
         joined = "".join(part for text in texts for part in (EOT, text))
@@ -113,7 +113,7 @@ class GPT2Tokenizer(Tokenizer):
         return ids.astype(np.uint16)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; broken UTF-8, and ids outside the vocabulary, show as U+FFFD."""
+        """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""
         values = id_array(ids).tolist()
         pieces = (
             self._encoding.decode_single_token_bytes(i) if 0 <= i < self.vocab_size else b"\xff"
@@ -122,7 +122,7 @@ class GPT2Tokenizer(Tokenizer):
         return b"".join(pieces).decode(errors="replace")
 
     def to_json(self) -> str:
-        """0.8 MB that need no other file to be read again."""
+        """Returns the kind and all tokens as 0.8 MB of JSON, so that no other file is needed."""
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         return json.dumps({"kind": self.kind, "tokens": tokens})
 

@@ -1,10 +1,10 @@
 """Tokenizers of the `tokenizers` package: any `tokenizer.json`, and BPE and WordPiece trained here.
 
-The file is Hugging Face's own format, so other programs read what is saved here.
+Files are written in Hugging Face's own format, so that other programs can read them.
 
-Threads: the package shares out a batch among threads of its own, but does a batch of one in the
-thread that calls, without Python's lock. Calls from several threads thus run side by side and no
-further threads compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
+Threads: the package splits a batch among its own threads, but encodes a batch of one in the calling
+thread, without the GIL. Calls from several threads thus run in parallel, and no further threads
+compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
 import unicodedata
@@ -34,14 +34,14 @@ EOT_TOKENS = (
 class JsonTokenizer(Tokenizer):
     """Tokenizer that a Hugging Face `tokenizer.json` describes.
 
-    Special tokens in a text are encoded as the ordinary text they are, none are added, and nothing
-    is cut or padded, whatever the file asks for. Round trip: as far as the file's own steps allow;
-    `train_bpe` says what it promises.
+    Special tokens in a text are encoded as ordinary text, none are added, and nothing is truncated
+    or padded, whatever the file asks for. Round trip: as far as the file's own steps allow; see
+    `train_bpe` for its own.
 
     Args:
-        content: the text of the file; `to_json` and `save` give it back as it is.
+        content: the text of the file, which `to_json` and `save` return unchanged.
     Raises:
-        UserError: the `tokenizers` package cannot read it, or there is no token in it.
+        UserError: the `tokenizers` package cannot read it, or the vocabulary is empty.
     """
 
     def __init__(self, content: str) -> None:
@@ -50,26 +50,26 @@ class JsonTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the package raises nothing narrower
             raise UserError(
-                f"not a tokenizer that the tokenizers package reads ({error})"
+                f"not a tokenizer that the tokenizers package can read ({error})"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError("a tokenizer without a single token")
+            raise UserError("the vocabulary of the tokenizer is empty")
         self._known = np.array(sorted(vocabulary.values()), np.int64)
         self.kind = type(self._tokenizer.model).__name__.lower()
         self.vocab_size = int(self._known[-1]) + 1  # ids may have gaps
         self.eot_id = next((vocabulary[name] for name in EOT_TOKENS if name in vocabulary), None)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`: (N,) uint16 where every id of the vocabulary fits, else uint32.
+        """Encodes `text` as ids (N,): uint16 if every id of the vocabulary fits, else uint32.
 
         Lone surrogates become U+FFFD.
 
         Raises:
-            UserError: a text that this tokenizer has no ids for.
+            UserError: the tokenizer has no ids for a part of the text.
         """
         try:
             [encoding] = self._tokenizer.encode_batch_fast(
@@ -80,7 +80,7 @@ class JsonTokenizer(Tokenizer):
         return np.array(encoding.ids, token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; each id outside the vocabulary shows as U+FFFD."""
+        """Decodes ids to text; each id outside the vocabulary becomes U+FFFD."""
         values = id_array(ids)
         known = np.isin(values, self._known)
         cuts = np.flatnonzero(np.diff(known)) + 1
@@ -92,16 +92,16 @@ class JsonTokenizer(Tokenizer):
         )
 
     def to_json(self) -> str:
-        """The file as it was read, or as training wrote it."""
+        """Returns the file as it was read, or as training wrote it."""
         return self._content
 
 
 def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
-    """Byte-level BPE in GPT-2's manner, learnt from `texts()`: the same file for the same texts.
+    """Trains a byte-level BPE tokenizer like GPT-2's on `texts()`: the same texts, the same file.
 
-    Its ids are `<|endoftext|>`, the 256 bytes, then the merges of what occurs at least twice, until
-    there are `vocab_size` tokens or nothing is left to merge. Round trip: every text without lone
-    surrogates. Memory: the distinct words of the texts, as the package keeps them.
+    Its ids are `<|endoftext|>`, the 256 bytes, then merges of pairs that occur at least twice,
+    until there are `vocab_size` tokens or no more pairs. Round trip: every text without lone
+    surrogates. Memory: the distinct words of the texts, as the package stores them.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,18 +118,19 @@ def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokeni
 
 
 def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
-    """WordPiece in the manner of cased BERT, learnt from `texts()`: the same file for the same
-    texts, which are read twice.
+    """Trains a WordPiece tokenizer like cased BERT's on `texts()`: the same texts, the same file.
+
+    The texts are read twice.
 
     Its ids are `[UNK]`, `[SEP]` (the end of a text), the characters, each inside a word and at its
     start, then pieces of words that occur at least twice; fewer than `vocab_size` where there are
     no more. Characters take up to half of the vocabulary, the most frequent ones first. There is
-    no `[PAD]`, `[CLS]` or `[MASK]`: nothing here asks for them. No round trip: white space is not
-    kept, and a word with a character that is not in the vocabulary becomes `[UNK]`.
+    no `[PAD]`, `[CLS]` or `[MASK]`, because nothing here uses them. No round trip: white space is
+    not kept, and a word with a character that is not in the vocabulary becomes `[UNK]`.
     """
     # The package would number the characters inside words, and choose among equally rare ones, in
     # the order of a hash table, which differs from run to run. So both are given: the former can
-    # be given only as special tokens, which they stop being when the vocabulary is taken over.
+    # be given only as special tokens, which they no longer are in the final tokenizer.
     special = ["[UNK]", "[SEP]"]
     chars = _frequent_characters(texts(), vocab_size // 4)
     trainer = trainers.WordPieceTrainer(
@@ -156,7 +157,7 @@ def _wordpiece(vocabulary: dict[str, int] | None) -> tokenizers.Tokenizer:
 
 
 def _frequent_characters(texts: Iterable[str], count: int) -> list[str]:
-    """The most frequent characters that BERT's normalizer lets through, in code point order."""
+    """Returns the most frequent characters that BERT's normalizer keeps, in code point order."""
     counts = Counter[str]()
     for text in texts:
         counts.update(text)

@@ -1,4 +1,4 @@
-"""Tokenizers without a file of their own: the bytes, or the characters, of a text."""
+"""Tokenizers without a file of their own, for the bytes or the characters of a text."""
 
 import json
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import numpy as np
 
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 
 class ByteTokenizer(Tokenizer):
@@ -21,19 +21,19 @@ class ByteTokenizer(Tokenizer):
     eot_id: int | None = None
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """UTF-8 bytes of `text`, or the bytes that it is: (N,) uint16."""
+        """Encodes `text` as its UTF-8 bytes, and bytes as they are: (N,) uint16."""
         data = text.encode(errors="replace") if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; what is not UTF-8, and ids over 255, show as U+FFFD."""
+        """Decodes ids to text; broken UTF-8 and ids over 255 become U+FFFD."""
         values = id_array(ids)
         # 0xFF occurs nowhere in UTF-8, so it always decodes to U+FFFD
         known = np.where((values >= 0) & (values < self.vocab_size), values, 0xFF)
         return known.astype(np.uint8).tobytes().decode(errors="replace")
 
     def to_json(self) -> str:
-        """The state is the kind alone: bytes need no vocabulary."""
+        """Returns the kind as JSON; bytes need no vocabulary."""
         return json.dumps({"kind": self.kind})
 
 
@@ -55,14 +55,14 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> "CharTokenizer":
-        """The tokenizer whose vocabulary is the characters of `texts`, taken one by one."""
+        """Makes a tokenizer of the characters of `texts`."""
         return cls(char for text in texts for char in set(text))
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`: (N,) uint16, or uint32 if there are more than 65,536 characters.
+        """Encodes `text` as ids (N,): uint16, or uint32 for more than 65,536 characters.
 
         Raises:
-            UserError: a character that is not in the vocabulary; names it and its offset.
+            UserError: a character is not in the vocabulary; the message names it and its offset.
         """
         points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         ids = np.searchsorted(self._points, points).clip(max=self.vocab_size - 1)
@@ -72,18 +72,18 @@ class CharTokenizer(Tokenizer):
             char = text[offset]
             raise UserError(
                 f"character {char!r} (U+{ord(char):04X}) at offset {offset:,} is not among the"
-                f" {self.vocab_size} characters of the tokenizer"
+                f" {counted(self.vocab_size, 'character')} of the tokenizer"
             )
         return ids.astype(token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; ids outside the vocabulary show as U+FFFD."""
+        """Decodes ids to text; ids outside the vocabulary become U+FFFD."""
         values = id_array(ids)
         known = (values >= 0) & (values < self.vocab_size)
         points = np.where(known, self._points[np.where(known, values, 0)], ord(REPLACEMENT))
         return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def to_json(self) -> str:
-        """The state is the kind and the vocabulary."""
+        """Returns the kind and the vocabulary as JSON."""
         # one string per character: two lone surrogates in one string would be read back as one
         return json.dumps({"kind": self.kind, "chars": list(self.chars)})
