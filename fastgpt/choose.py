@@ -138,7 +138,7 @@ def choose(
     for name, verdict in verdicts.items():
         if verdict["complaints"]:
             warn(
-                f"ops.{name}: our kernels did not pass their trial on this device "
+                f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
     chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}

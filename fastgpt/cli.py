@@ -21,10 +21,10 @@ from fastgpt.storage import cache_dir
 
 FIRST = (
     "data.source", "steps", "model.num_layers", "model.dim", "model.context",
-    "train.batch_tokens", "train.micro_batch", "optim.lr", "train.device", "seed", "run_dir",
-    "resume",
+    "train.batch_tokens", "train.micro_batch", "optim.lr", "optim.muon_lr", "train.device",
+    "seed", "run_dir", "resume",
 )  # fmt: skip
-"""Flags that --help shows."""
+"""Flags that --help shows; that of Muon only where Muon is the optimizer."""
 DAY_S = 86_400
 SLOWEST = 1e10
 """Speed in FLOP/s that any CPU reaches: a run of less than a day at it needs no measurement."""
@@ -107,7 +107,7 @@ def check_duration(config: Config) -> None:
 def _unknown_recipe(given: str) -> UserError:
     near = [name for name in RECIPES if given in name] or difflib.get_close_matches(given, RECIPES)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return UserError(f"unknown recipe {given!r}; {hint}--list-recipes lists all of them")
+    return UserError(f"unknown recipe {given!r}; {hint}--list-recipes lists all recipes")
 
 
 def _resume_flags(given: list[str]) -> tuple[str | None, Path | None]:
@@ -128,7 +128,7 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         Config,
         given,
         prog=start,
-        first=FIRST,
+        first=FIRST if default.optim.kind == "muon" else [f for f in FIRST if f != "optim.muon_lr"],
         usage="[RECIPE] [--FLAG VALUE ...]",
         default=default,
         about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby. "

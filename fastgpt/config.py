@@ -26,13 +26,18 @@ FRACTION = ("a fraction in [0, 1)", lambda x: 0 <= x < 1)
 SHARE = ("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
+def flag(name: str) -> str:
+    """Returns the flag that sets the field `name`: `--model.num-layers` for `model.num_layers`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def check(config: object, expected: tuple[str, Callable[[Any], bool]], *names: str) -> None:
     """Raises `UserError` unless each named field, such as `model.dim`, is None or as expected."""
     words, fits = expected
     for name in names:
-        value = getattr(config, name.split(".")[-1].removeprefix("--").replace("-", "_"))
+        value = getattr(config, name.split(".")[-1])
         if value is not None and not fits(value):
-            raise UserError(f"{name} is {value}: expected {words}")
+            raise UserError(f"{flag(name)} is {value}: expected {words}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +73,9 @@ class ModelConfig:
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     qkv_bias: bool | None = None
-    """Bias in the query, key and value projections; by default as model.bias."""
+    """Bias in the query, key and value projections: True or False; by default as model.bias."""
     projection_bias: bool | None = None
-    """Bias in the output projection of attention; by default as model.bias."""
+    """Bias in the output projection of attention: True or False; by default as model.bias."""
     head_bias: bool = False
     """Bias in the output head; it needs --model.no-tied."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
@@ -80,8 +85,8 @@ class ModelConfig:
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies; larger ones suit longer contexts."""
     score_scale: Literal["head", "width"] = "head"
-    """Divisor of the attention scores: the square root of the head's width, or of the model's, as
-    in the lecture's first steps."""
+    """Divisor of the attention scores: the square root of the head's dimension, or of the model's,
+    as in the lecture's first steps."""
     qk_norm: bool = False
     """RMS normalisation of queries and keys in each head, without weights."""
     tied: bool = True
@@ -122,22 +127,23 @@ class ModelConfig:
         check(self, FRACTION, *(f"model.{name}" for name in dropouts))
         if self.dim % self.num_heads:
             raise UserError(
-                f"model.dim is {self.dim}: expected a multiple of model.num_heads, {self.num_heads}"
+                f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"
+                f" {self.num_heads}"
             )
         if self.num_heads % self.kv_heads:
             raise UserError(
-                f"model.num_heads is {self.num_heads}: expected a multiple of "
-                f"model.num_kv_heads, {self.kv_heads}"
+                f"--model.num-heads is {self.num_heads}: expected a multiple of"
+                f" --model.num-kv-heads, {self.kv_heads}"
             )
         if self.position == "rotary" and self.head_dim % 2:
             raise UserError(
-                f"model.dim / model.num_heads is {self.head_dim}: rotary needs an even number"
+                f"--model.dim / --model.num-heads is {self.head_dim}: rotary needs an even number"
             )
         if self.position == "sinusoidal" and self.dim % 2:
-            raise UserError(f"model.dim is {self.dim}: sinusoidal needs an even number")
+            raise UserError(f"--model.dim is {self.dim}: sinusoidal needs an even number")
         if self.head_bias and self.tied:
             raise UserError(
-                "model.head_bias: a head tied to the embedding has no bias: pass --model.no-tied"
+                "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"
             )
 
     @property
@@ -214,8 +220,8 @@ class DataConfig:
         check(self, NOT_NEGATIVE, "data.eval_tokens", "data.final_eval_tokens", "data.eval_batches")
         if self.eval_batches and self.align == "document":
             raise UserError(
-                f"data.eval_batches is {self.eval_batches}: random windows ignore documents"
-                " (data.align document): expected 0"
+                f"--data.eval-batches is {self.eval_batches}: random windows ignore documents"
+                " (--data.align document): expected 0"
             )
 
 
@@ -267,8 +273,8 @@ class TrainConfig:
     """Batch size of one optimizer step, in tokens. It counts all ranks and micro-batches, and is a
     multiple of model.context."""
     micro_batch: int = 64
-    """Largest micro-batch of a rank, in sequences. Larger batches use gradient accumulation;
-    smaller micro-batches need less memory."""
+    """Sequences computed at once (per process); fewer need less memory. Larger batches use gradient
+    accumulation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -364,16 +370,16 @@ class Config:
         check(self, POSITIVE, "steps", "log_every", "epochs", "eval_epochs")
         check(self, INT64, "steps", "seed", "eval_every", "save_every")
         if self.run_dir is not None and self.run_dir == Path():
-            raise UserError("run_dir is the current directory: expected a folder of its own")
+            raise UserError("--run-dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
             raise UserError(
-                f"train.batch_tokens is {self.train.batch_tokens}: expected a multiple of "
-                f"model.context, {self.model.context}"
+                f"--train.batch-tokens is {self.train.batch_tokens}: expected a multiple of"
+                f" --model.context, {self.model.context}"
             )
         if self.ops.attention == "flash_attn" and self.model.document_mask:
             raise UserError(
-                "ops.attention is flash_attn, which does not support model.document_mask: "
-                "expected sdpa or triton"
+                "--ops.attention is flash_attn, which does not support --model.document-mask:"
+                " expected sdpa or triton"
             )
 
     @property

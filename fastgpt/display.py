@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     Progress,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -27,7 +28,7 @@ ENOUGH = 0.001
 """Fraction of a text that must be read before the time left is estimated."""
 LINE_S = 10
 """Seconds between two lines of progress where there is no terminal to draw a bar on."""
-BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
+BAR_WIDTHS = {160: 40, 120: 20, 100: 10}
 """Width of the bar, by minimum width of the terminal; narrower terminals have no bar."""
 
 
@@ -37,6 +38,13 @@ def command(uninstalled: str) -> str:
     if not typed.name.startswith("fastgpt-"):
         return uninstalled
     return typed.name if shutil.which(typed.name) else shlex.quote(str(typed))
+
+
+class TimeLeft(TimeRemainingColumn):
+    """Time left for the steps; empty after the last one, while the final evaluation goes on."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.finished else super().render(task)
 
 
 class Display:
@@ -49,6 +57,8 @@ class Display:
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
         self.said_at, self.figures = time.monotonic(), ""
+        self.val_loss: float | None = None
+        """Loss of the newest evaluation, which the bar shows."""
 
     def mute(self) -> None:
         """Turns all output off; used on every rank but the main one."""
@@ -81,7 +91,7 @@ class Display:
             columns = [
                 *[BarColumn(width)] * bool(width),
                 TextColumn("step {task.completed}/{task.total}"),
-                TimeRemainingColumn(compact=True),
+                TimeLeft(compact=True),
                 TextColumn("{task.description}"),
             ]
             self.bar = Progress(*columns, console=self.console)
@@ -92,24 +102,23 @@ class Display:
 
     def step(self, record: dict[str, Any], steps: int) -> None:
         """Shows one log record, in the bar or as a line."""
-        parts = [
-            f"loss {record['train_loss']:.4f}",
-            f"{short(record['tok_per_s'])} tok/s",
-            f"MFU {record['mfu']:.1%}",
-            f"epoch {record['epoch']:.2f}",
-            f"data wait {record['data_wait']:.1%}",
-        ]
-        if "peak_memory_gib" in record:
-            parts.append(f"{record['peak_memory_gib']:.1f} GiB")
+        speed = [f"{short(record['tok_per_s'])} tok/s", f"MFU {record['mfu']:.1%}"]
+        epoch, wait = f"epoch {record['epoch']:.2f}", f"data wait {record['data_wait']:.1%}"
+        memory = [f"{record[key]:.1f} GiB" for key in ("peak_memory_gib",) if key in record]
+        norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         if self.bar is not None:
+            # the most useful first
+            parts = [f"loss {record['train_loss']:.3f}"]
+            parts += [] if self.val_loss is None else [f"val {self.val_loss:.3f}"]
+            parts += [f"lr {record['lr']:.1e}", f"norm {norm}", *speed, wait, *memory, epoch]
             while len("  ".join(parts)) > self.room and len(parts) > 1:
                 parts.pop()
             self.figures = "  ".join(parts)
             self.bar.update(self.bar.task_ids[0], completed=record["step"])
             self.doing()
             return
-        norm = record["grad_norm"]
-        parts += [f"lr {record['lr']:.2e}", f"grad norm {'inf' if norm is None else f'{norm:.3f}'}"]
+        parts = [f"loss {record['train_loss']:.4f}", *speed, epoch, wait, *memory]
+        parts += [f"lr {record['lr']:.2e}", f"grad norm {norm}"]
         self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
 
     def doing(self, what: str = "") -> None:
@@ -191,7 +200,7 @@ def short(number: float) -> str:
     """Rounds a number to about three digits: 12.3M, 4.5k, 678."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.1f}{suffix}"
+            return f"{number / size:.1f}".removesuffix(".0") + suffix
     return f"{number:.0f}"
 
 

@@ -129,9 +129,10 @@ class StopSignal:
         self.received = signal.Signals(number)
         self._set(self.DEFAULTS)
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
+            again = "press Ctrl-C" if number == signal.SIGINT else "send it"
             self.say(
                 f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
-                " saving; again to stop at once"
+                f" saving; {again} again to stop at once, without saving"
             )
 
     def restore(self) -> None:

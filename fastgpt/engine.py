@@ -96,7 +96,9 @@ class Engine:
     def _build_model(self) -> None:
         config = self.config
         if config.ops.attention == "flash_attn" and self.precision == "fp32":
-            raise UserError("ops.attention is flash_attn: expected train.precision bf16 or fp16")
+            raise UserError(
+                "--ops.attention is flash_attn: expected --train.precision bf16 or fp16"
+            )
         most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
         sizes = Sizes(config.model, most, self.precision, self.compiled)
         asked, self.trials = self.world.on_main(
@@ -153,7 +155,7 @@ class Engine:
         config, ranks = self.config, self.world.size
         if config.global_batch % ranks:
             raise UserError(
-                f"train.batch_tokens is {config.train.batch_tokens}: {config.global_batch} "
+                f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
                 f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks"
             )
         share = config.global_batch // ranks
@@ -162,8 +164,8 @@ class Engine:
         if 2 * self.micro_batch <= most:
             self.warn(
                 f"{share} sequences per rank divide into micro-batches of {self.micro_batch} at "
-                f"most (train.micro_batch is {config.train.micro_batch}): another "
-                "train.batch_tokens would be faster"
+                f"most (--train.micro-batch is {config.train.micro_batch}): another "
+                "--train.batch-tokens would be faster"
             )
         least = config.model.context + 1 if config.data.eval_batches else 2
         for corpus in self.data.corpora:
@@ -176,7 +178,7 @@ class Engine:
         for corpus, covered in zip(self.data.corpora, self.coverage):
             if covered < 0.5:
                 self.warn(
-                    f"{corpus.name}: with data.align {config.data.align} an epoch trains on"
+                    f"{corpus.name}: with --data.align {config.data.align} an epoch trains on"
                     f" {covered:.0%} of its tokens, because its documents are long for a"
                     f" context of {config.model.context}"
                 )

@@ -53,17 +53,21 @@ def mean_loss(
     return total / count, int(count)
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -> Tensor:
     """Encodes a prompt as token ids, (T,) int64; an empty one becomes the end-of-text token.
 
     Raises:
-        UserError: the prompt is empty and there is no such token, or it has an unknown character.
+        UserError: the prompt is empty and there is no such token, or it has an unknown character;
+            the message calls it `name`.
     """
-    ids = tokenizer.encode(prompt)
+    try:
+        ids = tokenizer.encode(prompt)
+    except UserError as error:
+        raise UserError(f"{name} is {prompt!r}: {error}") from error
     if not len(ids) and tokenizer.eot_id is not None:
         ids = np.array([tokenizer.eot_id])  # each document begins with it
     if not len(ids):
-        raise UserError("the prompt is empty: expected at least one token to continue")
+        raise UserError(f"{name} is empty: expected some text")
     return torch.from_numpy(ids.astype(np.int64))
 
 

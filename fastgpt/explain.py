@@ -36,7 +36,7 @@ class Explain:
     """Random seed for the examples; the statements hold for every seed."""
 
     def __post_init__(self) -> None:
-        check(self, INT64, "--seed")
+        check(self, INT64, "seed")
 
 
 def title(text: str) -> None:

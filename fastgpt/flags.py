@@ -72,9 +72,10 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """Whole help, the choices and the default."""
-        choices = f" {{{', '.join(map(str, self.choices))}}}" if self.choices else ""
-        return self.text + choices + self._default()
+        """Whole help, the choices unless it names them all, and the default."""
+        choices = [str(choice) for choice in self.choices]
+        named = {*choices} <= {*re.findall(r"\w+", self.text)}
+        return self.text + ("" if named else f" {{{', '.join(choices)}}}") + self._default()
 
     def _default(self) -> str:
         if self.default is MISSING:
@@ -231,7 +232,9 @@ def refused(argv: Sequence[str], flags: Iterable[Flag]) -> UserError:
         if flag is None or isinstance(flag.default, bool):
             continue
         if not values:
-            return UserError(f"{name} needs a value: expected {_expected(flag)}")
+            expected = _expected(flag)
+            detail = "" if expected in ("a value", "a path") else f": expected {expected}"
+            return UserError(f"{name} needs a value{detail}")
         if not any(_tyro(tuple[flag.kind], values[:count]) for count in range(1, len(values) + 1)):
             return UserError(f"{name}: expected {_expected(flag)}, got {' '.join(values)!r}")
     given = {argv[i].partition("=")[0].replace("_", "-") for i in starts}
@@ -245,9 +248,11 @@ def refused(argv: Sequence[str], flags: Iterable[Flag]) -> UserError:
 def _expected(flag: Flag) -> str:
     if flag.choices:
         return f"one of {', '.join(map(str, flag.choices))}"
-    names = {int: "an integer", float: "a number", Path: "a path", str: "a text"}
-    kinds = [names[kind] for kind in (flag.kind, *get_args(flag.kind)) if kind in names]
-    return " or ".join([*kinds, *["None"] * (NoneType in get_args(flag.kind))]) or str(flag.kind)
+    names = {int: "an integer", float: "a number", bool: "True or False", Path: "a path",
+             str: "a value"}  # fmt: skip
+    kinds = [kind for kind in (flag.kind, *get_args(flag.kind)) if kind in names]
+    none = NoneType in get_args(flag.kind) and not {str, Path} & {*kinds}
+    return " or ".join([*map(names.__getitem__, kinds), *["None"] * none]) or str(flag.kind)
 
 
 # --- near names -----------------------------------------------------------------------------------

@@ -365,13 +365,13 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
         if name in ("blocked", "lanes") and not fast_cpu:
             where = "with torch.compile" if on_cpu else f"on {device.type}"
             raise UserError(
-                f"ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
+                f"--ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
             )
         if name == "triton" and not runs_kernels(device):
-            raise UserError(f"ops.{op} is triton: it runs on CUDA, not on {device.type}")
+            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {device.type}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
             raise UserError(
-                "ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
+                "--ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
                 + ("not on cpu" if on_cpu else "which is not installed")
             )
     return Ops(

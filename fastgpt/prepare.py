@@ -35,9 +35,9 @@ class Arguments:
     tokenizer.json; bpe and wordpiece are trained on the source. `auto` uses chars for shakespeare,
     bytes for other text and gpt2 for sets of documents."""
     val_fraction: float | None = None
-    """Fraction held out for validation, between 0 and 1. In a text it is the end, by default 0.1;
-    in a set of documents those chosen by their hash, by default 0.005. Files, folders and splits
-    named train and validation keep their split."""
+    """Fraction held out for validation; by default 0.1 of a text or 0.005 of a set of documents. It
+    is between 0 and 1: of a text the end, of documents those chosen by their hash. Files, folders
+    and splits named train and validation keep their split."""
     separator: str | None = None
     r"""Text between the documents of a text file, such as '\n'. Without it a file is one
     document."""

@@ -215,17 +215,18 @@ RECIPES: dict[str, tuple[str, Config]] = {
 """One-line description and settings of each recipe, by name."""
 
 EXPECTED = {
+    "baby": "val loss 1.07, 1.54 bits per byte (docs/recipes.md)",
     "shakespeare-cpu": "val loss 1.82 to 1.85 (docs/recipes.md)",
     "shakespeare-cpu-adamw": "val loss 1.90 (docs/recipes.md)",
     "lecture-bigram": "val loss 2.49 (others' runs of these settings; docs/reproduction.md)",
-    "lecture-head": "val loss 2.41 at step 4500 (published)",
-    "lecture-multihead": "val loss 2.29 at step 4500 (published)",
-    "lecture-feedforward": "val loss 2.24 at step 4500 (published)",
-    "lecture-residual": "val loss 2.12 at step 4500 (published)",
-    "lecture-layernorm": "val loss 2.08 at step 4500 (published)",
-    "lecture-gpt": "val loss 1.76 at step 1000, 1.59 at step 2000 (published)",
+    "lecture-head": "val loss 2.40 at step 4500 (published: 2.41)",
+    "lecture-multihead": "val loss 2.28 at step 4500 (published: 2.29)",
+    "lecture-feedforward": "val loss 2.27 at step 4500 (published: 2.24)",
+    "lecture-residual": "val loss 2.10 at step 4500 (published: 2.12)",
+    "lecture-layernorm": "val loss 2.08 at step 4500 (published: 2.08)",
+    "lecture-gpt": "val loss 1.76 at step 1000 (published: 1.76, and 1.59 at step 2000)",
     "lecture-gpt-full": "val loss about 1.48 (reported, not in the notes themselves)",
-    "lecture-gpt-small": "val loss about 1.82 (the lecture's own run)",
+    "lecture-gpt-small": "val loss 1.83 (the lecture's own run: 1.82)",
     "gpt2-124m": "val loss 3.27 on FineWeb (llm.c's run of 10.26 billion tokens)",
 }
 """Expected final loss of a recipe, with its source."""

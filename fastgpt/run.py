@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
-from fastgpt.config import Config, from_json, to_json
+from fastgpt.config import Config, flag, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
@@ -89,23 +89,27 @@ class RunLock:
     The operating system releases it when the process ends. Hosts that share a disk may not see each
     other's locks, so the file `.holder` names the process and its host.
 
+    Args:
+        instead: what the user may do if another process holds it, besides waiting.
+
     Raises:
         UserError: another process holds it, or the directory cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, instead: str = "stop it") -> None:
         self._holder = path / ".holder"
         self._lock = FileLock(path / ".lock", thread_local=False)
         host = platform.node()
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            held_by = self._holder.read_text() if self._holder.exists() else "another process"
+            held_by = self._holder.read_text() if self._holder.exists() else ""
             try:
                 self._lock.acquire(blocking=False)
             except Timeout:
+                holder = f" ({held_by.removeprefix('process ')})" if held_by else ""
                 raise UserError(
-                    f"{path} is in use by {held_by}, which trains there: wait until that ends, stop"
-                    " it, or pass another --run-dir"
+                    f"{path} is in use: another process{holder} is training in this folder: wait"
+                    f" until it ends, or {instead}"
                 ) from None
             if self._holder.exists() and not held_by.endswith(f" on {host}"):
                 self._lock.release()
@@ -123,7 +127,7 @@ class RunLock:
             self._lock.release()
 
 
-def open_run_dir(path: Path, config: Config, step: int) -> str | None:
+def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str | None:
     """Creates the directory of a new run, or reopens that of a run resumed at `step`.
 
     Returns:
@@ -134,7 +138,8 @@ def open_run_dir(path: Path, config: Config, step: int) -> str | None:
     """
     if (path / "config.json").exists() and not _goes_on(config.resume, path):
         raise UserError(
-            f"{path} holds a run already: expected another --run-dir, or --resume auto to resume it"
+            f"{path} holds a run already: pass another --run-dir; to resume that run:"
+            f" {resume_command(path, ranks)}"
         )
     again = begins_again(path)
     with writing(path):
@@ -192,8 +197,8 @@ def _prepared(name: str) -> str:
         return str(folder)
     what, flags = PREPARED.get(name, ("SOURCE", ""))
     raise UserError(
-        f"data.source is prepared:{name}, but {folder} is not a prepared directory: get {what} and"
-        f" run python -m fastgpt.prepare {what} {flags}--out {folder}"
+        f"--data.source is prepared:{name}, but {folder} is not a prepared directory: get {what}"
+        f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
     )
 
 
@@ -208,13 +213,13 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     asked, needed = config.model.vocab_size, tokenizer.vocab_size
     if asked is not None and asked < needed:
         raise UserError(
-            f"model.vocab_size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
+            f"--model.vocab-size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
         )
     eot_id = tokenizer.eot_id if config.model.document_mask else None
     if config.model.document_mask and eot_id is None:
         raise UserError(
-            f"model.document_mask: the {tokenizer.kind} tokenizer has no end-of-text token to tell"
-            " documents apart: use another tokenizer, for example gpt2"
+            f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token to"
+            " tell documents apart: use another tokenizer, for example gpt2"
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
@@ -248,7 +253,7 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
     for name in (*(f"model.{field}" for field in asdict(config.model)), *kept):
         old, new = (attrgetter(name)(settings) for settings in (before, config))
         if old != new:
-            raise UserError(f"{name} is {new}: expected {old}, as in checkpoint {saved.path}")
+            raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {saved.path}")
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:

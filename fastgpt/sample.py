@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import Tensor
 
 from fastgpt import checkpoint, device, flags, ops
 from fastgpt.config import INT64, MOST_TOKENS, OpsConfig, check
@@ -32,7 +31,8 @@ class SampleConfig:
     """Folder of a run or checkpoint, such as RUN/checkpoints/best. For a run, its newest valid
     checkpoint is used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue. Several --prompt are continued in one batch; by default it is a newline."""
+    """Text to continue; by default a newline. It may be repeated for several prompts, which are
+    continued in one batch."""
     n: int = 1
     """Number of samples for each prompt."""
     tokens: int = 300
@@ -53,11 +53,11 @@ class SampleConfig:
     kernels, on CUDA."""
 
     def __post_init__(self) -> None:
-        check(self, ("1 or more", lambda x: x >= 1), "--n", "--tokens", "--top-k")
-        check(self, INT64, "--seed")
+        check(self, ("1 or more", lambda x: x >= 1), "n", "tokens", "top_k")
+        check(self, INT64, "seed")
         warm = ("0, or a number from 1e-6 on", lambda x: x == 0 or 1e-6 <= x < float("inf"))
-        check(self, warm, "--temperature")
-        check(self, ("a number in (0, 1]", lambda x: 0 < x <= 1), "--top-p")
+        check(self, warm, "temperature")
+        check(self, ("a number in (0, 1]", lambda x: 0 < x <= 1), "top_p")
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
                 f"--n is {self.n}, --tokens is {self.tokens}: expected at most {MOST_TOKENS:,}"
@@ -87,27 +87,27 @@ def load_run(
     return model.to(on).eval(), load_tokenizer(found.path / "tokenizer.json")
 
 
-def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tensor]:
-    """Encodes each prompt as token ids (T,) int64.
-
-    Raises:
-        UserError: a prompt cannot be encoded; the message names it and the reason.
-    """
-    encoded = []
-    for prompt in prompts or ("\n",):
-        try:
-            encoded.append(encode_prompt(prompt, tokenizer))
-        except UserError as error:
-            raise UserError(f"--prompt is {prompt!r}: {error}") from error
-    return encoded
+def separated(texts: Sequence[str], each: int) -> str:
+    """Joins samples, `each` of every prompt in turn; a line above each of several tells which."""
+    if len(texts) == 1:
+        return texts[0]
+    prompts = len(texts) // each
+    return "\n".join(
+        f"--- prompt {i // each + 1} of {prompts}, sample {i % each + 1} of {each} ---\n{text}"
+        for i, text in enumerate(texts)
+    )
 
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"), first=FIRST)
     on = device.pick_device(config.device, "--device")
-    model, tokenizer = load_run(config.run, on, OpsConfig(decode=config.decode))
-    prompts = encode_prompts(config.prompt, tokenizer)
+    try:
+        model, tokenizer = load_run(config.run, on, OpsConfig(decode=config.decode))
+    except UserError as error:
+        raise UserError(str(error).replace("--ops.decode", "--decode")) from error
+    asked = config.prompt or ("\n",)
+    prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in asked]
     with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
         texts = sample_text(
             model,
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
             count=config.n,
             device=on,
         )
-    print("\n---\n".join(texts))
+    print(separated(texts, config.n))
 
 
 def console() -> None:

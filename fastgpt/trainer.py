@@ -14,11 +14,15 @@ from fastgpt.config import Config, to_json
 from fastgpt.display import Display, duration, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
 from fastgpt.recipes import expected, sample_prompt
 from fastgpt.storage import cache_dir, write_atomically
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+USUAL_MFU = (0.5, 0.2)
+"""MFU of a good and of a slow run; that of very small models is lower."""
 
 
 class Trainer:
@@ -37,7 +41,7 @@ class Trainer:
         with ExitStack() as cleanup:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
-            self.world.on_main(lambda: self._lock(config.run_dir))
+            self.world.on_main(lambda: self._lock(config))
             self.engine = Engine(config, self.display.warn)
             cleanup.callback(self.engine.loader.close)
             self.config = self.engine.config
@@ -45,10 +49,11 @@ class Trainer:
             self._open_run()
             cleanup.pop_all()
 
-    def _lock(self, run_dir: Path | None) -> None:
+    def _lock(self, config: Config) -> None:
         """Locks the directory of an existing run; that of a new one is created and locked later."""
-        if run_dir is not None and run.is_run(run_dir):
-            self.lock = run.RunLock(run_dir)
+        if config.run_dir is not None and run.is_run(config.run_dir):
+            instead = "stop it" if config.resume else "pass another --run-dir"
+            self.lock = run.RunLock(config.run_dir, instead)
 
     def _unlock(self) -> None:
         if self.lock is not None:
@@ -56,15 +61,12 @@ class Trainer:
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
-        try:
-            return encode_prompt(prompt, self.engine.data.tokenizer)
-        except UserError as error:
-            raise UserError(f"train.sample_prompt is {prompt!r}: {error}") from error
+        return encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
 
     def _open_run_dir(self) -> Path:
         path = self.config.run_dir or run.new_run_dir(self.config.recipe)
         self.lock = self.lock or run.RunLock(path)
-        if note := run.open_run_dir(path, self.config, self.engine.step):
+        if note := run.open_run_dir(path, self.config, self.engine.step, self.world.size):
             self.display.warn(note)
         return path
 
@@ -82,8 +84,8 @@ class Trainer:
         peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
         if share < 0.8:
             self.display.warn(
-                f"other programs are using this machine: this process got {share:.0%} of its cores"
-                " just now, so training will take longer than estimated"
+                f"other programs are using this machine: a short test got only {share:.0%} of the"
+                " CPU, so training will take longer than estimated"
             )
         return peak * device.shares(engine.device, self.world.size)
 
@@ -129,25 +131,30 @@ class Trainer:
         config, facts, engine = self.config, self._facts(), self.engine
         data, compiled = facts["data"], "on" if engine.compiled else "off"
         python = f" of Python {data['python']}" if data["python"] else ""
-        batch = f"{engine.micro_batch} x {engine.loader.accumulation} x {self.world.size}"
+        parts = {"sequence": engine.micro_batch, "micro-step": engine.loader.accumulation,
+                 "rank": self.world.size}  # fmt: skip
+        batch = " x ".join(counted(number, noun) for noun, number in parts.items())
+        left = counted(config.steps - engine.step, "more step" if engine.step else "step")
         resumed = {}
         if engine.resumed_from is not None:
             resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
-            resumed["changed"] = ", ".join(engine.changes) or "no setting"
+            resumed["changed"] = ", ".join(engine.changes) or "no settings"
         return {
             "recipe": config.recipe,
             **resumed,
             "device": f"{facts['device']}, {engine.precision}, compile {compiled}",
             "model": f"{facts['parameters']:,} parameters, context {config.model.context}",
             "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
-            f"{short(data['val_tokens'])} validation tokens ({data['tokenizer']} tokenizer), "
+            f"{short(data['val_tokens'])} validation tokens"
+            f" ({data['tokenizer'].removesuffix('s')} tokenizer), "
             f"sha256 {data['sha256'][:16]}",
-            "training": f"steps {engine.step} to {config.steps} of {config.train.batch_tokens:,} "
-            f"tokens (sequences x micro-steps x ranks: {batch}), {config.optim.kind}",
+            "training": f"{left} of {config.train.batch_tokens:,} tokens each ({batch}),"
+            f" {OPTIMIZERS[config.optim.kind]}",
             "epochs": self._epochs_planned(),
             "estimate": self._estimate(),
             "ops": ", ".join(f"{op} {name}" for op, name in facts["ops"].items()),
-            "MFU": f"{MFU_CONVENTION}, {self.peak / 1e12:.2f} TFLOP/s",
+            "MFU": f"relative to {self.peak / 1e12:.2f} TFLOP/s, the fastest matrix product"
+            " measured here",
             "run": str(self.run_dir),
         }
 
@@ -158,21 +165,40 @@ class Trainer:
         data = engine.data
         counts = zip(data.corpora, data.weights, engine.epoch_sizes, engine.coverage)
         return ", ".join(
-            f"{samples * weight / size:.3g} of {corpus.name} ({size:,} samples,"
-            f" {covered:.0%} of its tokens)"
+            f"{samples * weight / size:.3g} passes over {corpus.name} ({size:,} samples, which"
+            f" cover {f'{covered:.0%}'.replace('100%', 'all')} of its tokens)"
             for corpus, weight, size, covered in counts
         )
 
     def _estimate(self) -> str:
-        """Describes the tokens left to train on, the minimum time, and the expected loss."""
+        """Describes the tokens left to train and evaluate on, the time, and the expected loss."""
         tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
-        flops = tokens * self.engine.flops_per_token
-        fastest = flops / self.peak
+        scored = self._tokens_to_score()
+        # a step costs three times the FLOPs of its forward, which is all that an evaluation needs
+        flops = (tokens + scored / 3) * self.engine.flops_per_token
+        short_s, long_s = (flops / self.peak / mfu for mfu in USUAL_MFU)
+        time_left = f"{duration(short_s)} to {duration(long_s)} (at an MFU of 50% to 20%)"
         return (
-            f"{tokens:,} tokens, {flops:.2g} FLOPs, at least {duration(fastest)} "
-            f"({duration(2 * fastest)} at an MFU of 50%); "
+            f"{tokens:,} training + {scored:,} evaluation tokens, {flops:.2g} FLOPs, "
+            f"{time_left if long_s >= 60 else 'less than a minute of computing'}; "
             f"{expected(self.config, self.engine.data.name)}"
         )
+
+    def _tokens_to_score(self) -> int:
+        """Counts the tokens of all evaluations to come (with documents or few tokens, roughly)."""
+        config, step = self.config, self.engine.step
+        corpora = self.engine.data.corpora
+
+        def scored(most: int) -> int:
+            if config.data.eval_batches:  # of both splits
+                return 2 * len(corpora) * config.data.eval_batches * config.train.batch_tokens
+            return sum(min(most or len(corpus.val), len(corpus.val)) for corpus in corpora)
+
+        if step == config.steps:
+            return 0
+        every = config.eval_every or config.steps
+        before_last = (config.steps - 1) // every - step // every + (step == 0)
+        return before_last * scored(config.data.eval_tokens) + scored(config.data.final_eval_tokens)
 
     def fit(self) -> None:
         """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.
@@ -315,7 +341,7 @@ class Trainer:
         evaluate = partial(self.engine.evaluate, stop=self.stop, report=self.display.doing)
         last = step >= self.config.steps
         results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
-        loss = self._weighted(results)
+        loss = self.display.val_loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
         if data.eval_batches:

@@ -64,7 +64,10 @@ def main(argv: list[str] | None = None) -> None:
             prog="python -m fastgpt.data",
             first=[field.name for field in fields(Arguments)],
         )
-        corpus = open_shards(arguments.path.expanduser(), tokenizer=arguments.tokenizer)
+        path = arguments.path.expanduser()
+        if not path.is_dir():
+            raise UserError(f"{path}: no such folder")
+        corpus = open_shards(path, tokenizer=arguments.tokenizer)
         console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
         console.print(_facts(corpus))

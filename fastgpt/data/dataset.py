@@ -129,7 +129,7 @@ def _parts(source: str) -> list[tuple[str, float]]:
         value = _number(weight) or 0.0
         if not name or not 0 < value < math.inf:
             raise UserError(
-                f"data.source {source!r}: every source in a mixture needs =WEIGHT, a number above"
+                f"--data.source {source!r}: every source in a mixture needs =WEIGHT, a number above"
                 f" 0; got {part!r}"
             )
         parts.append((name, value))

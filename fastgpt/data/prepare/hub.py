@@ -52,7 +52,7 @@ def open_split(file: File) -> Any:
 def _load(source: str) -> Any:
     match = NAME.fullmatch(source)
     if match is None:
-        raise UserError(f"corpus {source!r}: expected hf:owner/name[/configuration][@revision]")
+        raise UserError(f"source {source!r}: expected hf:owner/name[/configuration][@revision]")
     try:
         import datasets
     except ImportError as error:

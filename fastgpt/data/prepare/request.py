@@ -69,11 +69,11 @@ class Request:
 def check_settings(val_fraction: float, shard_tokens: int, workers: int | None = None) -> None:
     """Raises `UserError` for a value that is impossible with every source."""
     if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction is {val_fraction}: expected a fraction in (0, 1)")
+        raise UserError(f"--val-fraction is {val_fraction}: expected a fraction in (0, 1)")
     if not 1 <= shard_tokens <= MAX_TOKENS:
-        raise UserError(f"shard_tokens is {shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+        raise UserError(f"--shard-tokens is {shard_tokens}: expected 1 to {MAX_TOKENS:,}")
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}: expected 1 or more")
+        raise UserError(f"--workers is {workers}: expected 1 or more")
 
 
 def _no_tokens() -> dict[str, int]:

@@ -201,12 +201,12 @@ def _local(source: str, encoding: str) -> Source:
         files, skipped = named_files(source, encoding)
         name, ends_lines = path.name, len(files) > 1
         if not files and not skipped and (len(path.parts) > 1 or path.suffix):
-            raise UserError(f"corpus {source!r}: no such file or folder")
+            raise UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
         if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        why = f"{counted(len(skipped), 'file')} skipped: {skipped[0]}" if skipped else "it is empty"
-        raise UserError(f"corpus {source!r}: no text in it; {why}")
+        why = f": no text in it; {counted(len(skipped), 'file')} skipped: {skipped[0]}"
+        raise UserError(f"source {source!r}{why if skipped else ' is empty: expected text'}")
     return Source(
         name=_file_name(name),
         given=source,

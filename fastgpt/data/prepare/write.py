@@ -159,11 +159,14 @@ class _Directory:
         """Raises `UserError` for a split that leaves too little to train or to validate on."""
         total, advice = train + val, f"expected at least {2 * least} {unit}s"
         for found, verb, change in ((train, "train on", "smaller"), (val, "validate on", "larger")):
+            remedy = (
+                f"use a longer text or a {change} --val-fraction (train.py: --data.val-fraction)"
+            )
             if found < least:
                 raise UserError(
-                    f"val_fraction {self.request.val_fraction} of {self.source.name}"
+                    f"a validation fraction of {self.request.val_fraction} of {self.source.name}"
                     f" ({counted(total, unit)}) leaves nothing to {verb}:"
-                    f" {advice if total < 2 * least else f'pass a {change} one'}"
+                    f" {advice if total < 2 * least else remedy}"
                 )
 
     def _texts(self) -> Iterator[str]:
