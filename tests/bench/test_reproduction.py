@@ -56,11 +56,11 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
 def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
     own = parse(["lecture-head"])
     assert expected(replace(own, model=replace(own.model, vocab_size=65)), "shakespeare") == (
-        "val loss 2.41 at step 4500 (published)"
+        "val loss 2.40 at step 4500 (published: 2.41)"
     )
     for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
         said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
-        assert said.startswith("the recipe's own settings reach val loss 2.41")
+        assert said.startswith("the recipe's own settings reach val loss 2.40")
     modern = parse(["gpt2-124m-modern"])
     assert expected(modern, "fineweb") == "the final loss of this recipe is not known yet"
 
@@ -84,9 +84,16 @@ def test_a_run_begins_with_its_estimate(fit, capsys):
     fit("--steps 8")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("estimate")]
     # 8 steps of 128 tokens; 6 (12 * 32^2 + 300 * 32) weights and attention over 8.5 keys a token
-    flops = 8 * 128 * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
-    assert f"1,024 tokens, {flops:.2g} FLOPs, at least " in line
-    assert line.endswith("the final loss of this recipe is not known yet")
+    # and a third of that for the tokens of three evaluations
+    flops = (8 * 128 + 3 * 73 / 3) * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
+    assert f"1,024 training + 219 evaluation tokens, {flops:.2g} FLOPs, less than a min" in line
+    assert line.endswith("the final loss on text is not known")
+
+
+def test_a_longer_run_is_told_a_range_of_time(fit, capsys, monkeypatch):
+    monkeypatch.setattr("fastgpt.device.measured_peak", lambda *_: (1e6, 1.0))
+    fit("--steps 8")
+    assert "FLOPs, 4.9 min to 12.2 min (at an MFU of 50% to 20%); " in capsys.readouterr().out
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["nowhere"], "nowhere has no *train*.bin or *val*.bin: expected a manifest.json"),
+        (["nowhere"], "nowhere: no such folder"),
+        (["."], ". has no *train*.bin or *val*.bin: expected a manifest.json"),
         (["{}", "--excerpts", "-1"], "--excerpts is -1: expected 0 or more"),
         (["{}", "--length", "0"], "--length is 0: expected 1 or more"),
         (["{}", "--seed", "-1"], "--seed is -1"),

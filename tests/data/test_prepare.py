@@ -89,12 +89,12 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
         ("", r"x\.jsonl line 2: field 'text' is a number, expected a string"),
         (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
-        ("--vocab-size 5", "vocab_size 5: the bytes tokenizer has its own vocabulary"),
+        ("--vocab-size 5", "--vocab-size is 5: the bytes tokenizer has its own vocabulary"),
         ("--workers 0", "workers is 0: expected 1 or more"),
         ("--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
-        ("--val-fraction 0", r"val_fraction is 0.0: expected a fraction in \(0, 1\)"),
-        ("--val-fraction 1", r"val_fraction is 1.0: expected a fraction in \(0, 1\)"),
-        ("--val-fraction nan", r"val_fraction is nan: expected a fraction in \(0, 1\)"),
+        ("--val-fraction 0", r"--val-fraction is 0.0: expected a fraction in \(0, 1\)"),
+        ("--val-fraction 1", r"--val-fraction is 1.0: expected a fraction in \(0, 1\)"),
+        ("--val-fraction nan", r"--val-fraction is nan: expected a fraction in \(0, 1\)"),
     ],
 )
 def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, said):
@@ -108,7 +108,7 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     [
         ("file/out", "", "cannot write .*file/out: "),
         ("out", "--workers 0", "workers is 0"),
-        ("out", "--val-fraction 2", r"val_fraction is 2\.0: expected a fraction"),
+        ("out", "--val-fraction 2", r"--val-fraction is 2\.0: expected a fraction"),
     ],
 )
 def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys, out, flags, said):

@@ -134,8 +134,8 @@ def test_what_is_held_out_follows_from_the_files(tmp_path, names, options, split
     [
         ("shakespear", "unknown corpus 'shakespear'; did you mean 'shakespeare'"),
         ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', 'tinystories'"),
-        ("corpora/missing.txt", "corpus 'corpora/missing.txt': no such file or folder"),
-        ("missing/*.txt", "corpus 'missing/.*': no such file or folder"),
+        ("corpora/missing.txt", "source 'corpora/missing.txt': no such file or folder"),
+        ("missing/*.txt", "source 'missing/.*': no such file or folder"),
         ("", "the source is empty"),
     ],
 )
@@ -146,7 +146,7 @@ def test_unknown_source_is_named(source, complaint):
 
 def test_sources_with_nothing_to_read_are_named(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match=r"empty\.txt': no text in it; it is empty$"):
+    with pytest.raises(UserError, match=r"empty\.txt' is empty: expected text$"):
         find_source(str(tmp_path / "empty.txt"))
     with pytest.raises(UserError, match="the separator is empty"):
         find_source(str(tmp_path / "empty.txt"), separator="")

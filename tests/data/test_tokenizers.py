@@ -158,9 +158,13 @@ def test_nothing_to_learn_from_is_an_error():
         ("", None, "unknown tokenizer '' .*'wordpiece', the path of a tokenizer.json"),
         ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json' .*'bpe'"),
         ("docs", None, "unknown tokenizer 'docs' .*or of a folder with one"),
-        ("gpt2", 1000, "vocab_size 1000: the gpt2 tokenizer has its own vocabulary, expected bpe"),
-        ("bpe", 256, "vocab_size 256: expected 257 to 1,048,576"),
-        ("wordpiece", 2**40, "vocab_size 1099511627776: expected 257 to"),
+        (
+            "gpt2",
+            1000,
+            "--vocab-size is 1000: the gpt2 tokenizer has its own vocabulary, expected bpe",
+        ),
+        ("bpe", 256, "--vocab-size is 256: expected 257 to 1,048,576"),
+        ("wordpiece", 2**40, "--vocab-size is 1099511627776: expected 257 to"),
     ],
 )
 def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, complaint):

@@ -111,7 +111,7 @@ def test_batch_that_ranks_cannot_share(tiny):
     process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "error: train.batch_tokens is 48" in err
+    assert "error: --train.batch-tokens is 48" in err
     # where torchrun's report of many lines ends
-    assert "traceback : error: train.batch_tokens is 48" in err.splitlines()[-2]
+    assert "traceback : error: --train.batch-tokens is 48" in err.splitlines()[-2]
     assert "2 ranks" in err

@@ -11,15 +11,17 @@ RECORD = {
     "step": 1234, "train_loss": 2.3456, "tok_per_s": 123456.0, "mfu": 0.2, "epoch": 1.2,
     "data_wait": 0.01, "peak_memory_gib": 70.0, "grad_norm": 0.5, "lr": 1e-3,
 }  # fmt: skip
-PARTS = ["loss 2.3456", "123.5k tok/s", "MFU 20.0%", "epoch 1.20", "data wait 1.0%", "70.0 GiB"]
+PARTS = ["loss 2.346", "val 2.500", "lr 1.0e-03", "norm 0.500", "123.5k tok/s", "MFU 20.0%",
+         "data wait 1.0%", "70.0 GiB", "epoch 1.20"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("width", "shown"), [(60, 3), (70, 3), (80, 3), (100, 4), (200, 6)])
+@pytest.mark.parametrize(("width", "shown"), [(60, 3), (70, 4), (90, 5), (100, 5), (200, 9)])
 def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width, shown):
     shows = display.Display()
     file = io.StringIO()
     shows.console = Console(file=file, force_terminal=True, width=width, color_system=None)
     shows.live = True
+    shows.val_loss = 2.5
     shows.start(0, 5000)
     shows.step(RECORD, 5000)
     shows.doing("saving")

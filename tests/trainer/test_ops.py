@@ -133,7 +133,7 @@ def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     ("device", "compiled", "where"), [("cpu", True, "torch.compile"), ("cuda", False, "cuda")]
 )
 def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
-    with pytest.raises(UserError, match=rf"ops.{op} is {name}: .*, not \w+ {where}"):
+    with pytest.raises(UserError, match=rf"--ops.{op} is {name}: .*, not \w+ {where}"):
         ops.select(OpsConfig(**{op: name}), device, compiled=compiled)
 
 
@@ -175,7 +175,7 @@ def test_flash_attn_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for device, reason in (("cpu", "not on cpu"), ("cuda", "which is not installed")):
-        with pytest.raises(UserError, match=rf"^ops\.attention is flash_attn: .*{reason}$"):
+        with pytest.raises(UserError, match=rf"^--ops\.attention is flash_attn: .*{reason}$"):
             ops.select(asked, device, compiled=True)
-    with pytest.raises(UserError, match=r"does not support model\.document_mask"):
+    with pytest.raises(UserError, match=r"does not support --model\.document-mask"):
         Config(model=replace(TINY, document_mask=True), ops=asked)

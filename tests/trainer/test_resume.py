@@ -95,7 +95,7 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
     assert "finished" not in out
     Trainer(parse(["--resume", str(run)])).fit()
     out = capfd.readouterr().out
-    assert "\nchanged     no setting\n" in out
+    assert "\nchanged     no settings\n" in out
     assert "\nthis run is finished: it has taken its 6 steps\n" in out
     assert out.endswith(f" --resume {run} --steps 12\n")
     manifest = json.loads((run / "manifest.json").read_text())
@@ -130,7 +130,10 @@ def test_stop_signal_is_answered_before_the_next_forward(
     last = checkpoint.steps_on_disk(run / "checkpoints")[-1]
     assert last == checkpoint.step_path(run / "checkpoints", saved)
     out = capfd.readouterr().out
-    assert "SIGINT: stopping after this micro-step or evaluation batch, and saving; again" in out
+    assert (
+        "SIGINT: stopping after this micro-step or evaluation batch, and saving; press Ctrl-C again"
+        in out
+    )
     assert f"stopped after step {saved}, saved in {last}\nto resume: {sys.executable} /" in out
     Trainer(parse(["--resume", str(run)])).fit()
     assert outcome(run) == unbroken("--train.micro-batch 1")
@@ -297,9 +300,13 @@ def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit,
     run = fit("--steps 4")
     before = (run / "metrics.jsonl").read_bytes()
     first = Trainer(parse(tiny("--resume auto --steps 8")))
-    holder = rf"is in use by process {os.getpid()} on {re.escape(platform.node())}, which trains"
-    with pytest.raises(UserError, match=holder):
+    holder = (
+        rf"in use: another process \({os.getpid()} on {re.escape(platform.node())}\) is training"
+    )
+    with pytest.raises(UserError, match=rf"{holder} .* ends, or stop it$"):
         Trainer(parse(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
+    with pytest.raises(UserError, match=rf"{holder} .* or pass another --run-dir$"):
+        Trainer(parse(tiny()))
     with pytest.raises(UserError, match=holder):  # of a run that has no directory yet, say
         RunLock(run)
     assert (run / "metrics.jsonl").read_bytes() == before

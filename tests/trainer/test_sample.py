@@ -1,5 +1,6 @@
 """`python -m fastgpt.sample`, and the texts of evaluations: several prompts in one batch."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import torch
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
-from fastgpt.sample import main
+from fastgpt.sample import load_run, main, separated
 from tests.trainer.models import greedy, sharp
 from tests.trainer.runs import one_line_error
 
+RULE = re.compile(r"\n?--- prompt \d of 2, sample \d of 3 ---\n")
 FLAGS = ("--device", "cpu", "--tokens", "9")
 
 
@@ -24,7 +26,7 @@ def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
 
     def command(*flags: str) -> list[str]:
         main([str(run), *FLAGS, *flags])
-        return capsys.readouterr().out[:-1].split("\n---\n")
+        return [text for text in RULE.split(capsys.readouterr().out[:-1]) if text]
 
     return command
 
@@ -42,7 +44,7 @@ def test_samples_of_each_prompt_stand_together(sample):
     ("flags", "message"),
     [
         (("--prompt", "the", "--prompt", "the€"), "--prompt is 'the€': character '€' (U+20AC)"),
-        (("--prompt", "the", "--prompt", ""), "--prompt is '': the prompt is empty"),
+        (("--prompt", "the", "--prompt", ""), "--prompt is empty: expected some text"),
         (("--prompt", "the", "--decode", "triton"), None),
         (("--max-tokens", "9"), "unknown argument '--max-tokens'; did you mean '--tokens'?"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
@@ -54,7 +56,7 @@ def test_samples_of_each_prompt_stand_together(sample):
 def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
     if message is None:
         monkeypatch.setattr("fastgpt.kernels.runtime.INTERPRETING", False)
-        message = "ops.decode is triton: it runs on CUDA, not on cpu"
+        message = "--decode is triton: it runs on CUDA, not on cpu"
     assert message in one_line_error(capsys, shown_in_one_line()(sample), *flags)
 
 
@@ -92,6 +94,19 @@ def test_a_device_that_is_not_there_is_named_by_its_own_flag(sample, monkeypatch
 def test_the_coldest_draws_are_the_likeliest_tokens(sample):
     cold = sample("--prompt", "t", "--temperature", "1e-6")
     assert cold == sample("--prompt", "t", "--temperature", "0")
+
+
+def test_several_samples_stand_below_a_line_that_tells_which():
+    assert separated(["a"], 1) == "a"
+    said = "--- prompt 1 of 2, sample 1 of 1 ---\na\n--- prompt 2 of 2, sample 1 of 1 ---\nb"
+    assert separated(["a", "b"], 1) == said
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(UserError, match=r" is not a run: expected a folder with checkpoints, such"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match=r"^RUN '.*/no' does not exist: expected the folder of a"):
+        load_run(tmp_path / "no")
 
 
 def test_an_empty_prompt_begins_a_document_where_there_are_any():

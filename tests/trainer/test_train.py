@@ -334,7 +334,8 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     assert [line.split("  ")[0] for line in lines[:10]] == heads.split()
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
-    assert "655 training + 73 validation tokens (bytes tokenizer)" in lines[3]
+    assert "655 training + 73 validation tokens (byte tokenizer)" in lines[3]
+    assert "8 steps of 128 tokens each (8 sequences x 1 micro-step x 1 rank), Muon" in lines[4]
     shown = [line for line in lines if line.startswith("step")]
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert len(shown) == len(records)

@@ -205,8 +205,11 @@ def _local(source: str, encoding: str) -> Source:
         if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        why = f": no text in it; {counted(len(skipped), 'file')} skipped: {skipped[0]}"
-        raise UserError(f"source {source!r}{why if skipped else ' is empty: expected text'}")
+        if not skipped:
+            raise UserError(f"source {source!r} is empty: expected text")
+        raise UserError(
+            f"source {source!r}: no text in it; {counted(len(skipped), 'file')} skipped: {skipped[0]}"
+        )
     return Source(
         name=_file_name(name),
         given=source,
