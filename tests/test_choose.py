@@ -167,7 +167,7 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
     assert len(said) == 4
     for line, op in zip(said[1:], ("attention", "loss", "activation"), strict=True):
-        assert line.startswith(f"ops.{op}: our kernels did not pass")
+        assert line.startswith(f"--ops.{op}: our kernels did not pass")
         assert reason in line
     *_, said = on_cuda(ending)
     assert len(said) == 4  # what was not answered is tried once more

@@ -83,7 +83,7 @@ def test_name_with_an_equals_sign_is_a_path_where_it_is_one(two, tmp_path):
     ],
 )
 def test_weight_that_is_none_is_named(source, part):
-    complaint = f"^data.source '{source}': every source .* =WEIGHT, a number above 0; got '{part}'$"
+    complaint = f"^--data.source '{source}': every source .* =WEIGHT, .* above 0; got '{part}'$"
     with pytest.raises(UserError, match=complaint):
         opened(source)
 

@@ -403,7 +403,7 @@ def test_masked_model_is_one_graph():
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abc")])
 def test_tokenizer_without_end_of_text_is_refused(tokenizer, tiny):
-    complaint = f"model.document_mask: the {tokenizer.kind} tokenizer has no end-of-text token"
+    complaint = f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token"
     with pytest.raises(UserError, match=complaint):
         with_vocabulary(parse(tiny("--model.document-mask")), tokenizer)
     assert with_vocabulary(parse(tiny()), tokenizer).model.eot_id is None

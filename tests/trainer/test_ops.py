@@ -124,7 +124,7 @@ def test_what_runs_where(monkeypatch, asked, device, compiled, changed):
 @pytest.mark.parametrize("op", [*TRITON, "decode"])
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
-    with pytest.raises(UserError, match=rf"^ops\.{op} is triton: it runs on CUDA, not on cpu$"):
+    with pytest.raises(UserError, match=rf"^--ops\.{op} is triton: it runs on CUDA, not on cpu$"):
         on_cpu(**{op: "triton"})
 
 

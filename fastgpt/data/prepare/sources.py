@@ -208,7 +208,8 @@ def _local(source: str, encoding: str) -> Source:
         if not skipped:
             raise UserError(f"source {source!r} is empty: expected text")
         raise UserError(
-            f"source {source!r}: no text in it; {counted(len(skipped), 'file')} skipped: {skipped[0]}"
+            f"source {source!r}: no text in it; {counted(len(skipped), 'file')} skipped:"
+            f" {skipped[0]}"
         )
     return Source(
         name=_file_name(name),

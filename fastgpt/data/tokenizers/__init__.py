@@ -39,8 +39,8 @@ def check_kind(kind: str, vocab_size: int | None = None) -> None:
         return
     if kind not in SIZED:
         raise UserError(
-            f"--vocab-size is {vocab_size}: the {kind} tokenizer has its own vocabulary, expected bpe or"
-            " wordpiece"
+            f"--vocab-size is {vocab_size}: the {kind} tokenizer has its own vocabulary, expected"
+            " bpe or wordpiece"
         )
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise UserError(
