@@ -228,13 +228,11 @@ def find(resume: str) -> tuple[Checkpoint, list[str]]:
             complaints.append(str(error))
     if complaints:
         raise UserError("; ".join([f"{path} has no valid checkpoint", *complaints]))
+    if not path.exists():
+        raise UserError(f"RUN {resume!r} does not exist: expected the path of a run or checkpoint")
     if (path / "checkpoints").is_dir():
         raise UserError(f"{path} has no checkpoint yet")
-    if path.exists():
-        raise UserError(
-            f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME"
-        )
-    raise UserError(f"RUN {resume!r} does not exist: expected the folder of a run or checkpoint")
+    raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
 
 
 def set_aside_after(folder: Path, step: int) -> None:

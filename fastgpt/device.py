@@ -75,9 +75,7 @@ def pick_precision(asked: str, device: str) -> str:
     if asked == "auto":
         return "bf16" if has_fast_bf16(device) else "fp32"
     if asked == "fp16" and device == "cpu":
-        raise UserError(
-            "--train.precision is fp16, which needs CUDA: expected fp32 or bf16 on a CPU"
-        )
+        raise UserError("--train.precision is fp16, which needs CUDA: expected fp32 or bf16")
     return asked
 
 

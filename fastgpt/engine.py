@@ -96,9 +96,7 @@ class Engine:
     def _build_model(self) -> None:
         config = self.config
         if config.ops.attention == "flash_attn" and self.precision == "fp32":
-            raise UserError(
-                "--ops.attention is flash_attn: expected --train.precision bf16 or fp16"
-            )
+            raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
         most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
         sizes = Sizes(config.model, most, self.precision, self.compiled)
         asked, self.trials = self.world.on_main(

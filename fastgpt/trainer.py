@@ -21,8 +21,6 @@ from fastgpt.recipes import expected, sample_prompt
 from fastgpt.storage import cache_dir, write_atomically
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
-USUAL_MFU = (0.5, 0.2)
-"""MFU of a good and of a slow run; that of very small models is lower."""
 
 
 class Trainer:
@@ -176,7 +174,7 @@ class Trainer:
         scored = self._tokens_to_score()
         # a step costs three times the FLOPs of its forward, which is all that an evaluation needs
         flops = (tokens + scored / 3) * self.engine.flops_per_token
-        short_s, long_s = (flops / self.peak / mfu for mfu in USUAL_MFU)
+        short_s, long_s = (flops / self.peak / mfu for mfu in (0.5, 0.2))
         time_left = f"{duration(short_s)} to {duration(long_s)} (at an MFU of 50% to 20%)"
         return (
             f"{tokens:,} training + {scored:,} evaluation tokens, {flops:.2g} FLOPs, "

@@ -158,11 +158,7 @@ def test_nothing_to_learn_from_is_an_error():
         ("", None, "unknown tokenizer '' .*'wordpiece', the path of a tokenizer.json"),
         ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json' .*'bpe'"),
         ("docs", None, "unknown tokenizer 'docs' .*or of a folder with one"),
-        (
-            "gpt2",
-            1000,
-            "--vocab-size is 1000: the gpt2 tokenizer has its own vocabulary, expected bpe",
-        ),
+        ("gpt2", 1000, "--vocab-size is 1000: the gpt2 tokenizer has its own vocabulary, exp"),
         ("bpe", 256, "--vocab-size is 256: expected 257 to 1,048,576"),
         ("wordpiece", 2**40, "--vocab-size is 1099511627776: expected 257 to"),
     ],

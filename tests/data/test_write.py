@@ -113,7 +113,7 @@ def test_split_that_leaves_nothing_is_refused_before_anything_is_tokenized(
 ):
     monkeypatch.setattr(write, "encode", None)
     count = {"x.jsonl": "200 documents", "x.txt": r"[\d,]+ bytes"}[name]
-    said = rf"^a validation fraction of .* of x \({count}\) leaves nothing to {missing}: use a"
+    said = rf"^a validation fraction of .* of x \({count}\) leaves nothing to {missing}: use more"
     with pytest.raises(UserError, match=said):
         prepared(name=name, tokenizer="bytes", val_fraction=fraction)
 

@@ -52,11 +52,7 @@ def test_torchrun_is_given_the_line_to_end_its_own_report_with(error, tmp_path, 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        ("", "empty"),
-        ("0123456789abcde", "one window"),
-        ("x", "nothing to train on: expected at least 4 bytes"),
-    ],
+    [("", "empty"), ("0123456789abcde", "one window"), ("x", "nothing to train on")],
 )
 def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
     text.write_text(content)
@@ -76,17 +72,11 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
         ("baby shakespeare-cpu", ("'shakespeare-cpu'",)),
         ("--steps 3 baby", ("recipe 'baby' must come first",)),
         ("baby --model.num-heads 3", ("--model.dim is 128", "multiple", "3")),
-        (
-            "baby --model.num-heads 4 --model.num-kv-heads 3",
-            ("--model.num-heads is 4", "--model.num-kv-heads, 3"),
-        ),
+        ("baby --model.num-heads 4 --model.num-kv-heads 3", ("--model.num-heads is 4", "3")),
         ("baby --model.dim 0", ("--model.dim is 0",)),
         ("lecture-head --model.num-layers 0", ("--model.num-layers is 0",)),
         ("lecture-gpt --model.tied", ("embedding has no bias: pass --model.no-tied",)),
-        (
-            "baby --train.batch-tokens 1000",
-            ("--train.batch-tokens is 1000", "--model.context, 256"),
-        ),
+        ("baby --train.batch-tokens 1000", ("--train.batch-tokens is 1000", "context, 256")),
         ("baby --train.sample-tokens 268435457", ("--train.sample-tokens is 268435457: expected",)),
         ("baby --train.label-smoothing 1", ("--train.label-smoothing is 1.0: expected a",)),
         ("baby --train.label-smoothing=-0.1", ("--train.label-smoothing is -0.1: expected a",)),

@@ -105,7 +105,7 @@ def test_several_samples_stand_below_a_line_that_tells_which():
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=r" is not a run: expected a folder with checkpoints, such"):
         load_run(tmp_path)
-    with pytest.raises(UserError, match=r"^RUN '.*/no' does not exist: expected the folder of a"):
+    with pytest.raises(UserError, match=r"^RUN '.*/no' does not exist: expected the path of a r"):
         load_run(tmp_path / "no")
 
 

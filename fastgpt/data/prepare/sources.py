@@ -205,12 +205,9 @@ def _local(source: str, encoding: str) -> Source:
         if not files and not skipped:
             raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     if not any(os.path.getsize(file.path) for file in files):
-        if not skipped:
-            raise UserError(f"source {source!r} is empty: expected text")
-        raise UserError(
-            f"source {source!r}: no text in it; {counted(len(skipped), 'file')} skipped:"
-            f" {skipped[0]}"
-        )
+        count = counted(len(skipped), "file")
+        why = f": no text in it; {count} skipped: {skipped[0]}" if skipped else " is empty"
+        raise UserError(f"source {source!r}{why}")
     return Source(
         name=_file_name(name),
         given=source,

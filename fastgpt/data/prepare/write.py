@@ -158,15 +158,13 @@ class _Directory:
     def _check_split(self, train: int, val: int, *, least: int, unit: str) -> None:
         """Raises `UserError` for a split that leaves too little to train or to validate on."""
         total, advice = train + val, f"expected at least {2 * least} {unit}s"
+        fraction = "--val-fraction (train.py: --data.val-fraction)"
         for found, verb, change in ((train, "train on", "smaller"), (val, "validate on", "larger")):
-            remedy = (
-                f"use a longer text or a {change} --val-fraction (train.py: --data.val-fraction)"
-            )
             if found < least:
                 raise UserError(
                     f"a validation fraction of {self.request.val_fraction} of {self.source.name}"
                     f" ({counted(total, unit)}) leaves nothing to {verb}:"
-                    f" {advice if total < 2 * least else remedy}"
+                    f" {advice if total < 2 * least else f'use more text or a {change} {fraction}'}"
                 )
 
     def _texts(self) -> Iterator[str]:
