@@ -182,7 +182,7 @@ def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
     )
     chosen, _, said = on_cuda(code)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("ours", "torch", "ours")
-    assert [line for line in said if line.startswith("ops.")] == said[1:2]
+    assert [line for line in said if line.startswith("--ops.")] == said[1:2]
     assert "no such kernel" in said[1]
 
 

@@ -91,7 +91,7 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
         ("--tokenizer words", "unknown tokenizer 'words'"),
         ("--vocab-size 5", "--vocab-size is 5: the bytes tokenizer has its own vocabulary"),
         ("--workers 0", "workers is 0: expected 1 or more"),
-        ("--shard-tokens 0", "shard_tokens is 0: expected 1 to 2,147,483,647"),
+        ("--shard-tokens 0", "--shard-tokens is 0: expected 1 to 2,147,483,647"),
         ("--val-fraction 0", r"--val-fraction is 0.0: expected a fraction in \(0, 1\)"),
         ("--val-fraction 1", r"--val-fraction is 1.0: expected a fraction in \(0, 1\)"),
         ("--val-fraction nan", r"--val-fraction is nan: expected a fraction in \(0, 1\)"),
