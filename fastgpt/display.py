@@ -56,7 +56,9 @@ class Display:
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
-        self.said_at, self.figures = time.monotonic(), ""
+        self.said_at = time.monotonic()
+        self.figures: list[str] = []
+        """Figures of the newest step, the most useful first."""
         self.val_loss: float | None = None
         """Loss of the newest evaluation, which the bar shows."""
 
@@ -107,13 +109,8 @@ class Display:
         memory = [f"{record[key]:.1f} GiB" for key in ("peak_memory_gib",) if key in record]
         norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         if self.bar is not None:
-            # the most useful first
-            parts = [f"loss {record['train_loss']:.3f}"]
-            parts += [] if self.val_loss is None else [f"val {self.val_loss:.3f}"]
-            parts += [f"lr {record['lr']:.1e}", f"norm {norm}", *speed, wait, *memory, epoch]
-            while len("  ".join(parts)) > self.room and len(parts) > 1:
-                parts.pop()
-            self.figures = "  ".join(parts)
+            rates = [f"lr {record['lr']:.1e}", f"norm {norm}", *speed]
+            self.figures = [f"loss {record['train_loss']:.3f}", *rates, wait, *memory, epoch]
             self.bar.update(self.bar.task_ids[0], completed=record["step"])
             self.doing()
             return
@@ -128,9 +125,17 @@ class Display:
             what: such as `saving`; if empty, the bar shows the figures of the last step again.
         """
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=what or self.figures)
+            self.bar.update(self.bar.task_ids[0], description=what or self._fitting())
         elif what and time.monotonic() - self.said_at >= LINE_S:
             self.line(what)
+
+    def _fitting(self) -> str:
+        """Joins as many of the newest figures as fit beside the step."""
+        val = [] if self.val_loss is None else [f"val {self.val_loss:.3f}"]
+        parts = [*self.figures[:1], *val, *self.figures[1:]]
+        while len("  ".join(parts)) > self.room and len(parts) > 1:
+            parts.pop()
+        return "  ".join(parts)
 
     def sample(self, text: str) -> None:
         """Shows a sample of the model's output."""

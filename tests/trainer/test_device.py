@@ -106,7 +106,7 @@ def test_the_best_of_all_measurements_is_the_peak(tmp_path, monkeypatch):
 def test_a_busy_machine_is_noticed(fit, monkeypatch, capfd, share):
     monkeypatch.setattr(device, "measured_peak", lambda *_: (1e6, share))
     records = read_records(fit("--steps 2") / "metrics.jsonl")
-    said = "got 70% of its cores just now, so training will take longer" in capfd.readouterr().out
+    said = "got only 70% of the CPU, so training will take longer" in capfd.readouterr().out
     assert said == (share < 0.8)
     # a peak that a run surpasses was too low: it is measured again, and is what the run reaches
     assert all(0 < r["mfu"] <= 1 for r in records if "mfu" in r)
