@@ -77,7 +77,7 @@ def judge(goal: Goal, rows: Rows) -> Verdict:
 
 
 def is_ours(row: dict[str, Any]) -> bool:
-    """Returns True for our op, and for any of fastgpt's training steps."""
+    """Returns True for a row of our op or of one of fastgpt's training steps."""
     return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
 
 

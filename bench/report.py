@@ -99,7 +99,7 @@ def gigabytes(row: Row) -> str:
 
 
 def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Lays out one op's rows, case by case and pass by pass, ours first."""
+    """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
     lines = []
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -267,7 +267,9 @@ def steps_of(rows: list[Row]) -> list[list[Row]]:
 
 
 def typical(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of each op's first case: `both` where it was timed, else the forward."""
+    """Returns the rows of each op's first case: those of `both` if it was timed, else the
+    forward's.
+    """
     found = []
     for op in dict.fromkeys(row["op"] for row in rows):
         first = next(row["case"] for row in rows if row["op"] == op)

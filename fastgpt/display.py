@@ -32,7 +32,7 @@ BAR_WIDTHS = {120: 40, 90: 20, 70: 10}
 
 
 def command(uninstalled: str) -> str:
-    """Returns the console command that was typed (`fastgpt-train`), else `uninstalled`."""
+    """Returns the installed command that was typed (`fastgpt-train`), else `uninstalled`."""
     typed = Path(sys.argv[0])
     if not typed.name.startswith("fastgpt-"):
         return uninstalled

@@ -20,7 +20,7 @@ VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields the forms that GPTs launch, and every tile of the rule in its costliest form.
+    """Yields the kernel variants to compile: GPTs' own, and each block size with all options.
 
     The costliest form is fp32 with all options.
     """
@@ -110,6 +110,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return {**made, **{vector: make(s["N"]) for vector in kept(s)}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+        """Makes the keyword arguments of a test problem: vectors left out, and eps."""
         fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
         return {**fixed, **({"eps": s["eps"]} if "eps" in s else {})}
 

@@ -107,7 +107,7 @@ def test_only_the_newest_run_of_a_case_is_compared(tmp_path):
 
 @pytest.mark.parametrize("lacks", [(), ("kind", "run", "on", "dirty", "settings")])
 def test_a_gpu_with_records_of_its_tuning_alone_has_no_goals_of_a_cpu(lacks, tmp_path):
-    """Old records do not say if they are of a CPU."""
+    """A GPU with tuning records alone is judged by the goals for GPUs, even in old records."""
     row = {"kind": "tune", "run": "r1", **COMMON, "case": "D=64 bfloat16"}
     row = {key: value for key, value in row.items() if key not in lacks}
     text = text_of(tmp_path, row, name="2026-01-01-tune.jsonl")
@@ -177,7 +177,7 @@ def test_the_page_begins_with_ours_beside_the_best_peer(tmp_path):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Folders of records, one of them committed, and of documents."""
+    """Makes a folder with committed records and one for documents."""
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "DOCS", tmp_path / "docs")
     written(tmp_path, op_row("ours", 0.2e-3, run="r0"))
