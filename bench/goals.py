@@ -8,8 +8,17 @@ from typing import Any
 
 GOALS = Path(__file__).with_name("goals.toml")
 Rows = Iterable[dict[str, Any]]
-AT_MOST = {"ms": "ms", "host_us": "us of the host", "gb": "GB", "memory_ratio": "of the memory"}
-AT_LEAST = {"ratio": "x", "share": "of copy", "tok_per_s": "tok/s"}
+AT_MOST = {
+    "ms": "{:,g} ms",
+    "host_us": "{:,g} us of the host",
+    "gb": "{:,g} GB",
+    "memory_ratio": "{:,g} of {peer}'s memory",
+}
+AT_LEAST = {
+    "ratio": "{:,g} x {peer}'s speed",
+    "share": "{:,g} of a copy's speed",
+    "tok_per_s": "{:,g} tokens/s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +35,9 @@ class Goal:
 
     @property
     def text(self) -> str:
-        sign = "<=" if self.kind in AT_MOST else ">="
-        unit = {**AT_MOST, **AT_LEAST}[self.kind]
-        return f"{sign} {self.wanted:g} {unit} {self.peer}".rstrip()
+        bound = "at most" if self.kind in AT_MOST else "at least"
+        form = {**AT_MOST, **AT_LEAST}[self.kind]
+        return f"{bound} {form.format(self.wanted, peer=self.peer)}"
 
 
 @dataclass(frozen=True, slots=True)

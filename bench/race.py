@@ -126,7 +126,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Formats the record of one trainer's runs as cells of the table, in run order."""
     return (
         row["run_name"] if "run_name" in row else row["run"],  # in old records
-        " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
+        " ".join(f"{s:.1f}" for s in row["seconds"]),
         " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
         " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
     )
