@@ -85,7 +85,7 @@ def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def expect_gpt2(model: ModelConfig) -> None:
-    """Raises `UserError` for a network other than GPT-2's, which other trainers cannot build."""
+    """Raises `UserError` for a network that differs from GPT-2's in more than its sizes."""
     plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
     names = (field.name for field in fields(model))
     if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:

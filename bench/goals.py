@@ -23,7 +23,7 @@ AT_LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A performance goal: `kind` is one of AT_MOST or AT_LEAST."""
+    """A performance goal for a case, whose `kind` is a key of AT_MOST or AT_LEAST."""
 
     case: str
     which: str

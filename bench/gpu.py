@@ -159,7 +159,7 @@ def _measured(rows: list[Row]) -> str:
 
 
 def _steps(rows: list[Row]) -> str:
-    """Summarises the training steps: the best rate of fastgpt."""
+    """Summarises the training steps in a few words: fastgpt's best tokens per second."""
     rates = {r["tok_per_s"]: r for r in rows if r["implementation"].startswith("fastgpt")}
     if not rates:
         return "no step of fastgpt"

@@ -92,7 +92,7 @@ class DecodeOp(Protocol):
 
 
 class RotaryOp(Protocol):
-    """Rotates q and k (B, T, heads, D) by the angles with cosines and sines (T, D/2)."""
+    """Rotary position embedding (RoPE) of q and k (B, T, heads, D), by cos and sin (T, D/2)."""
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
 

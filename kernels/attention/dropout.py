@@ -20,7 +20,7 @@ _WORD = 0xFFFFFFFF
 
 
 def drop_below(p: float) -> int:
-    """Returns the threshold for dropout: random 32-bit words below it drop a weight.
+    """Returns the threshold for dropout: a signed random 32-bit word below it drops a weight.
 
     The probability `p` in [0, 1) is rounded to a multiple of 2**-32.
     """

@@ -56,7 +56,7 @@ class Options(NamedTuple):
         return scale, scale * LOG2E
 
     def dropout(self) -> tuple[int, float]:
-        """Returns the dropout threshold as a 32-bit word, and the factor on kept weights."""
+        """Returns the dropout threshold as a signed 32-bit word, and the factor on kept weights."""
         return drop_below(self.dropout_p), 1 / (1 - self.dropout_p)
 
 

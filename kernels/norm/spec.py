@@ -118,7 +118,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return (FWD, BWD) + (SUM,) * bool(kept(s)) + (DOTS,) * (s["N"] > 8192)
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
-        """Counts the bytes of x -> y; backward: x, dy -> dx.
+        """Counts the bytes moved: x and y in the forward; x, dy and dx in the backward.
 
         With a sum: x, residual -> y, sum; backward: sum, dy, dsum -> one gradient for both inputs.
         Vectors of N and statistics are left out.

@@ -44,7 +44,7 @@ def test_every_kind_of_file_is_unpacked_to_its_end(tmp_path, suffix, size):
 
 
 def flipped(packed):
-    """Flips a bit in a compressed file's checksum, which only verification can notice."""
+    """Flips a bit in a compressed file's checksum, so that nothing else shows the damage."""
     return packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:]
 
 
