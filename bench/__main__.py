@@ -22,7 +22,7 @@ from fastgpt import device, flags
 from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
-"""Seconds for each pass of a case, all implementations together."""
+"""Time in seconds to spend on one pass (forward, backward or both) of a case, by device."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
     "shakespeare-char": {"rounds": 2, "batch": (16,)},  # its own 64 would take minutes
@@ -86,7 +86,7 @@ def chosen(bench: Bench, on: str) -> list[Case]:
 
 
 def chosen_steps(bench: Bench, on: str) -> list[str]:
-    """Returns the recipes whose training step is measured as well."""
+    """Returns the names of the recipes whose training step is measured besides the ops."""
     if on != "cpu" or bench.sizes == "tiny":
         return []
     patterns = bench.only or ("*",)

@@ -58,12 +58,12 @@ PEERS: dict[str, dict[str, Maker]] = {
         "flash-attn-3": flash_attn_decoding("flash_attn_interface", "flash-attn 3"),
     },
 }
-"""Peers of each op by name of the op; they take its inputs, not its options."""
+"""Implementations by other libraries to compare each op with, by the op's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An op at a size, in a dtype."""
+    """An op with input sizes and a dtype, to be benchmarked."""
 
     spec: Spec
     label: str
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def implementations(self) -> dict[str, Maker]:
-        """Returns functions by name: `ours`, `eager` (PyTorch's own ops), and those of peers."""
+        """Returns implementations by name: `ours`, `eager` (PyTorch's own ops) and other ones."""
         spec = self.spec
 
         def ours(on: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Runs the contenders of the training-step benchmark, each in a process of its own, in turns.
+"""Runs the trainers that the step benchmark compares, each in a process of its own, in turns.
 
 A process builds its contender, takes a first step, and then follows commands: take steps, report
 its memory, break a step into parts. All get the same number of random tokens of the same
@@ -33,9 +33,9 @@ from fastgpt.errors import UserError
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""
 TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
-"""Network of a rehearsal, because Triton's interpreter takes seconds for a step of a larger one."""
+"""Model sizes of a trial run: Triton's interpreter takes seconds for a larger model's step."""
 PATIENCE = 5
-"""Number of attempts at a first step where memory is short."""
+"""Number of attempts at the first step if other contenders leave too little GPU memory."""
 START_S = 600
 """Seconds that a process may take to build and compile."""
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -44,12 +44,12 @@ SIZES = (
     "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
     "init",
 )  # fmt: skip
-"""Settings of the network that the peers' GPT-2 also has."""
+"""Model settings that nanoGPT's and llm.c's GPT-2 also have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The training step that all contenders take; picklable."""
+    """Settings of the training step that all contenders run; picklable, to be sent to processes."""
 
     config: Config
     on: str
@@ -85,7 +85,7 @@ def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def expect_gpt2(model: ModelConfig) -> None:
-    """Raises `UserError` for a network that the peers do not have, as their work would differ."""
+    """Raises `UserError` for a network that differs from GPT-2's in more than its sizes."""
     plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
     names = (field.name for field in fields(model))
     if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:
@@ -122,9 +122,9 @@ def _every_op(*wanted: str) -> OpsConfig:
 
 
 TRITON_OPS = _every_op("triton", "chunked")
-"""Ops of our kernels, wherever there is one."""
+"""Options that select our Triton kernel for every op that has one."""
 PLAIN_OPS = _every_op("torch")
-"""Ops of PyTorch only."""
+"""Options that select PyTorch's own implementation of every op."""
 
 
 def _reference(plan: Plan, *, compiled: bool) -> Built:
@@ -175,7 +175,7 @@ def _first_step(step: Callable[[], None], on: str) -> None:
 
 
 def _turn(step: Callable[[], None], on: str) -> dict[str, Any]:
-    """Times the steps of a turn: seconds until the device is done, and of the host alone."""
+    """Times a few training steps: seconds until the device is done, and seconds of the host."""
     device_s, host_s = [], []
     for _ in range(WARM_STEPS + TIMED_STEPS):
         start = time.perf_counter()
@@ -250,8 +250,9 @@ class Contender:
         there.close()  # then recv raises when the process ends
 
     def ask(self, word: str = "") -> dict[str, Any]:
-        """Sends `turn`, `peak` or `parts` and returns the answer; without a word, the first step's
-        report.
+        """Sends a request (`turn`, `peak` or `parts`) to the process and returns its answer.
+
+        Without a request it returns the report of the first step.
 
         The answer is empty if the contender has failed, now or before.
         """
@@ -269,7 +270,7 @@ class Contender:
         return {} if self.failed else answer
 
     def begin(self, starts: int = 1) -> None:
-        """Waits for the first step; with two starts the second finds the caches filled."""
+        """Waits until the process has taken its first step; `starts=2` repeats it with caches."""
         self.facts = self.ask()
         if starts == 2 and not self.failed:
             self.stop()

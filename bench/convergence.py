@@ -23,7 +23,7 @@ from fastgpt.kernels.runtime import runs_kernels
 LAST = 20
 """Number of last steps whose mean losses are compared."""
 BOUND = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
-"""Largest relative difference of those means."""
+"""Largest relative difference of the two runs' mean losses, by number format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Convergence:
 
 
 def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Config:
-    """Builds a GPT of 6 layers of 384 on the built-in corpus; tiny: 1 of 16 on a sentence."""
+    """Builds the settings of a GPT of 6 layers of width 384, or of a tiny one, for both runs."""
     model = ModelConfig(num_layers=6, num_heads=6, dim=384, context=512)
     source, batch = "builtin", 16
     if run.tiny:
@@ -66,7 +66,7 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 
 
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Trains both; returns their losses and the ops that they ran, by the name of the run."""
+    """Trains with and without our kernels; returns losses and ops by the name of the run."""
     engines = {
         name: Engine(replace(config, ops=ops), warn=lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))

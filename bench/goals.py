@@ -8,13 +8,22 @@ from typing import Any
 
 GOALS = Path(__file__).with_name("goals.toml")
 Rows = Iterable[dict[str, Any]]
-AT_MOST = {"ms": "ms", "host_us": "us of the host", "gb": "GB", "memory_ratio": "of the memory"}
-AT_LEAST = {"ratio": "x", "share": "of copy", "tok_per_s": "tok/s"}
+AT_MOST = {
+    "ms": "{:,g} ms",
+    "host_us": "{:,g} us of the host",
+    "gb": "{:,g} GB",
+    "memory_ratio": "{:,g} of {peer}'s memory",
+}
+AT_LEAST = {
+    "ratio": "{:,g} x {peer}'s speed",
+    "share": "{:,g} of a copy's speed",
+    "tok_per_s": "{:,g} tokens/s",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A performance goal: `kind` is one of AT_MOST or AT_LEAST."""
+    """A performance goal for a case, whose `kind` is a key of AT_MOST or AT_LEAST."""
 
     case: str
     which: str
@@ -26,9 +35,9 @@ class Goal:
 
     @property
     def text(self) -> str:
-        sign = "<=" if self.kind in AT_MOST else ">="
-        unit = {**AT_MOST, **AT_LEAST}[self.kind]
-        return f"{sign} {self.wanted:g} {unit} {self.peer}".rstrip()
+        bound = "at most" if self.kind in AT_MOST else "at least"
+        form = {**AT_MOST, **AT_LEAST}[self.kind]
+        return f"{bound} {form.format(self.wanted, peer=self.peer)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ def judge(goal: Goal, rows: Rows) -> Verdict:
 
 
 def is_ours(row: dict[str, Any]) -> bool:
-    """Returns True for our op, and for any of fastgpt's training steps."""
+    """Returns True for a row of our op or of one of fastgpt's training steps."""
     return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
 
 

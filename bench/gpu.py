@@ -36,7 +36,7 @@ except ImportError:  # the stage `env` names the missing dependency
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
 REHEARSED = "layer_norm and errors_are_seen"
-"""Selection of tests that a rehearsal runs."""
+"""pytest's `-k` expression for the tests that a trial run without a GPU selects."""
 Row = dict[str, Any]
 
 
@@ -151,7 +151,7 @@ def _tests(rows: list[Row]) -> str:
 
 
 def _measured(rows: list[Row]) -> str:
-    """Summarises the bench: our number of rows, and the first rate of attention's forward."""
+    """Summarises the benchmark in a few words: our number of rows, and attention's first rate."""
     ours = [row for row in rows if row["implementation"] == "ours"]
     first = next((row for row in ours if row["op"] == "attention"), None)
     rate = f"; {first['case']} {first['pass']} {first['tflops']:.3g} TFLOP/s" if first else ""
@@ -159,7 +159,7 @@ def _measured(rows: list[Row]) -> str:
 
 
 def _steps(rows: list[Row]) -> str:
-    """Summarises the training steps: the best rate of fastgpt."""
+    """Summarises the training steps in a few words: fastgpt's best tokens per second."""
     rates = {r["tok_per_s"]: r for r in rows if r["implementation"].startswith("fastgpt")}
     if not rates:
         return "no step of fastgpt"
@@ -239,7 +239,7 @@ class Outcomes:
 
 
 def run_stage(stage: Stage, context: Context) -> Row:
-    """Runs a stage within its budget and returns its row; appends its output to the log."""
+    """Runs one stage of `make gpu` within its time budget and returns its record."""
     seconds = 24 * 3600 if context.full else stage.budget
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)

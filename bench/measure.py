@@ -25,19 +25,19 @@ from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 Row = tuple[str, dict[str, Any]]
-"""A record's kind and fields."""
+"""Kind of a record (`op`, `missing`, `refused`), and its fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """An implementation that may be timed; `inexact` says where it still breaks the rule."""
+    """An implementation with correct results, which may be timed."""
 
     call: Callable[..., Any]
     inexact: str = ""
 
 
 class Judge:
-    """Checks implementations of a case, on the part of the tensors that `Spec.probe` picks.
+    """Checks whether the results of a case's implementations are correct.
 
     It computes the truth and PyTorch's own error once. The reference runs in fp64, or in fp32 on
     CUDA where the inputs are narrower.
@@ -65,7 +65,10 @@ class Judge:
         dtype: torch.dtype,
         probe: Callable[[str, Tensor], Tensor],
     ) -> dict[str, Tensor]:
-        """Runs a call; a part gets its part of the upstream gradients of the whole outputs."""
+        """Runs an implementation and returns its outputs and gradients.
+
+        If the inputs are only a part of the whole, they get that part of the upstream gradients.
+        """
 
         def draw(i: int, y: Tensor) -> Tensor:
             generator = torch.Generator(self.on).manual_seed(i + 1)
@@ -78,7 +81,7 @@ class Judge:
         return outputs_and_gradients(call, inputs, dtype, draw)
 
     def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
-        """Returns (what is wrong with an implementation, its largest relative L2 error)."""
+        """Returns the errors of an implementation's results, and the largest relative L2 error."""
         copies = {name: x.clone() for name, x in self.inputs.items()}
         if self.spec.random is not None:
             wrong = self.spec.random(copies, call(*copies.values()))
@@ -118,7 +121,7 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
-    """Prepares a pass: `fwd` (as in training, saving for the backward), `bwd` or `both`."""
+    """Prepares the timed call of a pass: `fwd` (saving for the backward), `bwd` or `both`."""
     upstream: list[Tensor] = []
 
     def fresh() -> Inputs:
@@ -254,7 +257,7 @@ def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[s
 def figures(
     case: Case, which: str, seconds: dict[str, float], roof: dict[str, float]
 ) -> dict[str, Any]:
-    """Computes the rates, and the share reached of the limit that applies."""
+    """Computes an implementation's FLOP/s and bytes/s, and its share of the machine's limit."""
     flops, size = case.work()[which]
     least, bound = limit(flops, size, roof)
     p50 = seconds["p50"]

@@ -44,7 +44,7 @@ _COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern i
 
 
 def part_of(name: str) -> str:
-    """Returns the part to which a kernel or op of that name belongs."""
+    """Returns the part of a step (GEMM, attention, ...) that a kernel or op belongs to, by name."""
     return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
 
 
@@ -58,8 +58,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def profile(step: Callable[[], None], on: str) -> dict[str, float]:
-    """Measures the milliseconds of one step by part, the mean of a few; they add up to the whole
-    step.
+    """Measures the milliseconds of one training step by part, averaged over a few steps.
 
     Kernels that overlap on a GPU count in full, each in its part; the host gap is the time of the
     step when no kernel runs.
@@ -101,7 +100,7 @@ def _on_gpu(event: Any) -> bool:
 
 
 def _is_mark(event: Any) -> bool:
-    """Returns True for a range that somebody has named, which lies around kernels and is none."""
+    """Returns True for a named profiler range, which encloses kernels but is none itself."""
     named = event.name.startswith(("fastgpt::", "Optimizer.", "ProfilerStep"))
     return named or getattr(event, "is_user_annotation", False)
 
@@ -117,7 +116,10 @@ def _of_kernels(events: Sequence[Any]) -> dict[str, float]:
 
 
 def _of_ops(events: Sequence[Any]) -> dict[str, float]:
-    """Sums the self time of ops by part, which the op or the nearest op around it decides."""
+    """Sums the profiler's self time by part of the model.
+
+    An op that belongs to no part counts towards its nearest enclosing op that does.
+    """
     spent = dict.fromkeys(PARTS, 0.0)
     for event in events:
         chain, around = [], event
@@ -136,7 +138,7 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
 
 
 def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) -> dict[str, float]:
-    """Computes the milliseconds that each part takes at least on this machine.
+    """Computes the shortest time in milliseconds that each part of a step can take on this machine.
 
     GEMM: 6 FLOPs for each weight and token. Attention: what its `Spec` counts, forward and
     backward. Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a
@@ -169,7 +171,7 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
 
 
 def explain(spent: dict[str, float], least: dict[str, float], count: int = 3) -> list[str]:
-    """Describes the parts that cost the most over their limit, one on each line."""
+    """Describes the parts of a step that take the most time beyond their limit, one per line."""
     over = sorted(PARTS, key=lambda part: least[part] - spent[part])
     lines = []
     for part in over[:count]:

@@ -23,12 +23,12 @@ class MissingError(Exception):
 
 
 def always(call: Callable[..., Any]) -> Maker:
-    """Makes peers that run on every device."""
+    """Wraps an implementation that runs on every device."""
     return lambda on: call
 
 
 def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], Any]:
-    """Returns an importer: it gives the module or raises `MissingError` with the package's name."""
+    """Returns a function that imports a module, or raises `MissingError` with its package."""
 
     def load(on: str) -> Any:
         if cuda and on != "cuda":
@@ -44,11 +44,11 @@ def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], An
 # --- torch.compile --------------------------------------------------------------------------------
 
 COMPILE_ON_CPU = False
-"""Set by `--compiled`: on a CPU a case compiles for 10 to 20 s, which is most of a run."""
+"""True with `--compiled`: also time torch.compile on a CPU, which takes 10 to 20 s per case."""
 
 
 def compiled(reference: Callable[..., Any]) -> Maker:
-    """The plain reference under torch.compile."""
+    """Returns the plain reference compiled by torch.compile."""
 
     def make(on: str) -> Callable[..., Any]:
         if on == "cpu" and not COMPILE_ON_CPU:
@@ -106,7 +106,7 @@ def flex(on: str) -> Callable[..., Tensor]:
 
 
 def flash_attn(module: str, package: str) -> Maker:
-    """The flash-attn package, by the module of its generation."""
+    """Attention of the package flash-attn, in the generation whose module is named."""
 
     def make(on: str) -> Callable[..., Tensor]:
         attend = needs(module, package)(on).flash_attn_func
@@ -142,7 +142,7 @@ def flash_attn_decoding(module: str, package: str) -> Maker:
 
 
 def packed(maker: Maker) -> Maker:
-    """A peer for (B, T, 3 H, D): takes the slices as views, whose gradients PyTorch then joins."""
+    """Wraps attention for one tensor (B, T, 3 H, D): it gets the slices as views."""
 
     def make(on: str) -> Callable[..., Tensor]:
         attend = maker(on)
@@ -166,7 +166,10 @@ ATTENTION: dict[str, Maker] = {
 
 
 def liger(module: str, function: str, *after: Any) -> Maker:
-    """An autograd function of liger-kernel; of several results the first `after[0]` are kept."""
+    """Wraps an autograd function of the package liger-kernel.
+
+    `after` holds the number of results to keep (None: all), then the constant arguments.
+    """
     keep, *constants = after
 
     def make(on: str) -> Callable[..., Any]:

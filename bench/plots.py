@@ -53,12 +53,12 @@ def roofline(rows: list[Row], folder: Path, slug: str) -> str:
 
 
 def _apart(row: Row) -> bool:
-    """Selects forward and backward as separate points; for losses, which share work, their sum."""
+    """Returns True for the rows to plot: forward and backward apart, for losses both together."""
     return (row["pass"] == "both") == row["op"].endswith("cross_entropy")
 
 
 def _draw_roofs(axes: Any, rows: list[Row]) -> None:
-    """Draws the limits of each matmul rate among the rows."""
+    """Draws the roofline: the highest FLOP/s that bandwidth and matrix products allow."""
     intensity = [row["flops"] / row["bytes"] for row in rows]
     low, high = min(intensity) / 2, max(intensity) * 2
     for matmul, copy in {(row["roof"]["matmul"], row["roof"]["copy"]) for row in rows}:

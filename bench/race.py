@@ -38,7 +38,7 @@ HEADER = "run|seconds|validation loss|nanoGPT's time / this time"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Race:
-    """Runs recipes and nanoGPT's small-computer setting in turn, as whole processes."""
+    """Runs recipes and nanoGPT's example for small computers in turn, as whole processes."""
 
     nanogpt: Path
     """Path of a nanoGPT checkout, of which a copy is run."""
@@ -123,10 +123,10 @@ def main(argv: list[str]) -> None:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Formats a row for the table."""
+    """Formats the record of one trainer's runs as cells of the table, in run order."""
     return (
         row["run_name"] if "run_name" in row else row["run"],  # in old records
-        " ".join(f"{s:.1f}" for s in sorted(row["seconds"])),
+        " ".join(f"{s:.1f}" for s in row["seconds"]),
         " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
         " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
     )

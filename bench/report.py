@@ -25,22 +25,34 @@ OURS = ("ours", "all")
 Row = dict[str, Any]
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from the raw records of `make bench` and `make gpu`.
+`python -m bench.report --publish` writes this page from the raw records that `make bench` and
+`make gpu` leave in bench/results. Nothing on it is typed by hand, and each row links its record.
 """
 NOTES = """
 ## How to read the tables
 
-- Each row links its record; `bench/timing.py` describes how it was timed.
-- Times are medians, with the 20th and 80th percentiles. The implementations of a case took turns
-  in one run. The best peer is in **bold**.
-- **x ours** is the row's time divided by ours: above 1 ours is faster. **Of limit**: the time that
-  the measured matmul rate or copy bandwidth of that run allows, divided by the time taken; on a
-  CPU, whose caches are warm, small cases can exceed 100 %.
-- A loss may compute its gradient in the forward, so compare `both`.
+- **ours** is fastgpt's implementation: the kernel on a GPU, and on a CPU the function that the
+  model calls there. **eager** is the same computation by PyTorch's own ops, without a compiler. The
+  **best peer** is the fastest implementation other than ours; its name is in bold.
+- **x**: the other implementation's time divided by ours, so above 1x ours is faster.
+- A **case** is an op, its sizes and its dtype, as in `attention/gpt2-124m/bf16`, or a training step
+  of a recipe, where `B=24` means 24 sequences per step. **fwd** is the forward, **bwd** the
+  backward, and **both** is one after the other. A loss may compute its gradient in the forward, so
+  compare `both`.
+- **Share of the limit** (also "of limit"): the time that the measured matmul rate or copy bandwidth
+  of that run allows, divided by the time taken. For a training step it is the MFU. On a CPU, whose
+  caches are warm, small cases can exceed 100 %.
+- Times are medians, with the 20th and 80th percentiles in brackets. The implementations of a case
+  took turns in one run; `bench/timing.py` describes how they were timed.
+- **Whole processes**: each list is in the order of the runs. Each ratio compares two runs of one
+  round.
+- **Goals** are set in `bench/goals.toml`. The **margin** is the distance from the goal: positive is
+  better than the goal. **Stretch** is a harder goal, for information.
 - Attention counts 4 B H T² D FLOPs forward, half of it if causal, and 2.5 times that backward.
-- An implementation is timed only if its outputs and gradients keep the tolerance rule of the tests
+- An implementation is timed only if its outputs and gradients keep the tolerance of the tests
   (`kernels/parity.py`). † marks a peer whose error is larger, but at most 2 %.
 """
+GUIDE = "[How to read the table](../benchmarks.md#how-to-read-the-tables)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +86,15 @@ def link(row: Row) -> str:
     return f"[record]({row['link']})"
 
 
+def three_digits(x: float) -> str:
+    """Formats a number with three significant digits and no exponent: 0.844, 36.2, 1,040."""
+    rounded = float(f"{x:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"
+
+
 def ms(figures: dict[str, float]) -> str:
-    p20, p50, p80 = (1e3 * figures[p] for p in ("p20", "p50", "p80"))
-    return f"{p50:.3g} ({p20:.3g}, {p80:.3g})"
+    p20, p50, p80 = (three_digits(1e3 * figures[p]) for p in ("p20", "p50", "p80"))
+    return f"{p50} ({p20}, {p80})"
 
 
 def host_us(row: Row) -> str:
@@ -87,8 +105,8 @@ def host_us(row: Row) -> str:
 def rate(row: Row) -> str:
     """Formats the rate of an op: FLOPs or bytes, depending on which limits it."""
     if row["bound"] == "matmul":
-        return f"{row['tflops']:.3g} TFLOP/s"
-    return f"{row['gb_per_s']:.3g} GB/s"
+        return f"{three_digits(row['tflops'])} TFLOP/s"
+    return f"{three_digits(row['gb_per_s'])} GB/s"
 
 
 def gigabytes(row: Row) -> str:
@@ -99,7 +117,7 @@ def gigabytes(row: Row) -> str:
 
 
 def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Lays out one op's rows, case by case and pass by pass, ours first."""
+    """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
     lines = []
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -188,7 +206,7 @@ def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
         found = (verdict.why, "", "")
         if verdict.value is not None:
             reached = "yes" if verdict.distance >= 0 else "**no**"
-            found = (f"{verdict.value:.3g}", f"{verdict.distance:+.0%}", reached)
+            found = (three_digits(verdict.value), f"{verdict.distance:+.0%}", reached)
         stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
         lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
     return table("case|goal|stretch|measured|margin|reached", lines)
@@ -243,7 +261,7 @@ def _stage(row: Row) -> tuple[str, ...]:
 
 def summary(ops: list[Row], steps: list[Row]) -> str:
     """Lays out a line for each op and training step: ours, the best peer, share of the limit."""
-    lines = []
+    lines, ratios = [], []
     for rows, shown in ((steps, steps_of), (ops, typical)):
         for group in shown(rows):
             ours = min(filter(goals.is_ours, group), key=seconds, default=None)
@@ -252,11 +270,24 @@ def summary(ops: list[Row], steps: list[Row]) -> str:
                 continue
             share = f"{ours['share']:.0%}" if "share" in ours else f"{ours['mfu']:.0%} (MFU)"
             name = ours["case"] + (f" {ours['pass']}" if "pass" in ours else "")
-            against = (best["implementation"], f"{seconds(best) * 1e3:.3g}") if best else ("", "")
-            ratio = f"{seconds(best) / seconds(ours):.2f}x" if best else ""
-            lines.append((name, f"{seconds(ours) * 1e3:.3g}", *against, ratio, share))
+            against = ("", "", "")
+            if best:
+                ratios.append(round(seconds(best) / seconds(ours), 2))
+                its_ms = three_digits(seconds(best) * 1e3)
+                against = (best["implementation"], its_ms, f"{ratios[-1]:.2f}x")
+            lines.append((name, three_digits(seconds(ours) * 1e3), *against, share))
     header = "case|ours, ms|best peer|its ms|its time / ours|share of the limit"
-    return table(header, lines) if lines else ""
+    return f"{_standing(ratios)}\n{table(header, lines)}" if lines else ""
+
+
+def _standing(ratios: list[float]) -> str:
+    """Counts the rows in which ours is faster than the best peer, as fast, and slower."""
+    faster, slower = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
+    same = len(ratios) - faster - slower
+    return (
+        f"Ours is faster than the best peer (above 1x) in {faster} of {len(ratios)} rows, as fast"
+        f" in {same}, and slower (below 1x) in {slower}.\n"
+    )
 
 
 def steps_of(rows: list[Row]) -> list[list[Row]]:
@@ -267,7 +298,9 @@ def steps_of(rows: list[Row]) -> list[list[Row]]:
 
 
 def typical(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of each op's first case: `both` where it was timed, else the forward."""
+    """Returns the rows of each op's first case: those of `both` if it was timed, else the
+    forward's.
+    """
     found = []
     for op in dict.fromkeys(row["op"] for row in rows):
         first = next(row["case"] for row in rows if row["op"] == op)
@@ -309,7 +342,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         ]
         picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
         page = folder / f"{slug}-{records.slug(op)}.md"
-        content = f"# {op} on {device}\n\n{picture}\n{op_table(mine, wanted)}"
+        content = f"# {op} on {device}\n\n{GUIDE}\n\n{picture}\n{op_table(mine, wanted)}"
         page.write_text(content, encoding="utf-8")
         pages.append(f"[{op}](benchmarks/{page.name})")
     if pages:
@@ -334,10 +367,9 @@ def write(results: Path, docs: Path) -> Path:
         row["link"] = os.path.relpath(row["path"], docs)
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
-    text = HEAD
+    text = HEAD + (NOTES if rows else "\nThere are no records yet.\n")
     for device in sorted({row["device"] for row in rows}):
         text += section(device, [row for row in rows if row["device"] == device], folder)
-    text += NOTES if rows else "\nThere are no records yet.\n"
     path = docs / "benchmarks.md"
     path.write_text(text, encoding="utf-8")
     return path

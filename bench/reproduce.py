@@ -65,7 +65,7 @@ class System:
 
 SYSTEMS = (
     System(
-        "A", "lecture-bigram", "a table of bigrams",
+        "A", "lecture-bigram", "a bigram model",
         (
             Target(10_100, 2.49, note="the published text has no validation loss; 2.49 is what"
                    " other people's runs of these settings gave"),

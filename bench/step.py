@@ -29,7 +29,8 @@ from fastgpt.metrics import MFU_CONVENTION, flops_per_token
 from fastgpt.recipes import RECIPES
 
 BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
-"""Sequences in a step, most important first; 0: the largest that fits. On a CPU the recipe's."""
+"""Batch sizes in sequences, most important first; 0: the largest that fits, on a CPU the
+recipe's."""
 LLMC_STEPS = 20
 GPT2_VOCABULARY = 50_257
 VOCABULARY = 65
@@ -107,7 +108,7 @@ def with_batch(plan: Plan, batch: int) -> Plan:
 
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
-    """Returns the contenders that were asked for, or all that make sense on the device."""
+    """Returns the names of the contenders asked for, or of all that make sense on the device."""
     if unknown := [name for name in bench.contenders if name not in contenders.CONTENDERS]:
         raise unknown_name("contender", unknown[0], contenders.CONTENDERS)
     if wanted := [n for n in bench.contenders if n.startswith("nanogpt") and not bench.nanogpt]:
@@ -198,7 +199,7 @@ def _contenders(
     bench: StepBench, names: tuple[str, ...], plan: Plan, roof: dict[str, float],
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Yields the rows of one batch size; for the largest one, contenders run one at a time."""
+    """Yields the measurements of one batch size, each as soon as it is known."""
     before = records.state(plan.on)
     how = {"alternating": not about["largest"], "first_step_alone": not bench.parallel_start}
     for group in [(name,) for name in names] if about["largest"] else [names]:

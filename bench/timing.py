@@ -30,7 +30,7 @@ LEAST_SECONDS = 1e-3
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Size of the buffer whose copy is timed: far beyond any cache."""
 PAUSE_HZ = 2.0e9
-"""Cycles a second of the pause; where the clock is slower the pause is longer, which is as good."""
+"""Assumed GPU cycles per second when a pause is converted to cycles; longer pauses do no harm."""
 
 
 def nothing() -> Any:
@@ -101,7 +101,7 @@ class Timer:
     def turns(
         self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
     ) -> dict[str, Samples]:
-        """Times all rivals in turn, in an order that alternates; returns the samples of each.
+        """Times several implementations in turn, in alternating order; returns the samples of each.
 
         Args:
             rivals: calls by name; the first call of each is not counted.
@@ -120,7 +120,7 @@ class Timer:
         return samples
 
     def _plan(self, timed: Timed) -> tuple[int, float]:
-        """Returns (calls in a sample, seconds of pause), from two calls; the first one warms up."""
+        """Returns (calls per sample, seconds of pause before each), measured with two calls."""
         self.sample(timed)
         on_device, on_host = self.sample(timed)
         if self.on == "cuda":
@@ -145,7 +145,7 @@ def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -
 
 
 def roof_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
-    """Returns `matmul` and `copy` for rows of one dtype."""
+    """Returns the machine's limits for one dtype: FLOP/s as `matmul`, bytes/s as `copy`."""
     return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
 
 

@@ -165,7 +165,7 @@ def nanogpt_step(
 # --- llm.c ----------------------------------------------------------------------------------------
 
 LLMC_STEP = re.compile(r"step\s+(\d+)/\d+ .*?\|\s*([\d.]+) ms .*?\|\s*\d+ tok/s")
-"""A step as its train_gpt2.cu prints it (commit f1e2ace)."""
+"""Pattern of the line that llm.c prints for a step (commit f1e2ace)."""
 LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
 PATIENCE_S = 600
 
@@ -173,7 +173,7 @@ PATIENCE_S = 600
 def run_llmc(
     binary: Path, shards: Path, *, layers: int, batch: int, context: int, steps: int
 ) -> dict[str, Any]:
-    """Runs llm.c on a GPT-2 of that depth, with random weights, in bf16.
+    """Runs llm.c's training of a GPT-2 of that depth, with random weights, in bf16.
 
     Args:
         binary: `train_gpt2cu`, or a checkout that has it.

@@ -27,7 +27,8 @@ FIRST = (
 """Flags that --help shows; that of Muon only where Muon is the optimizer."""
 DAY_S = 86_400
 SLOWEST = 1e10
-"""Speed in FLOP/s that any CPU reaches: a run of less than a day at it needs no measurement."""
+"""FLOP/s that any CPU reaches. If a run would take less than a day even at this rate, its actual
+speed is not measured first."""
 
 
 def main() -> None:

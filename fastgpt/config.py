@@ -328,8 +328,8 @@ class OpsConfig:
     """Implementation of attention over the key/value cache in generation. `auto` uses PyTorch's;
     triton: our kernels, on CUDA."""
     dropout: Literal["auto", "torch", "lanes"] = "auto"
-    """Implementation of dropout. lanes: takes four 16-bit random numbers from each 64-bit one, for
-    CPUs."""
+    """Implementation of dropout. torch: PyTorch's own; lanes: faster on CPUs, because each 64-bit
+    random number decides on four elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

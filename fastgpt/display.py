@@ -33,7 +33,7 @@ BAR_WIDTHS = {160: 40, 120: 20, 100: 10}
 
 
 def command(uninstalled: str) -> str:
-    """Returns the console command that was typed (`fastgpt-train`), else `uninstalled`."""
+    """Returns the installed command that was typed (`fastgpt-train`), else `uninstalled`."""
     typed = Path(sys.argv[0])
     if not typed.name.startswith("fastgpt-"):
         return uninstalled

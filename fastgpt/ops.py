@@ -30,7 +30,7 @@ from fastgpt.kernels.runtime import runs_kernels
 
 
 class AttentionOp(Protocol):
-    """Causal self-attention of q (B, T, H, D) over k and v (B, T, K, D): (B, T, H, D).
+    """Causal self-attention of q (B, T, H, D) over k and v (B, T, K, D) with K key/value heads.
 
     Scores are multiplied by `scale`; a query attends to the last `window` keys (None: all), its own
     included, of its own document. `doc_ids` (B, T) are equal within a document. The reference is
@@ -51,7 +51,9 @@ class AttentionOp(Protocol):
 
 
 class PackedAttentionOp(Protocol):
-    """`AttentionOp` on one packed projection (B, T, H + 2 K, D) of q, k and v; `heads` is H.
+    """`AttentionOp` on one tensor of q, k and v, (B, T, H + 2 K, D) with K key/value heads.
+
+    `heads` is H.
 
     Its gradient is written into one buffer, which saves the concatenation of three gradients.
     """
@@ -69,7 +71,9 @@ class PackedAttentionOp(Protocol):
 
 
 class DecodeOp(Protocol):
-    """Attention of the last T tokens of each row, q (B, T, H, D), over its cache: (B, T, H, D).
+    """Attention of a sequence's last T tokens, q (B, T, H, D), over a cache of K key/value heads.
+
+    The result is (B, T, H, D).
 
     The caches are (B, Tmax, K, D), of which a row's first `lengths` (B,) positions are in use. A
     query attends to the positions from `starts` (B, T) up to its own.
@@ -88,7 +92,7 @@ class DecodeOp(Protocol):
 
 
 class RotaryOp(Protocol):
-    """Rotates q and k (B, T, heads, D) by the angles with cosines and sines (T, D/2)."""
+    """Rotary position embedding (RoPE) of q and k (B, T, heads, D), by cos and sin (T, D/2)."""
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -172,7 +176,7 @@ class Ops:
 
     attention: AttentionOp
     attention_packed: PackedAttentionOp | None
-    """Packed form of `attention`; None if it takes q, k and v only."""
+    """`attention` for one tensor of q, k and v; None if only separate ones are supported."""
     decode: DecodeOp
     rotary: RotaryOp
     norms: Norms

@@ -1,4 +1,4 @@
-"""Makes `import kernels`, run in the repository's root, give the modules of fastgpt.kernels.
+"""Makes `import kernels` in a checkout give the modules of the package fastgpt.kernels.
 
 Python finds the folder `kernels/` there first, and under that name. Executed once more, its files
 would register every op with torch twice; so the name `kernels` only leads to `fastgpt.kernels`.

@@ -44,11 +44,12 @@ BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 
 Budget = dict[str, list[Any]]
-"""Recorded limits: `Row.key` -> [registers, shared bytes, fingerprint]."""
+"""Recorded resource use of each kernel variant, by `Row.key`: [registers per thread, bytes of
+shared memory, hash of the compiler's input]."""
 
 
 def judge(row: Row, budget: Budget) -> list[str]:
-    """Lists what is wrong with a compiled configuration."""
+    """Lists what is wrong with a compiled variant: errors, spills, more resources than recorded."""
     if row.error:
         return [f"does not compile: {row.error}"]
     problems = []
@@ -73,14 +74,12 @@ def triton_minor() -> str:
 
 
 def read_budgets(path: Path) -> dict[str, dict[str, Budget]]:
-    """Reads the recorded budgets: {minor version of Triton: {arch: budget}}."""
+    """Reads the recorded resource use: {minor version of Triton: {architecture: budget}}."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def record(rows: Iterable[Row], path: Path) -> None:
-    """Saves the resources that the rows use as the budget of this version of Triton; keeps other
-    keys.
-    """
+    """Writes the resources that `rows` use into the file of budgets; other keys stay."""
     budgets = read_budgets(path)
     mine = budgets.setdefault(triton_minor(), {})
     for row in rows:
@@ -116,9 +115,7 @@ def _aligned(lines: list[tuple[str, ...]]) -> str:
 
 
 def static_table(rows: Iterable[Row]) -> str:
-    """Lays out the instructions of a warp in one pass of each innermost loop, and the loop's
-    ceiling.
-    """
+    """Formats a table of innermost loops: a warp's instructions per iteration, and the speed."""
     units = (*UNITS, "alu", "uniform")
     lines = [("kernel", "arch", "configuration", "loop", *units,
               "blocks/SM", "warps/SM", "bound", "clocks", "TFLOP/s", "GB/s")]  # fmt: skip
@@ -171,7 +168,7 @@ def select(args: argparse.Namespace) -> list[Config]:
 
 
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
-    """Returns True if the budget lacks the configuration or has another fingerprint for it."""
+    """Returns True if a variant is new, or its compiler input has changed since it was recorded."""
     row = recorded.get(str(config.arch), {}).get(config.key, [])
     return row[2:] != [fingerprint(config)]
 

@@ -13,7 +13,7 @@ MAX_D = 256
 
 
 def padded(D: int) -> int:
-    """Returns the columns of a tile that holds rows of D numbers: a power of two, at least 16."""
+    """Returns the width of a tile for rows of D numbers: a power of two, at least 16."""
     return max(16, 1 << (D - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""The tolerance rule of all checks: an op may be about as far from the truth as PyTorch itself is.
+"""The tolerance of all kernel tests: an error at most about twice that of PyTorch's own ops.
 
 The truth is the same computation in a wider dtype. For every output and every gradient:
 
@@ -35,7 +35,7 @@ def complaints(
     truth: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> list[str]:
-    """Returns a line for each error beyond the rule, from three results of `outputs_and_gradients`.
+    """Returns a line for each output or gradient whose error exceeds the tolerance.
 
     Args:
         got: results of the op that is checked.

@@ -1,4 +1,4 @@
-"""Helpers of kernels that work on rows: views as a matrix, block sizes, a sum over partial rows.
+"""Helpers for row-wise kernels: matrix views, block sizes, and the sum of partial column sums.
 
 Shapes
     M = rows, N = columns, P = partial sums of each column
@@ -27,7 +27,7 @@ def _norm_sum_kernel(
     P, N,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the P partials of each column, always in the same order."""
+    """Adds up the P partial sums of each column, always in the same order."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     dweight = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)

@@ -2,8 +2,9 @@
 
 An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can record them instead of running them:
-`kernels.aot` compiles exactly what it records. Nothing here imports triton, which macOS lacks.
+launch through `launch` alone, which counts launches and can hand them to a stand-in for the device:
+`kernels.aot` compiles exactly what is recorded, `kernels.proof.execute` runs it on the CPU. Nothing
+here imports triton, which macOS lacks.
 """
 
 import functools
@@ -30,20 +31,20 @@ LAUNCHES: Counter[str] = Counter()
 
 def runs_kernels(device: torch.device) -> bool:
     """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
-    return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _recorder is not None
+    return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _stand_in is not None
 
 
 def arch(device: torch.device) -> int:
     """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
-    if _recorder is not None:
-        return _recorder.arch
+    if _stand_in is not None:
+        return _stand_in.arch
     return _cuda(device.index)[0] if device.type == "cuda" else 0
 
 
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
-    if _recorder is not None:
-        return 132
+    if _stand_in is not None:
+        return _stand_in.multiprocessors
     return _cuda(device.index)[1] if device.type == "cuda" else 2
 
 
@@ -79,24 +80,46 @@ class Launch:
     grid: tuple[int, ...]
 
 
-class _Recorder:
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-        self.launches: list[Launch] = []
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """What takes the place of a CUDA device."""
+
+    arch: int
+    multiprocessors: int
+    launch: Callable[[Launch], None]
+    runs: bool
+    """False if launches are recorded alone."""
 
 
-_recorder: _Recorder | None = None
+_stand_in: _StandIn | None = None
 
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
-    global _recorder
-    before, _recorder = _recorder, _Recorder(arch)
+    launches: list[Launch] = []
+    with _standing_in(_StandIn(arch, 132, launches.append, runs=False)):
+        yield launches
+
+
+@contextmanager
+def executing(arch: int, run: Callable[[Launch], None], multiprocessors: int = 2) -> Iterator[None]:
+    """Hands launches to `run` as if the device of CPU tensors were of `arch`.
+
+    With two multiprocessors, as in the interpreter, small problems reach the loops over rows.
+    """
+    with _standing_in(_StandIn(arch, multiprocessors, run, runs=True)):
+        yield
+
+
+@contextmanager
+def _standing_in(device: _StandIn) -> Iterator[None]:
+    global _stand_in
+    before, _stand_in = _stand_in, device
     try:
-        yield _recorder.launches
+        yield
     finally:
-        _recorder = before
+        _stand_in = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
@@ -104,10 +127,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
     `meta` holds the constexprs and num_warps, num_stages.
     """
-    if _recorder is not None:
-        _recorder.launches.append(Launch(kernel, args, meta, grid))
+    if _stand_in is None or _stand_in.runs:
+        LAUNCHES[kernel.__name__] += 1
+    if _stand_in is not None:
+        _stand_in.launch(Launch(kernel, args, meta, grid))
         return
-    LAUNCHES[kernel.__name__] += 1
     device = args[0].device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*args, **meta)
@@ -191,7 +215,7 @@ def undisturbed(*args: Any) -> bool:
     While launches are recorded this is True: a recording is of the code that runs without a
     listener.
     """
-    if _recorder is not None:
+    if _stand_in is not None and not _stand_in.runs:
         return True
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False

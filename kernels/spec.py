@@ -19,11 +19,11 @@ from .proof.compile import Case
 
 Problem = Mapping[str, Any]
 Work = dict[str, tuple[float, float]]
-"""Work of a pass ("fwd", "bwd", "both"): (matmul FLOPs, bytes of memory with each element once)."""
+"""FLOPs and bytes of each pass ("fwd", "bwd", "both"): (matmul FLOPs, bytes of memory)."""
 
 
 class Make(Protocol):
-    """Makes a tensor of random numbers, in the dtype and on the device of the caller's choice."""
+    """Function that makes a random tensor, of a dtype and on a device that the caller chose."""
 
     def __call__(self, *sizes: int, below: int = 0) -> Tensor:
         """Draws normal numbers (sizes), or with `below` int64 from 0 to below - 1."""
@@ -57,15 +57,15 @@ class Spec:
     eager: Callable[..., Any]
     """PyTorch's own ops for the same computation, whose error sets the tolerance."""
     inputs: Callable[[Problem, Make], dict[str, Tensor]]
-    """Makes the tensors of a problem by argument name; floating ones get a gradient."""
+    """Function that makes the tensors of a test problem by argument name."""
     options: Callable[[Problem, torch.device | str], dict[str, Any]] = no_options
-    """Makes the other arguments; tensors among them (positions, a seed) get no gradient."""
+    """Function that makes the keyword arguments of a problem, which get no gradient."""
     launches: Callable[[Problem], tuple[str, ...]]
-    """Names of the kernels that forward and backward of a problem launch."""
+    """Function that names the kernels which forward and backward of a problem launch."""
     forms: Callable[[int], Iterator[Case]]
-    """Every configuration that ships for an arch, to be compiled ahead of time."""
+    """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
-    """Least work of the op, given the bytes of an element; see `Work`."""
+    """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element."""
     problems: Mapping[str, Problem]
     """Small and awkward problems that reach every branch of the kernels; the first is typical."""
     sizes: Mapping[str, Mapping[str, Problem]]
@@ -75,7 +75,7 @@ class Spec:
     On CUDA they are tested as well. The first of a device is the one that `--quick` measures.
     """
     structural: tuple[str, ...] = ()
-    """Labels of the problems for all checks except the errors; () is the first one."""
+    """Labels of the problems for all checks but the tolerance; () is the first one."""
     growing: tuple[Problem, ...] = ()
     """Changes of the first problem's sizes that must not cause a new compilation.
 
@@ -83,7 +83,7 @@ class Spec:
     Triton.
     """
     empty: tuple[Problem, ...] = ()
-    """Changes that make the first problem one without rows."""
+    """Changes that make the first problem's tensors empty."""
     far: tuple[Problem, ...] = ()
     """Changes that give the first problem's tensors three rows, to lie 2**30 elements apart.
 
@@ -95,13 +95,12 @@ class Spec:
     overwritten: str = ""
     """Input that `op` overwrites with its gradient, if its option `inplace_grad` is set."""
     probe: Callable[[str, Tensor], Tensor] = whole
-    """Picks the part of a tensor that is checked where an fp64 reference of all of it would not
-    fit.
+    """Function that picks the part of a tensor to check, where checking all takes too much memory.
 
     The part is itself a whole problem. Called as probe("q" or "output 0", tensor).
     """
     probed: Callable[[Problem], Problem] = same
-    """Returns the problem that `probe` makes of a problem."""
+    """Function that gives the sizes of the part of a problem that `probe` picks."""
     exempt: Mapping[str, str] = field(default_factory=dict)
     """Names of checks that the op need not pass, each with the reason."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
@@ -113,7 +112,7 @@ class Spec:
     def call(
         self, f: Callable[..., Any], problem: Problem, device: torch.device | str
     ) -> Callable[..., Any]:
-        """Binds the options of a problem to `f`, which is op, ref, eager or cpu."""
+        """Returns `f` (op, ref, eager or cpu) with the keyword arguments of a problem filled in."""
         options = self.options(problem, device)
 
         def bound(*tensors: Tensor, **more: Any) -> Any:
@@ -123,11 +122,11 @@ class Spec:
 
 
 def rows(problem: Problem) -> tuple[int, ...]:
-    """Returns the leading sizes of a problem's `M`, which may be one number or several."""
+    """Returns the leading sizes of a problem's tensors, `M`, which may be one number or several."""
     M = problem["M"]
     return (M,) if isinstance(M, int) else tuple(M)
 
 
 def work(fwd: tuple[float, float], bwd: tuple[float, float]) -> Work:
-    """Builds the work of forward, backward and both from (FLOPs, bytes) of the first two."""
+    """Adds up the (FLOPs, bytes) of forward and backward to those of both."""
     return {"fwd": fwd, "bwd": bwd, "both": (fwd[0] + bwd[0], fwd[1] + bwd[1])}

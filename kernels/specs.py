@@ -1,4 +1,4 @@
-"""List of all specs and shipped forms, with a line for each op's folder."""
+"""List of the `Spec`s of all ops and of the kernel variants that ship."""
 
 from .attention.spec import SPECS as ATTENTION
 from .bias_act.spec import SPECS as BIAS_ACT
@@ -15,4 +15,4 @@ SPECS: dict[str, Spec] = {
     for spec in specs
 }
 FORMS = tuple(dict.fromkeys(spec.forms for spec in SPECS.values()))
-"""Functions that yield the configurations that ship; see `Spec.forms`."""
+"""Functions that yield the kernel variants that ship; see `Spec.forms`."""

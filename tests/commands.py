@@ -16,7 +16,7 @@ PROGRAMS = ("make", "python", "torchrun", "fastgpt-train", "fastgpt-sample", "fa
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command as written on a page."""
+    """A shell command from the Makefile or a documentation page in Markdown."""
 
     text: str
     page: str
@@ -28,7 +28,7 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """Returns every command once: those of the Makefile's targets, then those of the pages."""
+    """Returns every documented command once: `make` with each target, then those on the pages."""
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
     found = [Command(f"make {target}", "Makefile", 0) for target in targets]
     for page in PAGES:
@@ -38,7 +38,7 @@ def commands() -> list[Command]:
 
 
 def commands_in(page: str) -> Iterator[tuple[int, str]]:
-    """Yields (line, command) of a Markdown page, from code blocks and from code in sentences."""
+    """Yields (line number, command) for a page's text, from code blocks and inline code."""
     blocks = re.split(r"^```.*\n", page, flags=re.M)
     line = 1
     for i, block in enumerate(blocks):

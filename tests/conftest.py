@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton reads it once, when it is imported: kernels then run, interpreted, on CPU tensors.
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
-
 
 def patch_language_once() -> None:
     """Halves the time of interpreted kernels by patching Triton's language once for each launch.
@@ -44,9 +39,20 @@ def patch_language_once() -> None:
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run the kernels' tests without a GPU on code compiled for an arch, such as sm_90"
+    parser.addoption(
+        "--execute", metavar="ARCH", type=lambda arch: int(arch.removeprefix("sm_")), help=text
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-        patch_language_once()
+    if not torch.cuda.is_available() and config.getoption("execute") is None:
+        # Triton reads it once, when it is imported: kernels then run, interpreted, on CPU tensors.
+        assert "triton" not in sys.modules
+        os.environ["TRITON_INTERPRET"] = "1"
+        if importlib.util.find_spec("triton"):
+            patch_language_once()
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""Makes faults on purpose, to see that the tests catch them: `python -m tests.mutants`.
+"""Changes single lines of the code, to see that the tests notice: `python -m tests.mutants`.
 
 A mutant is a change of one line, drawn with a fixed seed, not picked by hand. It is found by the
 name of its function and the text of its line, in any file. So a plan drawn before a refactoring can
@@ -49,7 +49,7 @@ SWAPS = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A changed line and its place; `occurrence` tells equal lines of a function apart."""
+    """A fault made on purpose: one changed line of a file."""
 
     function: str
     line: str
@@ -97,7 +97,7 @@ def find_in(text: str, path: str) -> Iterator[Mutant]:
 def _walk(
     node: ast.AST, lines: list[bytes], function: str, jit: bool | None
 ) -> Iterator[tuple[str, bool, int, str]]:
-    """Yields (function, is it device code, row, changed line); function is None at module level."""
+    """Walks over a syntax tree; yields (function, is it device code, row, changed line)."""
     if isinstance(node, ast.Raise | ast.JoinedStr):  # messages
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -149,7 +149,7 @@ def _changed(node: ast.AST, old: str) -> str:
 
 
 def draw(root: Path, seed: int, count: int) -> list[Mutant]:
-    """Draws `count` mutants or a few more, as many from each group, at most one for each line."""
+    """Draws about `count` mutants, equally many from each group of files, at most one per line."""
     plan, found = [], sorted(find(root), key=lambda m: (m.path, m.row))
     for group in GROUPS:
         ours = groupby((m for m in found if m.group == group), lambda m: (m.path, m.row))

@@ -19,7 +19,7 @@ def awkward(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Makes random numbers that show errors: none near 0, a mean other than 0, NaN around each row.
+    """Makes random inputs that show errors: none near 0, a mean other than 0, NaN around rows.
 
     So the rows are neither adjacent nor aligned, and a read past one meets a NaN.
     """
@@ -89,7 +89,7 @@ def launches(*kernels: str) -> Iterator[None]:
 
 @contextmanager
 def guarded() -> Iterator[list[Tensor]]:
-    """Poisons the kernels' buffers; on leaving, fails if a poisoned row around a buffer changed.
+    """Fills new buffers with NaN and checks on leaving that no kernel wrote outside of its buffer.
 
     Inside, `torch.empty`, by which launchers allocate, gives buffers full of NaN between rows of
     NaN (of the least number where the dtype has no NaN): elements that a kernel forgets to write

@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def timer_of(*seconds):
-    """Fakes the timer: PyTorch's time, then ours, or an exception; each step is run once."""
+    """Returns a fake timer that reports given times, PyTorch's first, and runs each step once."""
     told = mock.Mock(side_effect=seconds)
 
     def timer(step):
@@ -38,7 +38,7 @@ def timer_of(*seconds):
 
 OPS = {"plain": torch.cos, "ours": lambda x: (x + 0).cos()}
 COSINE = Trial("plain", "ours", OPS, torch.cos, lambda B, T: {"x": torch.randn(B, T)})
-"""A trial whose ops are right in any dtype."""
+"""A trial of an op that is correct in any dtype, to be chosen by its times alone."""
 
 
 @pytest.mark.parametrize(

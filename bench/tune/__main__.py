@@ -62,7 +62,7 @@ def write(path: Path, slot: Slot, settings: Settings) -> None:
 
 
 def own_table(arch: int) -> Path:
-    """Returns the arch's own table, which is made as a copy of the safe one if there is none."""
+    """Returns the path of an architecture's own table, copied from the safe one if it has none."""
     path = TUNING / f"sm_{arch}.json"
     if not path.exists():
         path.write_text(table_path(arch).read_text(encoding="utf-8"), encoding="utf-8")
@@ -70,7 +70,7 @@ def own_table(arch: int) -> Path:
 
 
 def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
-    """Picks the shipped candidate if it is right and within the margin, else the best one."""
+    """Returns the shipped candidate if it is within the margin of the best, else the best."""
     right = [x for x in found if not x.problems and x.time < math.inf]
     if not right:
         return None

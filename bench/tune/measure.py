@@ -31,7 +31,7 @@ CHECKED_T = 515
 
 
 def here() -> int:
-    """Returns the arch of the current device."""
+    """Returns the current GPU's architecture as a number, 90 for sm_90."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -83,7 +83,7 @@ def complaints(
 def launches(
     step: str, wanted: list[Settings], form: tuple[int, str], bits: int, device: str
 ) -> list[Callable[[], object]]:
-    """Makes a call for each of `wanted` that launches `step` alone, on a real call's tensors."""
+    """Makes one call per configuration, which launches only the kernel of `step`."""
     made = make(form, bits, device)
     q, k, v = made["qkv"]
     seed = torch.full((1,), 5, dtype=torch.int64, device=device) if made["dropout_p"] else None

@@ -26,13 +26,13 @@ from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
 L2 = 40.0
 """Bytes per clock and multiprocessor: an A100's 5120 for 108 (white paper), used for all GPUs."""
 FIRST_TILE = 1000.0
-"""Clocks until a program's first loads arrive, about two trips to memory."""
+"""GPU cycles until a program's first loads arrive, about two trips to memory."""
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 STEP_OF = {kernel: step for step, (kernel, _) in STEPS.items()}
 
 
 def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """Counts the tiles of a head's (T, T) scores that need no mask, and those that need one."""
+    """Counts the tiles of a head's (T, T) scores that need no mask and those that need one."""
     full = masked = 0
     for first in range(0, T, block_m):
         last = min(first + block_m, T) - 1

@@ -28,7 +28,7 @@ Tick = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The calls that one row of a table serves: step, bits, head dimensions, plain or masked."""
+    """The calls that one row of the table of block sizes serves."""
 
     step: str
     bits: int
@@ -47,7 +47,7 @@ class Slot:
         return f"{self.step} {self.bits} bits D={','.join(map(str, self.D))}{which}"
 
     def forms(self) -> Iterator[tuple[int, str]]:
-        """Returns (head dimension, masks) of each form that the row serves; the first ranks."""
+        """Yields (head dimension, masks) of each kernel variant of the row; the first one ranks."""
         for D in reversed(self.D):
             if self.plain is not False:
                 yield from ((D, masks) for masks in MASKS[:2])
@@ -70,13 +70,13 @@ def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
 
 @dataclass(slots=True)
 class Candidate:
-    """A configuration for a slot, with its predicted and measured times and its problems."""
+    """A candidate configuration (block sizes, warps, stages), with its times and problems."""
 
     settings: Settings
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: float = 0.0
-    """Milliseconds of the form that is used for ranking."""
+    """Predicted milliseconds of the kernel variant that ranks the candidate."""
     measured: float | None = None
     """Milliseconds; infinite for a candidate that was not timed where others were."""
     recorded: float | None = None
@@ -90,7 +90,7 @@ class Candidate:
 
 
 def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings]:
-    """Lists all combinations whose accumulators can fit into registers.
+    """Lists all configurations whose accumulators can fit into registers.
 
     Args:
         stages: numbers of stages to try; None: one that is known to do well, because latency, which
@@ -108,7 +108,7 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
 
 
 def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
-    """Returns the compiler's input for each form of the slot."""
+    """Returns the compiler's input for each kernel variant of the slot."""
     kernel, _ = STEPS[slot.step]
     dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
     found = []
@@ -123,7 +123,7 @@ def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
 
 
 def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick) -> None:
-    """Compiles some forms of each candidate and notes what is wrong with them."""
+    """Compiles some kernel variants of each candidate and notes what is wrong with them."""
     pairs = [(x, config) for x in found for config in x.configs[forms]]
     for (x, _), row in zip(pairs, compile_all((config for _, config in pairs), jobs)):
         x.rows.append(row)
@@ -134,7 +134,7 @@ def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick)
 def examine(
     arch: int, slot: Slot, wanted: list[Settings], jobs: int | None, tick: Tick
 ) -> list[Candidate]:
-    """Compiles the ranking form of all candidates, and every form of the KEPT best that are right.
+    """Compiles one variant of all candidates, and every variant of the KEPT best that are right.
 
     Candidates of which only the ranking form is known to be right are not in the result.
     """
@@ -155,7 +155,7 @@ def examine(
 
 
 def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
-    """Adds copies of the best with a bound on registers under which one more block is resident."""
+    """Returns the best configurations again with fewer registers, so that one more block fits."""
     found = []
     for x in best:
         row = x.rows[0]

@@ -132,7 +132,7 @@ class SampleOrder:
         return np.random.RandomState([word & 0xFFFFFFFF for word in words])
 
     def _layout(self, epoch: int) -> tuple[np.random.RandomState, int, int]:
-        """Returns the epoch's random stream after its first draw, its offset, and its windows."""
+        """Returns an epoch's random generator, and the offset and number of its windows."""
         stream = self._random(epoch)
         offsets = min(self.context, self.num_tokens - self.context)
         offset = int(stream.randint(offsets, dtype=np.int64))
@@ -166,7 +166,11 @@ class SampleOrder:
         return choices[stream.randint(len(choices), size=len(starts), dtype=np.int64)]
 
     def _chain(self, first: int, skips: np.ndarray) -> np.ndarray:
-        """Returns the starts of windows from document `first` on (or from the last that fits)."""
+        """Returns the start offsets of consecutive windows that each begin with a document.
+
+        The first begins at document number `first`, or at the last document that leaves room for
+        one.
+        """
         following, chosen = self._next + skips, array("q")
         document = min(first, len(following) - 1)
         while document < len(following):

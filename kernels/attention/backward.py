@@ -1,4 +1,4 @@
-"""Backward pass of attention, which computes the weights again from the row statistics.
+"""Backward pass of attention, which computes the weights again from the stored row statistics.
 
 With P the weights, dP = dO V^T and delta = rowsum(dO * O):
 
@@ -59,7 +59,7 @@ def _attention_bwd_dq_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of one tile of queries, and delta, because dO is already loaded."""
+    """Computes the gradient of a tile of queries, and `delta`, which both kernels need."""
     batch, h, bh, start_m = query_tile(Tq, num_heads, together, H, CAUSAL, BLOCK_M)
     k_ptr += batch * stride_kb + (h // GROUP) * stride_kh
     v_ptr += batch * stride_vb + (h // GROUP) * stride_vh
@@ -113,7 +113,7 @@ def _query_parts(
     start_n, batch, Tq, Tk, window, starts_ptr, ends_ptr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns `tile_parts` of the queries that see a tile of keys.
+    """Splits the queries that see a tile of keys into masked and unmasked tiles.
 
     Until the last lines, queries are counted by their positions among the keys.
     """
@@ -151,7 +151,7 @@ def _attention_bwd_dkv_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK and dV of one tile of keys, summed over the query heads that share it."""
+    """Computes the gradients of a tile of keys and values, over all query heads that share it."""
     K: tl.constexpr = H // GROUP
     # With a causal mask the first tiles are seen by most queries, so heavy tiles start first.
     tile, bk = schedule(tl.cdiv(Tk, BLOCK_N), num_heads, together)

@@ -53,7 +53,7 @@ def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, i
 
 @contextmanager
 def trying(step: str, settings: dict[str, int]) -> Iterator[None]:
-    """Launches `step` with these settings instead of the table's, while the tuner measures them."""
+    """Makes a step use these settings instead of the table's, while the tuner measures them."""
     _tried[step] = settings
     try:
         yield
@@ -63,7 +63,7 @@ def trying(step: str, settings: dict[str, int]) -> Iterator[None]:
 
 @functools.cache
 def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, int]:
-    """Returns the settings of the table's row for such a call."""
+    """Returns the shipped settings (block sizes, warps, stages) for a call."""
     if arch == 0:  # interpreted: small, and of two sizes, so that short inputs show both
         return {"BLOCK_M": 32, "BLOCK_N": 64} if step == "dkv" else {"BLOCK_M": 64, "BLOCK_N": 32}
     row = next(row for row in rows(arch) if serves(row, (step, bits, D, plain)))
@@ -71,7 +71,7 @@ def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, i
 
 
 def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
-    """Returns True if a row of the table applies to a call of (step, bits, D, plain)."""
+    """Returns True if a row of the table is for a call of (step, bits, D, plain)."""
     for key, value in zip(KEYS, call, strict=True):
         named = row.get(key, value)
         if value not in (named if isinstance(named, list) else [named]):

@@ -20,7 +20,10 @@ _WORD = 0xFFFFFFFF
 
 
 def drop_below(p: float) -> int:
-    """Returns the least signed 32-bit word that is kept; `p` in [0, 1) is rounded to 2**-32."""
+    """Returns the threshold for dropout: a signed random 32-bit word below it drops a weight.
+
+    The probability `p` in [0, 1) is rounded to a multiple of 2**-32.
+    """
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 

@@ -40,7 +40,7 @@ L2_BYTES = 32 << 20  # for the keys and values in flight; an A100 has 40 MB, an 
 
 
 class Options(NamedTuple):
-    """Options of the attention ops; see `kernels.attention.attention`."""
+    """Mask and scale options of the attention kernels; see `kernels.attention.attention`."""
 
     starts: Tensor | None
     ends: Tensor | None
@@ -51,12 +51,12 @@ class Options(NamedTuple):
     dropout_p: float
 
     def scales(self, q: Tensor) -> tuple[float, float]:
-        """Returns the factor on the scores, and that factor for exponents of 2 instead of e."""
+        """Returns the scale of the attention scores, for powers of e and for powers of 2."""
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         return scale, scale * LOG2E
 
     def dropout(self) -> tuple[int, float]:
-        """Returns the least signed word that is kept, and 1 / (share of weights that is kept)."""
+        """Returns the dropout threshold as a signed 32-bit word, and the factor on kept weights."""
         return drop_below(self.dropout_p), 1 / (1 - self.dropout_p)
 
 
@@ -65,8 +65,9 @@ class Options(NamedTuple):
 
 @triton.jit
 def schedule(num_tiles, num_heads, together):
-    """Picks this program's (tile, head); `together` heads alternate, so that their tensors stay in
-    L2.
+    """Returns the (tile, head) that this program computes.
+
+    `together` heads alternate, so that their tensors stay in the L2 cache.
     """
     pid = tl.program_id(0)
     group = pid // (num_tiles * together)
@@ -80,7 +81,7 @@ def schedule(num_tiles, num_heads, together):
 def query_tile(
     Tq, num_heads, together, H: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Picks this program's (batch, head, both as one number, first query)."""
+    """Returns this program's tile: (batch, head, both as one number, first query)."""
     num_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, bh = schedule(num_tiles, num_heads, together)
     if CAUSAL:  # start with the last queries, which see most keys
@@ -93,10 +94,10 @@ def query_tile(
 
 @triton.jit
 def tile_parts(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
-    """Splits a range into tiles with and without a mask: (a, b, c, number of masked tiles).
+    """Splits a range of positions into tiles that need a mask and tiles that need none.
 
-    Tiles from b to c need no mask; `masked_start` gives the others. Some row of the other side sees
-    [lo, hi), all of them see [full_lo, full_hi).
+    Returns (a, b, c, number of masked tiles): tiles from b to c need no mask, `masked_start` gives
+    the others. Some row of the other side sees [lo, hi), all of them see [full_lo, full_hi).
     """
     a = lo // BLOCK * BLOCK
     d = tl.cdiv(tl.maximum(hi, a), BLOCK) * BLOCK
@@ -107,7 +108,7 @@ def tile_parts(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_start(t, a, b, c, SPLIT: tl.constexpr):
-    """Returns the start of masked tile t, 0 <= t < both.
+    """Returns the first position of the t-th tile that needs a mask.
 
     Tiles of [a, b) come first, then those from c on, in one loop, because a second loop costs
     registers. Without SPLIT all masked tiles are adjacent and start at a.
@@ -117,7 +118,7 @@ def masked_start(t, a, b, c, SPLIT: tl.constexpr):
 
 @triton.jit
 def document(starts_ptr, ends_ptr, offs, mask, DOCS: tl.constexpr):
-    """Loads (start, end) of the documents of some positions; without DOCS the values are unused."""
+    """Loads the start and end of the documents of some positions; unused without DOCS."""
     start, end = offs, offs
     if DOCS:
         start = tl.load(starts_ptr + offs, mask=mask, other=0)
@@ -130,7 +131,7 @@ def key_parts(
     start_m, batch, Tq, Tk, window, starts_ptr, ends_ptr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns `tile_parts` of the keys that a tile of queries sees."""
+    """Splits the keys that a tile of queries sees into masked and unmasked tiles."""
     first = start_m + (Tk - Tq)
     last = tl.minimum(start_m + BLOCK_M, Tq) - 1 + (Tk - Tq)
     lo, full_lo, full_hi, hi = 0, 0, Tk, Tk
@@ -156,7 +157,7 @@ def visible(
     place, key, start, end, other, Tk, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Computes the mask: True where `place` sees `key`.
+    """Computes the attention mask of a tile: True where the query sees the key.
 
     [start, end) is the document of one of the two, `other` the position of the other one.
     """
@@ -325,7 +326,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the constexprs that all attention kernels share."""
+    """Returns the compile-time constants (`tl.constexpr`) that all attention kernels share."""
     H, D = q.shape[2:]
     window = options.window
     return {
@@ -341,16 +342,15 @@ def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
 
 
 def together_in_cache(x: Tensor, heads_each: float, num_heads: int) -> int:
-    """Returns the number of heads that alternate: a power of two whose (T, D) tensors fit into the
-    L2.
-    """
+    """Returns how many heads take turns: a power of two whose tensors together fit into L2."""
     each = 2 * x.shape[1] * x.shape[3] * x.element_size() * heads_each
     return min(num_heads, 1 << max(0, math.floor(math.log2(L2_BYTES / each))))
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse): lse (B, H, Tq) is log2 of the sum of exp(scores), +inf where no key is
-    seen.
+    """Computes attention: returns the output and the base-2 log-sum-exp of each query's scores.
+
+    The log-sum-exp is (B, H, Tq), and +inf where a query sees no key.
     """
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
     out = torch.empty((B, Tq, H, D), dtype=q.dtype, device=q.device)

@@ -151,7 +151,7 @@ _OPTIONS = (
 def _define(
     name: str, schema: str, tensors: int, split: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers an op that returns (out, lse), and `name`_bwd for its gradients.
+    """Registers an attention op with torch, and `name`_bwd, which computes its gradients.
 
     Args:
         schema: the inputs before the options: tensors and, where they are packed, the heads of q.
@@ -284,7 +284,7 @@ def attention_packed(
     dropout_seed: int | Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """`attention` of the three slices of one projection, whose gradient needs no concatenation.
+    """Computes `attention` for q, k and v in one tensor, whose gradient needs no concatenation.
 
     The options are those of `attention`.
 
@@ -319,7 +319,7 @@ def _attend(
     dropout_seed: int | Tensor | None,
     doc_ids: Tensor | None,
 ) -> Tensor:
-    """Checks the arguments and calls `op` with `inputs`, which hold q, k and v."""
+    """Checks the arguments of attention and calls the registered op."""
     q, k, v = qkv
     check_qkv(q, k, v)
     check_head("q", q)

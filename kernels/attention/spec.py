@@ -45,14 +45,17 @@ def eager(
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """Makes q (B, T, H, D), k and v (B, Tk, K, D); Tk is T and K is H by default."""
+    """Makes random q (B, T, H, D), k and v (B, Tk, K, D); by default Tk is T and K is H."""
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
     keys = (B, s.get("Tk", T), s.get("K", H), D)
     return {"q": make(B, T, H, D), "k": make(*keys), "v": make(*keys)}
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """Makes a problem's options; `docs` gives documents of (docs + 1) / 2 tokens on average."""
+    """Makes the keyword arguments of a test problem: masks, scale and dropout.
+
+    `docs` gives documents of (docs + 1) / 2 tokens on average.
+    """
     found = {name: s[name] for name in ("causal", "scale", "window", "dropout_p") if name in s}
     if s.get("docs"):
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +65,7 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
-    """Counts q, k, v -> out and one fp32 for each query; backward: those and dout -> dq, dk, dv.
+    """Counts FLOPs and bytes: q, k, v to the output and a number per query; and to the gradients.
 
     FLOPs are counted in the usual way: 4 B H T^2 D forward, halved where causal, and 2.5 times that
     backward.
@@ -83,7 +86,7 @@ def one_head(name: str, x: Tensor) -> Tensor:
 
 
 def packed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Applies `f` to the three slices of one projection."""
+    """Returns an op on one tensor that holds q, k and v, which applies `f` to its three slices."""
 
     def of_slices(qkv: Tensor, heads: int, **options: Any) -> Tensor:
         K = (qkv.shape[2] - heads) // 2
@@ -114,14 +117,17 @@ SHAPES = {
     128: (4, 4096, 16),
     256: (4, 4096, 8),
 }
-"""Head dimension D -> (B, T, H) for which configurations are ranked and timed."""
+"""Sizes (B, T, H) by head dimension, at which configurations are ranked and timed."""
 WINDOW, GROUP, DROPOUT = 256, 4, 0.1
 STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")}
-"""Name of a step -> its kernel, and the side of its tile that forms the rows of its products."""
+"""Kernel of each step (`fwd`, `dq`, `dkv`), and which side of its tile has the products' rows."""
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields every row of the arch's table; a row with `plain` false gets all masks at once."""
+    """Yields the kernel variants to compile: every row of the architecture's table.
+
+    A row whose `plain` is false gets all masks at once.
+    """
     for D in (32, 64, 128, 256):
         for masks in MASKS if D in (64, 128) else MASKS[::2]:
             yield case(arch, D, torch.bfloat16, masks)
@@ -133,7 +139,7 @@ def forms(arch: int) -> Iterator[Case]:
 
 
 def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
-    """Builds a form of all three kernels with the masks that `masks` names."""
+    """Builds the `Case` that launches all three kernels with the masks named."""
     B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {

@@ -42,7 +42,7 @@ def _tail(z):
 
 @triton.jit
 def _act(z, KIND: tl.constexpr):
-    """Returns (activation of z, its derivative), for swiglu those of the gate's part.
+    """Returns the activation of z and its derivative; for swiglu those of the gate's half.
 
     The compiler removes the one that is not used.
     """
@@ -73,7 +73,7 @@ def _act(z, KIND: tl.constexpr):
 
 @triton.jit
 def _part(ptr, offs_m, offs_n, stride, mask):
-    """Loads a block of rows in fp32; 0 where masked."""
+    """Loads a block of numbers as fp32; 0 where masked."""
     offs = (offs_m * stride)[:, None] + offs_n[None, :]
     return tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
 
@@ -165,7 +165,7 @@ def bwd_tile(F: int, kind: str) -> dict[str, int]:
 
 
 def bwd_programs(device: torch.device, config: dict[str, int]) -> int:
-    """Returns the number of programs that run at once."""
+    """Returns the number of programs that the backward runs at once."""
     return multiprocessors(device) * (2048 // (config["maxnreg"] * config["num_warps"]))
 
 
@@ -179,7 +179,7 @@ def _tile(F: int, elements: int, each: int) -> dict[str, int]:
 
 
 def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Returns y in `dtype`, contiguous."""
+    """Runs the forward kernel: returns y in `dtype`, contiguous."""
     F = x.shape[-1] // (2 if kind == "swiglu" else 1)
     M = x.numel() // x.shape[-1]
     y = torch.empty((*x.shape[:-1], F), dtype=dtype, device=x.device)
@@ -197,7 +197,7 @@ def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) 
 def bias_act_bwd(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, dbias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (dx, dbias); dbias is empty where its dtype is None."""
+    """Runs the backward kernel: returns (dx, dbias); dbias is empty where its dtype is None."""
     N = x.shape[-1]
     F = N // (2 if kind == "swiglu" else 1)
     M = x.numel() // N

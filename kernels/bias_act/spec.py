@@ -25,18 +25,19 @@ def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    """Makes the keyword arguments of a test problem: the activation, and no bias if asked."""
     return {"kind": s["kind"], **({} if s.get("bias", True) else {"bias": None})}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """Counts the bytes of x -> y; backward: x, dy -> dx. The bias is left out."""
+    """Counts the bytes moved: x and y in the forward, x, dy and dx in the backward (no bias)."""
     x = math.prod(rows(s)) * s["N"] * itemsize
     y = x / 2 if s["kind"] == "swiglu" else x
     return work((0, x + y), (0, 2 * x + y))
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields the forms that GPTs launch.
+    """Yields the kernel variants to compile: those that GPTs launch, in bf16 and some in fp32.
 
     relu is relu_squared without the square; fp32 is compiled for the costliest kind.
     """
@@ -74,7 +75,7 @@ SHAPES = {
 
 
 def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Problem]]) -> Spec:
-    """Builds the spec of some kinds of activation, whose x is `wide` times as wide as y."""
+    """Builds the `Spec` of some kinds of activation, whose x is `wide` times as wide as y."""
     problems = {
         f"{kind} {label}": {"M": M, "N": F * wide, "kind": kind}
         for kind in kinds

@@ -49,9 +49,7 @@ def _capped(x, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
-    """Returns the target's column; -1 where the target is ignored, -2 where there is no such
-    column.
-    """
+    """Returns a row's target; -1 if it is ignored, -2 if it is outside of the vocabulary."""
     target = tl.load(targets_ptr + row).to(tl.int64)
     column = tl.where((target >= 0) & (target < valid), target, -2)
     return tl.where(target == IGNORE_INDEX, -1, column).to(tl.int32)
@@ -59,7 +57,7 @@ def _column_of(targets_ptr, row, valid, IGNORE_INDEX: tl.constexpr):
 
 @triton.jit
 def _scale(scale_ptr, row, stride_sm, target):
-    """Returns the factor on a row's gradient; NaN for an impossible target."""
+    """Returns the factor on a row's gradient; NaN for a target outside of the vocabulary."""
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + row * stride_sm).to(tl.float32)
@@ -204,7 +202,7 @@ BLOCK_N = 4096
 
 
 def tile(V: int, itemsize: int) -> dict[str, int]:
-    """Lanes, elements of each lane and warps of the forward over rows of `V`.
+    """Block sizes and warps of the forward over rows of `V` logits.
 
     Sixteen warps of 64 registers a thread are two programs a multiprocessor: rows in flight are
     2 x 132 x 100 KB at V = 50304 in bf16, which half of an H200's L2 holds until the gradient reads
@@ -232,7 +230,7 @@ def _constants(options: Options) -> dict[str, object]:
 
 
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Returns (losses, stats)."""
+    """Runs the forward kernel: returns the losses and the softmax statistics of each row."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
@@ -249,7 +247,7 @@ def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tupl
 def cross_entropy_fwd_bwd_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
 ) -> Tensor:
-    """Returns the losses; overwrites the logits with the gradient of the losses' sum times `scale`.
+    """Computes the losses, and overwrites the logits with their gradients in the same pass.
 
     The columns of the logits must be contiguous.
     """
@@ -268,7 +266,7 @@ def cross_entropy_fwd_bwd_(
 def cross_entropy_bwd(
     logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, dlogits: Tensor, options: Options
 ) -> None:
-    """Writes the gradient of the losses' sum times `scale` to dlogits, which may be the logits."""
+    """Runs the backward kernel: writes the gradient to dlogits, which may be the logits."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()
     if M:

@@ -84,9 +84,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def tokens_at_a_time(M: int, V: int, dtype: torch.dtype, device: torch.device, asked: int) -> int:
-    """Returns the tokens of a chunk: the number asked for, else about equal chunks within
-    CHUNK_BYTES.
-    """
+    """Returns the number of tokens per chunk: as asked for, else as many as CHUNK_BYTES holds."""
     if asked:
         return asked
     kind = "cpu" if device.type == "cpu" else "cuda"
@@ -116,7 +114,7 @@ def run(
     scale: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Gradients]:
-    """Returns the losses (M,), and the gradients of their sum weighted by `scale`, () or (M,) fp32.
+    """Computes the losses (M,), and gradients of their sum weighted by `scale`, by chunks.
 
     The gradient of x has the dtype of the products; those of weight and bias are summed in fp32.
     """
@@ -176,7 +174,7 @@ def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
     *settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Returns (loss, scale, gradients of x, weight and bias still to be multiplied by scale).
+    """Computes (loss, scale, gradients of x, weight and bias still to be multiplied by scale).
 
     The mean's 1 / n is split as 2**-e / m, m from 1/2 to 1. The logits' gradients are divided by m
     at once and keep their magnitude, which fp16 needs; the backward multiplies by the remaining
@@ -237,7 +235,7 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
 
 
 def _scaled_(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Multiplies the gradients by dloss and scale, in place where they are in fp32 already.
+    """Multiplies the stored gradients by dloss and scale, in place where they are fp32.
 
     `rest` is three gradients, and the dtypes that they are wanted in.
     """

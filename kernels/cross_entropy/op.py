@@ -37,9 +37,7 @@ def count(targets: Tensor, ignore_index: int) -> Tensor:
 
 
 def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduces the losses of rows to (), or returns them; a mean over no target is NaN, as in
-    PyTorch.
-    """
+    """Applies the reduction: a mean or sum over rows, or the losses themselves."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -47,9 +45,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """Returns the losses (M,); overwrites logits (M, V) with the gradient of their sum times
-    `scale`.
-    """
+    """Computes the losses (M,); overwrites logits with the gradient of their weighted sum."""
     if not runs_kernels(logits.device):
         return losses_and_gradient_(logits, targets, scale, options)
     from .device import cross_entropy_fwd_bwd_

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """Options of a row's loss; see `kernels.cross_entropy`."""
+    """Options of the loss: padding, ignored targets, label smoothing, z-loss, softcap."""
 
     valid_vocab: int
     ignore_index: int = -100
@@ -39,7 +39,7 @@ def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
 # --- in place -------------------------------------------------------------------------------------
 
 BLOCK = 3_300_000
-"""Elements of a block, 13 MB in fp32, so that temporaries fit a last-level cache.
+"""Number of logits per block, 13 MB in fp32, so that temporaries fit into a last-level cache.
 
 Smaller blocks fit a smaller cache but gain nothing (10 ms of one thread for 256 rows of GPT-2's,
 with 2**19 and with 2**22), and every operation synchronises all threads, which is slow on a busy
@@ -75,7 +75,7 @@ def losses_and_gradient_(
 
 
 def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """`losses_and_gradient_` of as many fp32 rows as fit a cache."""
+    """Computes `losses_and_gradient_` for as many fp32 rows as fit into a cache."""
     valid, ignore_index, smoothing, z_loss, softcap = options
     columns = z[:, :valid]
     slope = None

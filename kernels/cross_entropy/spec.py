@@ -60,7 +60,7 @@ def eager_linear(
 
 
 def targets(s: Problem, make: Make) -> Tensor:
-    """Draws columns that are not padding; ignores every third target where the problem says so."""
+    """Makes random targets below the padding; ignores every third one if the problem says so."""
     found = make(*rows(s), below=s.get("valid_vocab", s["V"]))
     if s.get("ignored"):
         found.view(-1)[:1] = 0  # a target that counts, for any value of ignore_index
@@ -79,24 +79,25 @@ def linear_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    """Makes the keyword arguments of a test problem, which are its entries but the sizes."""
     return {k: v for k, v in s.items() if k not in ("M", "C", "V", "bias", "ignored")}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """Counts logits -> loss; backward: logits -> gradient. Both at once read the logits once."""
+    """Counts the bytes moved: logits to loss, logits to gradient; both read the logits once."""
     n = math.prod(rows(s)) * s["V"] * itemsize
     return {"fwd": (0, n), "bwd": (0, 2 * n), "both": (0, 2 * n)}
 
 
 def linear_work(s: Problem, itemsize: int) -> Work:
-    """Counts x, weight -> loss, without logits in memory; backward: these inputs -> dx, dweight."""
+    """Counts FLOPs and bytes: x, weight to loss, without logits in memory; to dx, dweight."""
     M, C, V = math.prod(rows(s)), s["C"], s["V"]
     flops, n = 2 * M * C * V, (M * C + V * C) * itemsize
     return {**work((flops, n), (2 * flops, 2 * n)), "both": (3 * flops, 2 * n)}
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields each tile of the rule, and what changes the code: options, padding, unaligned rows."""
+    """Yields the kernel variants to compile: block sizes, options, padding, unaligned rows."""
     every: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):

@@ -31,7 +31,7 @@ from ..runtime import INTERPRETING, arch, launch, multiprocessors
 
 @triton.jit
 def _program(num_tiles, num_splits, K: tl.constexpr):
-    """Picks this program's (tile of rows, split, batch, key/value head).
+    """Returns the (tile of rows, split, batch, key/value head) that this program computes.
 
     Tiles of the same keys follow each other: all but the first read the keys from L2.
     """
@@ -43,7 +43,7 @@ def _program(num_tiles, num_splits, K: tl.constexpr):
 
 @triton.jit
 def _sight(lengths_ptr, starts_ptr, batch, i, last_i, mask, Tq, Tmax, STARTS: tl.constexpr):
-    """Computes what query i and its tile see: (place, start, lo, hi).
+    """Computes which cache positions a query and its tile see: (position, start, lo, hi).
 
     Query i sees [start, place], and some query of the tile [lo, hi).
     """
@@ -196,7 +196,7 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
 
 @functools.lru_cache(1024)
 def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
-    """Returns the number of parts that the keys are split into.
+    """Returns the number of splits of the keys, each of which a program of its own reads.
 
     Programs run in waves of `slots`, and the last wave may be nearly empty: of the counts that fill
     their waves within 10 % of the best one, the smallest, since each split is written and read
@@ -234,7 +234,7 @@ def decode_attention_fwd(
     table: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Returns (B, Tq, H, D), contiguous; the arguments are those of `kernels.decode_attention`."""
+    """Runs the kernels: returns the output (B, Tq, H, D), contiguous."""
     B, Tq, H, D = q.shape
     pages, page, K, _ = k.shape
     Tmax = page if table is None else table.shape[1] * page

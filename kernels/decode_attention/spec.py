@@ -35,7 +35,7 @@ def eager(
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """Makes q (B, Tq, H, D) and caches of T positions; without `lengths` they are full.
+    """Makes random queries (B, Tq, H, D) and caches of T positions, full without `lengths`.
 
     Positions that no query may use hold numbers so large that they would show in any result.
     """
@@ -52,7 +52,7 @@ def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """Makes the options of a problem.
+    """Makes the keyword arguments of a test problem: scale, cache pages, first positions.
 
     `page` cuts the caches into pages in shuffled order; with `starts` each query has its own start.
     """
@@ -69,7 +69,7 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def block_table(s: Problem) -> Tensor:
-    """Makes a table (B, max_pages) int32; entries that a sequence does not need name no page."""
+    """Makes the block table of a paged cache, (B, max_pages) int32, invalid where not needed."""
     each = -(-s["T"] // s["page"])
     order = torch.randperm(s["B"] * each + 1, generator=torch.Generator().manual_seed(0))
     table = order[:-1].view(s["B"], each)
@@ -94,7 +94,7 @@ def unused_places(s: Problem) -> Tensor:
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
-    """Counts one query for each head and sequence over its cache, which is read once."""
+    """Counts FLOPs and bytes of one query per head over its cache, which is read once."""
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
     return {"fwd": (4 * B * H * T * D, 2 * B * H * D * (T + 1) * itemsize)}
 
@@ -103,7 +103,7 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields each head dimension and dtype in its forms: split or not, paged, with starts."""
+    """Yields the kernel variants to compile: head dimensions, dtypes, split and paged caches."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for D in (16, 64, 80, 128, 256):
         yield form(D, bf16)

@@ -19,11 +19,12 @@ def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+    """Makes the keyword arguments of every test problem: the dropout probability."""
     return {"p": P}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """Counts the bytes of x -> y; backward: dy -> dx."""
+    """Counts the bytes moved: x and y in the forward, dy and dx in the backward."""
     n = math.prod(rows(s)) * s["N"] * itemsize
     return work((0, 2 * n), (0, 2 * n))
 

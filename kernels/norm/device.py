@@ -22,7 +22,7 @@ from ..runtime import launch, multiprocessors
 
 @triton.jit
 def _vector_of(ptr, offs_n, mask_n):
-    """Loads weight or bias in fp32, kept in L1: every block reads it, while x passes once."""
+    """Loads weight or bias in fp32 and keeps it in the L1 cache, because every block reads it."""
     return tl.load(ptr + offs_n, mask_n, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -181,7 +181,7 @@ def bwd_tile(n: int) -> dict[str, int]:
 
 
 def bwd_programs(device: torch.device, warps: int) -> int:
-    """Number of programs that run at once: 16 warps a multiprocessor, at 128 registers a thread."""
+    """Returns how many backward programs run at once: 16 warps per multiprocessor."""
     return multiprocessors(device) * max(1, 16 // warps)
 
 
@@ -197,7 +197,7 @@ def norm_fwd(
     centred: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y in `dtype`, total, stats); total is empty where there is no residual."""
+    """Runs the forward kernel: returns (y, sum with the residual or empty, row statistics)."""
     N = x.shape[-1]
     M = x.numel() // N
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -237,7 +237,7 @@ def norm_bwd(
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (dx, dresidual, dweight, dbias); those with dtype None are empty.
+    """Runs the backward kernels: returns (dx, dresidual, dweight, dbias); dtype None gives empty.
 
     x is the normalised input. dresidual equals dx except for its dtype.
     """

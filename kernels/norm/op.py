@@ -117,7 +117,7 @@ def _bwd_fake(
     weight: Tensor | None,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """Returns dx, dresidual, dweight and dbias in these dtypes; None: empty."""
+    """Returns uninitialised dx, dresidual, dweight, dbias of these dtypes, for fake tensors."""
     shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
     return tuple(
         x.new_empty(0 if dtype is None else shape, dtype=dtype or torch.float32)

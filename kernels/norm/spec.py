@@ -20,7 +20,7 @@ VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields the forms that GPTs launch, and every tile of the rule in its costliest form.
+    """Yields the kernel variants to compile: GPTs' own, and each block size with all options.
 
     The costliest form is fp32 with all options.
     """
@@ -110,6 +110,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return {**made, **{vector: make(s["N"]) for vector in kept(s)}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
+        """Makes the keyword arguments of a test problem: vectors left out, and eps."""
         fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
         return {**fixed, **({"eps": s["eps"]} if "eps" in s else {})}
 
@@ -117,7 +118,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return (FWD, BWD) + (SUM,) * bool(kept(s)) + (DOTS,) * (s["N"] > 8192)
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
-        """Counts the bytes of x -> y; backward: x, dy -> dx.
+        """Counts the bytes moved: x and y in the forward; x, dy and dx in the backward.
 
         With a sum: x, residual -> y, sum; backward: sum, dy, dsum -> one gradient for both inputs.
         Vectors of N and statistics are left out.

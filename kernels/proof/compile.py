@@ -23,7 +23,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shipped configuration of one op's pass.
+    """A shipped kernel variant, to be compiled ahead of time without a GPU.
 
     Args:
         label: name of the configuration within its kernels: "N=768 bf16 bias".
@@ -38,12 +38,12 @@ class Case:
 
 
 Forms = Callable[[int], Iterator[Case]]
-"""Arch (90 for sm_90) -> what ships for it."""
+"""Function from an architecture (90 for sm_90) to the kernel variants that ship for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The compiler's input for one launch."""
+    """The compiler's input for one kernel launch: architecture, label, and the arguments."""
 
     arch: int
     label: str
@@ -60,14 +60,14 @@ class Config:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """Settings chosen by a table or a rule; configurations with equal settings count as one."""
+        """Settings that a table or function chose; configurations with equal ones count as one."""
         chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
         return self.arch, self.kernel, *sorted(chosen.items())
 
 
 @dataclass(slots=True)
 class Row:
-    """The compiler's result for a `Config`."""
+    """The compiler's result for a `Config`: the resources that its code uses, or an error."""
 
     kernel: str
     arch: int
@@ -96,7 +96,7 @@ class Row:
 
 
 def collect(forms: Iterable[Forms], archs: Iterable[int]) -> Iterator[Config]:
-    """Collects the launches of every case; of those that compile to the same code, one."""
+    """Yields the compiler's input for every launch of the shipped variants, without duplicates."""
     seen = set()
     for arch in archs:
         for of_arch in forms:
@@ -179,11 +179,11 @@ def _without_comments(function: Callable[..., object]) -> str:
 # --- compile --------------------------------------------------------------------------------------
 
 _configs: list[Config] = []
-"""Configurations for the forked processes of `compile_all`, because a kernel cannot be pickled."""
+"""Configurations that the forked processes of `compile_all` read, as kernels cannot be pickled."""
 
 
 def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:
-    """Yields a row for each configuration, in their order, as soon as it is compiled.
+    """Compiles configurations in parallel; yields the results in order, each once it is ready.
 
     Args:
         jobs: number of compilations at a time; None: one for each core.

@@ -48,7 +48,7 @@ def tensor_core_instructions(sass: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Throughput of a GPU: warp instructions per clock and multiprocessor.
+    """Throughput of a GPU: warp instructions per cycle and multiprocessor.
 
     Source: CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's
     peak for fp16, summed in fp32, over multiprocessors and clock.
@@ -57,12 +57,13 @@ class Device:
     multiprocessors: int
     ghz: float
     warps: int
-    """Most warps resident on one multiprocessor; it also has 65536 registers and 32 blocks."""
+    """Largest number of warps on one multiprocessor; it has 65536 registers and room for 32
+    blocks."""
     shared: int
     """Bytes of shared memory on one multiprocessor."""
     fp32: float
     flops: float
-    """Tensor-core FLOPs a clock on one multiprocessor, fp16."""
+    """fp16 FLOPs of one multiprocessor's tensor cores per cycle."""
 
 
 DEVICES = {
@@ -75,7 +76,7 @@ DEVICES = {
 }
 ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
 DEPENDENT = 2.0
-"""Clocks between two instructions of one warp: a result takes 4, and about 2 do not need it."""
+"""GPU cycles between two instructions of a warp: a result takes 4, and about 2 do not need it."""
 
 UNITS = {
     "tensor": ("HGMMA", "QGMMA", "HMMA", "UTC"),
@@ -91,7 +92,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Instructions of a warp in one pass through an innermost loop of a kernel."""
+    """Instructions that one warp executes per iteration of an innermost loop of a kernel."""
 
     start: int
     units: dict[str, int]
@@ -103,15 +104,15 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Speed of a loop if memory and latency cost nothing."""
+    """Upper bound of a loop's speed, if memory and latency cost nothing."""
 
     bound: str
     blocks: int
-    """Number of blocks resident on one multiprocessor."""
+    """Number of thread blocks that run on one multiprocessor at the same time."""
     clocks: float
-    """Clocks of one pass of one block's warps."""
+    """Estimated GPU cycles for the warps of one thread block to run one iteration of the loop."""
     alone: float
-    """Clocks of a pass where a block is alone on its multiprocessor.
+    """Estimated GPU cycles of an iteration if no other block runs on the multiprocessor.
 
     Products and the rest then alternate, and a warp issues at most every DEPENDENT clocks.
     """
@@ -175,7 +176,7 @@ def _flops(op: str) -> int:
 
 
 def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
-    """Returns the bound that issue rate and units set; None for an arch without figures here."""
+    """Computes the upper bound of a loop's speed; None for an architecture without figures here."""
     device = DEVICES.get(arch)
     if device is None:
         return None

@@ -25,7 +25,7 @@ def _turn(
     stride_xb, stride_xt, stride_xh,
     T, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Rotates one block of x; cos and sin are (tokens, 1, BLOCK_P)."""
+    """Rotates one block of pairs of x by angles, given as cos and sin (tokens, 1, BLOCK_P)."""
     offs_p = tl.arange(0, BLOCK_P)
     mask = mask_t[:, None, None] & (offs_h < HEADS)[None, :, None]
     offs_t, offs_h = offs_t.to(tl.int64), offs_h.to(tl.int64)
@@ -91,7 +91,7 @@ def tile(H: int, K: int, D: int) -> dict[str, int]:
 def rotary_turn(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (q, k) rotated, contiguous."""
+    """Runs the kernel: returns q and k rotated, contiguous."""
     q, k = _pairs(q), None if k is None else _pairs(k)
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]

@@ -1,5 +1,5 @@
-"""Rotary positions: pairs of numbers of queries and keys, rotated by angles that grow with
-position.
+"""Rotary position embeddings (RoPE): pairs of numbers of q and k, rotated by their position's
+angle.
 
 Shapes
     q: (B, T, H, D)   k: (B, T, K, D)   cos, sin: (T, D/2) fp32, a row for each position

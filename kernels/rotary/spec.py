@@ -22,7 +22,7 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
-    """Makes q (B, T, H, D) and k (B, T, K, D); K is H where it is not given."""
+    """Makes random queries (B, T, H, D) and keys (B, T, K, D); K is H where it is not given."""
     heads = {"q": s["H"], "k": s.get("K", s["H"])}
     return {name: make(s["B"], s["T"], n, s["D"]) for name, n in heads.items()}
 
@@ -35,13 +35,13 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
-    """Counts the bytes of q, k -> both rotated; backward: the same for their gradients."""
+    """Counts the bytes moved: q and k, read and written rotated; the same for their gradients."""
     n = s["B"] * s["T"] * (s["H"] + s.get("K", s["H"])) * s["D"] * itemsize
     return work((0, 2 * n), (0, 2 * n))
 
 
 def forms(arch: int) -> Iterator[Case]:
-    """Yields the head dimensions of GPTs, the largest one, and one that is no power of 2."""
+    """Yields the kernel variants to compile: GPTs' head dimensions, the largest one, and 80."""
     for D in (64, 128):
         for backward in (False, True):
             yield form(12, 12, D, torch.bfloat16, conjugate=backward)

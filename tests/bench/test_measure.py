@@ -19,7 +19,7 @@ from tests.parity import backward_only, launches
 ROOF = {"matmul": 1e12, "copy": 1e10}
 EAGER = SPECS["attention"].eager
 RIGHT = always(EAGER)
-"""Implementation used for ours where the interpreter would only take time."""
+"""Stand-in for our implementation in tests where Triton's interpreter would only take time."""
 TIMED = ["op"] * 3
 """Kinds of rows that a right implementation gets."""
 
@@ -31,7 +31,7 @@ def case_of(name: str, **implementations) -> Case:
 
 
 def rows_of(case: Case) -> tuple[dict[str, list[str]], dict[str, list[dict]]]:
-    """Returns kinds and rows by implementation."""
+    """Measures a case; returns the kinds of rows, and the rows by implementation."""
     kinds, rows = defaultdict(list), defaultdict(list)
     for kind, row in measure.rows_of(case, Timer("cpu"), ROOF, seconds=0, rounds=2):
         kinds[row["implementation"]].append(kind)

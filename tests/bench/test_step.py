@@ -121,7 +121,7 @@ def no_process(monkeypatch):
 
 @pytest.fixture
 def script(no_process, monkeypatch):
-    """Scripted answers of contenders, which a test may change, and the requests that they got."""
+    """Replaces the contenders' processes by scripted answers, and records the requests."""
     answers = {
         "": {"first_step_s": 9.0},
         "turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]},
@@ -219,7 +219,7 @@ step    4/4 | loss 10.700000 (-0.52z)| norm 8.0 (+1.20z)| lr 3.00e-04 | 120.00 m
 
 
 def run_llmc(folder, script):
-    """Runs the script as llm.c's binary; without a script, an empty folder as a checkout of it."""
+    """Runs `trainers.run_llmc` with a shell script as llm.c's binary, or with an empty folder."""
     binary = folder / "train_gpt2cu"
     if script:
         binary.write_text(f"#!/bin/sh\n{script}\n")

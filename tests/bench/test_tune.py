@@ -30,7 +30,7 @@ CASE = "D=64 bfloat16 causal"
 
 
 def row(unit="fp32", issued=400, **changes):
-    """Makes a forward of 8 warps whose second loop issues twice as much as its first."""
+    """Makes the compiler's result for a kernel of 8 warps with two loops, one twice as long."""
     loops = [Loop(n, {unit: n * issued}, 0, 0) for n in (1, 2)]
     made = Row(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
     return replace(made, **changes)
@@ -55,7 +55,10 @@ def test_tiles_are_counted_as_a_dense_mask_shows_them(T, causal, window, tile):
 
 
 def test_the_time_is_that_of_passes_and_programs():
-    """Computed by hand: 8 x 400 instructions at 4 a clock; fp32 and the products hide below."""
+    """The predicted time equals one computed by hand from loop iterations and programs.
+
+    Computed by hand: 8 x 400 instructions at 4 a clock; fp32 and the products hide below.
+    """
     H100 = DEVICES[90]
     full, masked = passes(1024, 128, 64, True, None)
     alone = 8 * 2 * 128 * 64 * 64 * 2 / 8 / H100.flops  # the products of a tile, in clocks
@@ -186,7 +189,7 @@ SLOT = Slot("fwd", 32, (16,), True)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Shapes that kernels can run in the interpreter."""
+    """Replaces the timed shapes by ones that Triton's interpreter can run."""
     if torch.cuda.is_available():
         pytest.skip("needs the interpreter")
     monkeypatch.setattr(tune_measure, "here", lambda: 90)
@@ -227,7 +230,10 @@ def test_what_is_timed_is_the_step_alone(small, step, monkeypatch):
 
 
 def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
-    """Of four tiles one is made wrong, one is beyond `top`, and the last is the shipped one."""
+    """A wrong candidate gets no time; the `top` best and the shipped one do.
+
+    Of four tiles one is made wrong, one is beyond `top`, and the last is the shipped one.
+    """
     right = tune_measure.attention
 
     def wrong(*args, **options):
@@ -291,7 +297,10 @@ sys.exit(tune.main(sys.argv[2:]))
 
 @pytest.mark.slow
 def test_the_static_choice_is_written(tmp_path):
-    """Two candidates and the shipped one, which is made to spill, are compiled for sm_90."""
+    """The choice by prediction alone is written to the table.
+
+    Two candidates and the shipped one, which is made to spill, are compiled for sm_90.
+    """
     tables = tmp_path / "tuning"
     tables.mkdir()
     slot, name = Slot("fwd", 16, (64,), True), "sm_90 fwd 16 bits D=64 plain"

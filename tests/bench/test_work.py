@@ -16,7 +16,7 @@ A = {"B": 16, "T": 1024, "H": 12, "D": 64}
 
 
 def counted(call, *inputs):
-    """Returns (forward, backward) FLOPs as torch counts them."""
+    """Returns the FLOPs of forward and backward as PyTorch's own counter counts them."""
     with FlopCounterMode(display=False) as forward:
         out = call(*inputs)
     with FlopCounterMode(display=False) as backward:

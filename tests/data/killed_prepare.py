@@ -68,7 +68,7 @@ class Disk:
 
 
 def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bool:
-    """Prepares in another process that dies at operation `last`; returns True if it did."""
+    """Prepares a corpus in a process killed at disk operation `last`; returns True if it was."""
     child = os.fork()
     if child == 0:
         Disk(last)

@@ -38,7 +38,7 @@ LEARNT = [
 
 @cache
 def tokenizer_of(kind: str) -> Tokenizer:
-    """Returns a tokenizer of that kind, trained on `LEARNT` where it needs training."""
+    """Returns a tokenizer of a kind, trained on the text `LEARNT` if it needs training."""
     if kind == "gpt2":
         gpt2_files()
     return make_tokenizer(kind, lambda: LEARNT, vocab_size={"bpe": 500, "wordpiece": 400}.get(kind))

@@ -54,7 +54,7 @@ def error(capfd):
 
 
 def row(out, name):
-    """Returns the numbers of a row of the table."""
+    """Returns the numbers in the row `name` of the printed table."""
     [line] = [line for line in out.splitlines() if re.match(rf"│ {name} +│", line)]
     return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
 
@@ -145,7 +145,7 @@ def test_verify_reads_every_byte(stories, shown, error):
 
 
 def test_verify_finds_what_size_and_time_hide(stories, shown, error):
-    """A shard that has passed once is not read again without `--verify`."""
+    """`--verify` finds a damaged shard even if its size and time have not changed."""
     shown(stories)
     path = stories / "val_000000.bin"
     status = path.stat()

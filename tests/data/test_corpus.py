@@ -38,7 +38,7 @@ def opened(source, tokenizer="auto", val_fraction=0.1, **options):
 
 
 def entries():
-    """Lists the entries of the cache, except the locks, which stay."""
+    """Lists the prepared corpora in the cache, without their lock files."""
     return sorted(path.name for path in (cache_dir() / "corpora").glob("[!.]*"))
 
 
@@ -48,7 +48,7 @@ def text_of(corpus):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Records the entries that are prepared, in order."""
+    """Records the names of the corpora that are prepared during a test, in order."""
     names = []
 
     def count(request, out, **_):

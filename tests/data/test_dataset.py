@@ -19,7 +19,7 @@ from tests.trainer.runs import before_each, series
 
 @pytest.fixture
 def two(tmp_path):
-    """Writes two texts; returns their paths."""
+    """Writes two short texts and returns their paths."""
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text("the first of two texts. " * 30)
     b.write_text("and here is the second, a longer one. " * 60)
@@ -89,7 +89,7 @@ def test_weight_that_is_none_is_named(source, part):
 
 
 def test_corpora_of_two_tokenizers_are_not_mixed(two, tmp_path):
-    """This includes tokenizers of the same size, and those that differ only in their characters."""
+    """Corpora with different tokenizers cannot be mixed, even if only the characters differ."""
     a, b = two
     both = r"a \(chars, 12 tokens\) and b \(chars, 16 tokens\) cannot be mixed"
     with pytest.raises(UserError, match=both):
@@ -181,7 +181,7 @@ def test_prepared_tokenizer_must_be_the_one_asked_for(tmp_path):
 
 
 def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
-    """The 655 tokens make 40 windows of 16, of which a step takes 8."""
+    """Epochs over 655 tokens, 40 windows of 16, are counted and shown in log and header."""
     run = fit()
     assert series(run, "epoch") == {step: pytest.approx(step / 5) for step in range(1, 9)}
     out = capfd.readouterr().out

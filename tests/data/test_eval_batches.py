@@ -23,7 +23,7 @@ def batches(tokens, world_size=1, **options):
 
 
 def scored(num_tokens, *, context=10, micro_batch=3, **options):
-    """Lists the target positions that all ranks score, sorted."""
+    """Returns the sorted positions of the targets that all ranks together score."""
     found, tokens = [], np.arange(num_tokens, dtype=np.uint16)
     for x, y in batches(tokens, context=context, micro_batch=micro_batch, **options):
         assert x.shape == y.shape == (micro_batch, context)
@@ -106,7 +106,7 @@ def test_part_of_the_documents_is_spread():
 
 
 def test_budget_counts_the_targets_that_are_scored():
-    """Documents of 100 tokens have 10 targets each in a context of 10, not 100."""
+    """The evaluation budget counts scored targets: 10 of a document's 100 in a context of 10."""
     starts = np.arange(0, 4000, 100)
     order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
     found = batches(np.zeros(4000, np.uint16), context=10, max_tokens=200, documents=order)
@@ -117,7 +117,7 @@ def test_budget_counts_the_targets_that_are_scored():
 
 
 def drawn(*, seed=(3, 0, 0), world_size=1, tokens=None):
-    """Draws every rank's batches of 12 windows of 5 tokens in batches of 2: x and y (12, 5)."""
+    """Draws 12 random windows of 5 tokens in batches of 2, over all ranks: x and y (12, 5)."""
     tokens = np.arange(100, dtype=np.uint16) if tokens is None else tokens
     options = {"context": 5, "micro_batch": 2, "samples": 12, "seed": seed}
     ranks = [

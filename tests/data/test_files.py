@@ -44,7 +44,7 @@ def test_every_kind_of_file_is_unpacked_to_its_end(tmp_path, suffix, size):
 
 
 def flipped(packed):
-    """Flips a bit in the checksum, which only the checksum can reveal."""
+    """Flips a bit in a compressed file's checksum, so that nothing else shows the damage."""
     return packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:]
 
 
@@ -131,7 +131,7 @@ def test_pattern_passes_over_what_is_no_text(tmp_path):
 
 
 def test_folder_of_json_lines_alone_is_a_set_of_documents(tmp_path):
-    """The names are C4's; a project's own .json file beside other files is text."""
+    """A folder of JSON lines alone is read as documents, a project's .json file as text."""
     lines = gzip.compress(b'{"text": "a"}\n{"text": "b"}\n')
     write(tmp_path / "c4", {"c4-train.00000-of-01024.json.gz": lines})
     assert [file.format for file in folder_files(tmp_path / "c4")[0]] == ["jsonl"]

@@ -12,7 +12,7 @@ from fastgpt.data.order import ALIGNMENTS, SAMPLINGS, Mixture, SampleOrder
 
 @st.composite
 def mixtures(draw):
-    """Returns a function that makes a mixture of 1 to 3 corpora from a state, and its data."""
+    """Returns a function that builds a mixture of corpora from a saved state, and their tokens."""
     context = draw(st.integers(1, 20))
     align, sampling = draw(st.sampled_from(ALIGNMENTS)), draw(st.sampled_from(SAMPLINGS))
     corpora, settings = [], []
@@ -64,7 +64,10 @@ def read(case, steps, *, world_size, accumulation, rows=None, size=None, state=N
 @settings(max_examples=15, deadline=None)  # 15 loaders in each
 @given(case=mixtures(), data=st.data())
 def test_global_batches_are_the_same_for_any_ranks_accumulation_and_resume(case, data):
-    """There are 6 steps of 24 samples each, more than some of these epochs have."""
+    """Global batches are the same for 1 to 8 ranks, any accumulation, and after a resume.
+
+    There are 6 steps of 24 samples each, more than some of these epochs have.
+    """
     expected, states, _ = read(case, 6, world_size=1, accumulation=1, size=24)
     for world_size in (1, 2, 3, 8):
         splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if 24 % (world_size * n) == 0]
@@ -84,7 +87,10 @@ def test_global_batches_are_the_same_for_any_ranks_accumulation_and_resume(case,
 def test_global_batches_follow_the_stream_and_shares_weigh_targets_alike(
     case, world_size, accumulation, rows
 ):
-    """A step adds up means of micro-batches, times their shares, and averages over the ranks."""
+    """Ranks read the documented stream of samples, and weigh each target alike.
+
+    A step adds up means of micro-batches, times their shares, and averages over the ranks.
+    """
     make, corpora, context = case
     got, _, shares = read(case, 3, world_size=world_size, accumulation=accumulation, rows=rows)
     samples = make().take(3 * rows * world_size * accumulation).tolist()

@@ -70,7 +70,10 @@ def padded(text, context):
 
 @pytest.mark.parametrize("context", [1, 4, 6, 7, 8, 9])
 def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
-    """The last one of the corpus also ends with an end-of-text target, which no token follows."""
+    """Document samples hold one document per row, cut at the context or padded.
+
+    The last one of the corpus also ends with an end-of-text target, which no token follows.
+    """
     tokens, order = of_texts(TEXTS, context=context, align="document")
     samples = Mixture([order], [1.0])
     size = {"context": context, "global_batch": 5, "micro_batch": 5}
@@ -144,7 +147,10 @@ def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
 
 
 def test_waiting_for_a_batch_is_measured(monkeypatch):
-    """A read is made to take 0.2 s; a batch that is ready costs nothing."""
+    """The seconds spent waiting for a batch are counted; a batch that is ready adds none.
+
+    A read is made to take 0.2 s.
+    """
     before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.2))
     with open_loader(global_batch=4, micro_batch=2) as loader:
         loader.next()

@@ -169,7 +169,7 @@ def test_bos_epochs_begin_with_every_document_of_the_first_window():
 
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_document_samples_are_each_document_once_and_its_end(lengths, context, epoch):
-    """This also holds if the corpus is shorter than one window."""
+    """Document samples are each document once, cut at the context, even in a tiny corpus."""
     *documents, num_tokens = accumulate(lengths, initial=0)
     order = SampleOrder(
         num_tokens, context=context, seed=0, align="document", documents=np.array(documents)
@@ -194,7 +194,10 @@ def mixed(weights, state=None, align="none"):
 
 @given(weights=weights, scale=st.floats(0.01, 100))
 def test_every_count_stays_within_a_few_of_its_share(weights, scale):
-    """Every one of 3,000 samples is tested; by chance alone, counts would be off by 50 and more."""
+    """After any number of samples, each corpus's count stays within a few of its share.
+
+    Every one of 3,000 samples is tested; by chance alone, counts would be off by 50 and more.
+    """
     corpora = mixed([weight * scale for weight in weights]).take(3_000)[:, 0]
     numbers = np.arange(1, 3_001)
     for corpus, weight in enumerate(weights):

@@ -21,7 +21,7 @@ NEVER = 1e9
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Makes batches so small that a short text has many."""
+    """Shrinks the batches of the tokenizer, so that even a short text has many."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
 
@@ -33,7 +33,10 @@ def source(tmp_path):
 
 @pytest.fixture
 def preparing(source, tmp_path):
-    """Prepares `source` with fixed options, and others; `reports` lists the progress in tokens."""
+    """Returns a function that prepares a text with fixed options, which arguments override.
+
+    Its attribute `reports` lists the progress of the last call, in tokens.
+    """
 
     def run(out="out", given=source, stop_after=None, **options):
         run.reports = []
@@ -51,7 +54,7 @@ def preparing(source, tmp_path):
 
 @pytest.fixture
 def interrupted(preparing):
-    """Prepares until Ctrl-C after so many batches; returns the progress reported until then."""
+    """Returns a function that prepares a text until Ctrl-C, and returns the progress so far."""
 
     def run(after, **options):
         with pytest.raises(KeyboardInterrupt):

@@ -119,7 +119,7 @@ print("fine")
 
 
 def test_thousands_of_shards_need_few_file_descriptors(tmp_path):
-    """The limit is 200 descriptors; each memory map keeps one."""
+    """Thousands of shards are read with a limit of 200 file descriptors."""
     (tmp_path / "many").mkdir()
     for i in range(3_000):
         write_shard(tmp_path / "many" / f"train_{i:06d}.bin", range(5 * i, 5 * i + 5))
@@ -137,7 +137,10 @@ def mapped_bytes():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("count", [1, 4])
 def test_random_reads_do_not_grow_the_resident_set(tmp_path, monkeypatch, count):
-    """Reads a file of 64 MiB all over; each read maps 64 KiB to 2 MiB of the page cache."""
+    """Random reads of a 64 MiB shard do not grow the process's resident memory.
+
+    Each read maps 64 KiB to 2 MiB of the page cache.
+    """
     monkeypatch.setattr(shards, "READS_BETWEEN_RELEASES", 4)
     ones = np.ones(2**25 // count)
     tokens = Tokens([write_shard(tmp_path / f"{i}.bin", ones) for i in range(count)])

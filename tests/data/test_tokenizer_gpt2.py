@@ -41,7 +41,7 @@ def gpt2():
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Returns ids by another implementation, built from the same two files."""
+    """Returns a function that encodes text by another library's GPT-2 tokenizer."""
     files = gpt2_files()
     tokenizer = TheirTokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
     return lambda text: tokenizer(text, split_special_tokens=True)["input_ids"]
@@ -69,7 +69,7 @@ def test_hard_texts_have_gpt2s_ids_and_round_trip(gpt2, theirs):
 
 
 def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
-    """Code points are put beside letters, digits, spaces and themselves: classes split apart."""
+    """Unicode characters of every class get GPT-2's ids, beside letters, digits and spaces."""
     points = [*range(0x3000), *range(0x3000, 0x30000, 13), *range(0x30000, 0x110000, 997)]
     chars = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     assert len({unicodedata.category(char) for char in chars}) == 29  # all but surrogates
@@ -85,7 +85,7 @@ def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \t\r\n"])
 def test_a_million_spaces_before_a_word(gpt2, theirs, space):
-    """The regular expression cannot match so many at once."""
+    """A million spaces before a word are encoded, too many for one match of the pattern."""
     run = space * (1_000_000 // len(space))
     text = f"a{run}b{run}{run[:5]}\x1c{run[:20_000]}7 8"
     assert gpt2.encode(text).tolist() == theirs(text)

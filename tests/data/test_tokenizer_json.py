@@ -65,7 +65,7 @@ def test_wordpiece_keeps_case_and_marks_the_unknown(wordpiece):
 
 
 def test_characters_leave_room_for_words():
-    """The text has more characters than the vocabulary has tokens."""
+    """A trained vocabulary has room for words even if the text has many characters."""
     text = "".join(map(chr, range(0x4E00, 0x5200))) + "dog cat " * 50
     tokenizer = make_tokenizer("wordpiece", lambda: [text], vocab_size=300)
     assert tokenizer.vocab_size <= 300

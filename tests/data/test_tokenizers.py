@@ -21,7 +21,7 @@ from tests.data.sets import LEARNT, tokenizer_of
 
 @pytest.fixture(scope="module")
 def tokenizer(request):
-    """Makes the tokenizer of a kind, outside of the tests, which are timed."""
+    """Returns a tokenizer of each kind, made before the timed test begins."""
     return tokenizer_of(request.param)
 
 

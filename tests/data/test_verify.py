@@ -17,7 +17,7 @@ from tests.data.sets import FORMATS, flip, same_times, write_shard
 from tests.trainer.runs import before_each
 
 BLOCK = 2048
-"""Bytes under one CRC here, so that a file of 9 KB has five of them."""
+"""Block size of the checksums in these tests, so that a file of 9 KB has five blocks."""
 TOKENS = 4_000
 BYTES = 1024 + 2 * TOKENS
 
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
 
 
 def summed(path):
-    """Writes a shard of `TOKENS` ids up to 999, with its checksums."""
+    """Writes a shard of `TOKENS` token ids up to 999 and records its checksums."""
     sums = checksums(write_shard(path, np.arange(TOKENS) % 1_000))
     return Shard(path=path, sha256=sums["sha256"], crc32=tuple(sums["crc32"]))
 
@@ -75,7 +75,10 @@ def test_any_flipped_bit_is_found_where_it_is(tmp_path_factory, byte, bit, sha25
 
 
 def test_another_file_of_right_blocks_is_told_by_its_sha256(shard):
-    """The two kinds of checksums in the manifest belong to two different files."""
+    """A shard whose blocks match but whose sha256 differs is refused.
+
+    The two kinds of checksums in the manifest belong to two different files.
+    """
     other = Shard(path=shard.path, sha256="0" * 64, crc32=shard.crc32)
     check_shard(other, 1_000, sha256=False)
     with pytest.raises(UserError, match=rf"train_000003\.bin: sha256 {shard.sha256}, expected 000"):
@@ -85,7 +88,10 @@ def test_another_file_of_right_blocks_is_told_by_its_sha256(shard):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("position", [0, 511, 512, 1_023, 1_024, TOKENS - 1])
 def test_id_beyond_the_vocabulary_is_named_with_its_byte(tmp_path, kind, position):
-    """Tests both ends of the file and of a block, in a shard without records."""
+    """A token id beyond the vocabulary is named with its position in bytes.
+
+    It may stand at either end of the file or of a block, in a shard without recorded checksums.
+    """
     ids = np.full(TOKENS, 299)
     ids[position:] = 300
     path = write_shard(tmp_path / "val_000000.bin", ids, kind)

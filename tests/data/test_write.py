@@ -26,7 +26,7 @@ DOCUMENTS = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Makes batches so small that a short text has many."""
+    """Shrinks the batches of the tokenizer, so that even a short text has many."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 500)
 
 
@@ -43,7 +43,7 @@ def prepared(tmp_path):
 
 
 def held_out(out):
-    """Returns the documents on each side, for tokenizers that end them with a line."""
+    """Returns the decoded documents of both splits, for tokenizers that keep one per line."""
     decode = load_tokenizer(out / "tokenizer.json").decode
     return {split: decode(split_ids(out, split)).splitlines() for split in ("train", "val")}
 

@@ -16,17 +16,17 @@ examples = partial(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # of the device, which stays
 )
-"""@examples(max_examples=25) of what @given draws: the same problems in every run."""
+"""Decorator for property tests: every run draws the same examples."""
 DTYPES = st.sampled_from([torch.float32, torch.float16])
 
 
 def sizes(least, most, largest):
-    """Draws `least` to `most` leading sizes of a tensor, each from 1 to `largest`."""
+    """Returns a Hypothesis strategy for leading sizes: `least` to `most`, each 1 to `largest`."""
     return st.lists(st.integers(1, largest), min_size=least, max_size=most).map(tuple)
 
 
 def assert_dtypes_may_differ(spec, problem, device, of_inputs, of_outputs):
-    """Checks the rule of errors where each input and each output has a dtype of its own."""
+    """Checks the tolerance for inputs and outputs that each have a dtype of their own."""
 
     def cast(f):
         def call(*tensors, **options):

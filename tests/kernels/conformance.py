@@ -48,12 +48,12 @@ def make_inputs(
 
 
 def plain(inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Copies the tensors with contiguous strides."""
+    """Returns copies of the tensors with contiguous strides."""
     return [x.clone(memory_format=torch.contiguous_format) for x in inputs.values()]
 
 
 def run(spec: Spec, op: Callable[..., Any], tensors: Any, upstream: Any = None) -> list[Tensor]:
-    """Returns outputs, and gradients if there are any."""
+    """Runs an op and returns its outputs, followed by gradients if it has any."""
     if spec.differentiable:
         return forward_backward(op, tensors, upstream)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def run(spec: Spec, op: Callable[..., Any], tensors: Any, upstream: Any = None) 
 
 
 def careful(spec: Spec) -> Spec:
-    """Gives the op a copy of the input that it overwrites, which the checks need again."""
+    """Returns a `Spec` whose op works on copies, if the op would overwrite an input."""
 
     def op(*tensors: Tensor, **options: Any) -> Any:
         if options.get("inplace_grad"):
@@ -73,7 +73,7 @@ def careful(spec: Spec) -> Spec:
 
 
 def apart(spec: Spec, *tensors: Tensor, **options: Any) -> Any:
-    """The op as it is when compiled: it overwrites nothing, and rounds a scaled gradient once."""
+    """Calls the op as torch.compile does: nothing is overwritten, gradients are rounded once."""
     return spec.op(*tensors, **{**options, **({"inplace_grad": False} if spec.overwritten else {})})
 
 
@@ -96,7 +96,7 @@ def the_reference_is_pytorchs_own(spec: Spec, problem: Problem, device: str) -> 
 
 
 def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch.float32) -> None:
-    """Checks that outputs and gradients keep the rule of errors, and rows around buffers stay."""
+    """Checks that results are within the tolerance, and no memory around buffers is written."""
     inputs = make_inputs(spec, problem, device, dtype)
     op, ref, eager = (spec.call(f, problem, device) for f in (spec.op, spec.ref, spec.eager))
     with launches(*spec.launches(problem)), guarded():
@@ -104,7 +104,7 @@ def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch
 
 
 def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
-    """Checks that an error of 1 %, or another sign, in one output or gradient is noticed there."""
+    """Checks that an error of 1 % or a wrong sign in any output or gradient is noticed."""
     inputs = make_inputs(spec, problem, device)
     op, ref = spec.call(spec.op, problem, device), spec.call(spec.ref, problem, device)
     outputs = op(*inputs.values())
@@ -368,7 +368,7 @@ def fake_tensors_need_no_kernel(spec: Spec, problem: Problem, device: str) -> No
 def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device: str) -> None:
     inputs = plain(make_inputs(spec, problem, "cpu"))
     op, ref = (spec.call(f, problem, "cpu") for f in (spec.op, spec.ref))
-    with mock.patch.object(runtime, "INTERPRETING", False), launches():
+    with mock.patch.multiple(runtime, INTERPRETING=False, _stand_in=None), launches():
         got = run(spec, op, inputs)
         torch.compiler.reset()
         compiled = run(spec, torch.compile(op, fullgraph=True, backend="eager"), inputs)

@@ -1,4 +1,4 @@
-"""Attention's own tests; `test_conformance` has the checks of every op."""
+"""Tests specific to attention; `test_conformance` has those of every op."""
 
 import math
 from functools import partial
@@ -127,7 +127,7 @@ def test_on_a_cpu_a_window_of_one_sees_its_own_place(name):
 @pytest.mark.parametrize("lengths", [(64, 1, 65), (3, 597)], ids=str)
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_on_a_cpu_documents_are_kept_apart(name, lengths, options):
-    """Documents end where a block of queries does, beside it, and in another row elsewhere."""
+    """Attention on a CPU keeps documents apart, wherever they end within its blocks of queries."""
     options = {**options, "doc_ids": torch.stack((docs(*lengths), docs(*reversed(lengths))))}
     inputs = make(2, sum(lengths), 4, 8, K=2)
     assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, **options)
@@ -211,7 +211,10 @@ def test_any_shape(B, T, Tk, K, group, D, causal, window, longest, p, dtype, dev
     ids=["one-token", "window", "documents"],
 )
 def test_queries_that_see_one_key(T, options, dtype):
-    """The weight is 1, so the true gradients of q and k are 0, which no relative rule can hold."""
+    """Queries that see one key copy its value; their gradients of q and k are 0 up to rounding.
+
+    The weight is 1, so the true gradients of q and k are 0, which no relative rule can hold.
+    """
     q, k, v = make(1, T, 2, 16, dtype=dtype).values()
     upstream = awkward(1, T, 2, 16, dtype=dtype)
     with launches(*KERNELS), guarded():
@@ -348,7 +351,10 @@ def test_the_mask_drops_with_its_probability_and_never_repeats(p):
 
 
 def test_philox_is_philox():
-    """Known answers of Philox4x32-7: Random123's kat_vectors, counter and key all 0, and all 1."""
+    """The random numbers of dropout are Philox4x32-7's: they equal the published known answers.
+
+    Known answers of Philox4x32-7: Random123's kat_vectors, counter and key all 0, and all 1.
+    """
     zeros = philox([torch.zeros(1, dtype=torch.int64)] * 4, [0, 0])
     assert [int(x) for x in zeros] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     ones = philox([torch.tensor([0xFFFFFFFF])] * 4, [0xFFFFFFFF] * 2)

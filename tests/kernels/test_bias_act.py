@@ -1,4 +1,4 @@
-"""Bias and activation's own tests; `test_conformance` has the checks of every op."""
+"""Tests specific to bias and activation; `test_conformance` has those of every op."""
 
 import math
 
@@ -17,7 +17,7 @@ all_kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
 
 
 def make(kind, *shape, dtype=torch.float32, device="cpu"):
-    """Makes inputs whose output has `shape`."""
+    """Makes random inputs of `bias_act` whose output has `shape`."""
     *rows, N = shape
     problem = {"M": tuple(rows), "N": N * (2 if kind == "swiglu" else 1)}
     return conformance.make_inputs(BIAS_ACT, problem, device, dtype)
@@ -74,7 +74,7 @@ def test_dtypes_may_differ(dtypes, kind, device):
 
 
 def test_gelu_by_erf_keeps_its_tail(device):
-    """The sum 1 + erf(z / sqrt(2)) in fp32 has one digit left at -5 and none at -6."""
+    """GELU by erf keeps its digits at -5 and -6, where 1 + erf(z / sqrt(2)) has hardly any."""
     z = torch.linspace(-8, -1, 200, device=device)[None]
     y, slope = forward_backward(of("gelu_erf"), [z], [torch.ones_like(z)])
     z = z.double()
@@ -104,7 +104,7 @@ def test_what_is_not_finite_stays_in_its_place(value, kind, device):
 
 @all_kinds
 def test_large_inputs_lose_nothing(kind, device):
-    """The exponentials overflow or vanish; the truth is torch in fp64."""
+    """Activations of large inputs, whose exponentials overflow or vanish, equal fp64's."""
     x = 1e3 * make(kind, 9, 40, device=device)["x"]
     assert_kernel_parity(of(kind), of(kind, bias_act_ref), {"x": x}, kernels=(FWD, BWD))
 

@@ -1,4 +1,4 @@
-"""Every op against its `Spec`: errors at each problem, and the checks that all ops must pass."""
+"""Tests every op against the reference in its `Spec`, and by the checks that all ops must pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The losses' own tests, of logits and of a head; `test_conformance` has those of every op."""
+"""Tests specific to the losses; `test_conformance` has those of every op."""
 
 import math
 from dataclasses import replace
@@ -36,13 +36,14 @@ every_problem = pytest.mark.parametrize(
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Runs no kernel on a CPU."""
+    """Turns Triton's interpreter off, so that CPU tensors take the plain PyTorch path."""
     monkeypatch.setattr(runtime, "INTERPRETING", False)
+    monkeypatch.setattr(runtime, "_stand_in", None)
 
 
 @pytest.fixture(params=["kernels"] if torch.cuda.is_available() else ["kernels", "plain"])
 def kernels(request):
-    """Names of the kernels that run; none on a CPU with the interpreter turned off."""
+    """Runs a test with and without kernels; returns the names of those that must be launched."""
     if request.param == "plain":
         request.getfixturevalue("plain")
         return ()
@@ -125,7 +126,7 @@ def test_any_shape(name, data, device):
     ids=["far-from-0", "far-below-the-cap"],
 )
 def test_no_digits_are_lost(factor, shift, options, inplace, device):
-    """A log-sum-exp of logits of 10,000 in one fp32 number would be off by 5e-4.
+    """Losses of logits near 10,000 keep all digits, which one fp32 log-sum-exp would lose.
 
     So would every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
     """
@@ -235,7 +236,10 @@ def test_gradient_takes_the_place_of_the_logits(reduction, dtype, kernels, devic
 
 
 def test_rows_in_place_may_be_far_apart(device):
-    """The three rows are over 2**30 elements apart; of the reserved memory few pages are used."""
+    """In-place gradients are right for rows that lie over 2**30 elements apart.
+
+    Few pages of the reserved memory are used.
+    """
     logits, targets = make("cross_entropy", device, torch.bfloat16, M=3).values()
     upstream = [torch.ones((), device=device)]
     want = forward_backward(cross_entropy, [logits, targets], upstream)
@@ -295,7 +299,7 @@ def test_logits_that_would_be_copied_are_refused(layout, M, device):
 @reductions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
-    """The products are in `dtype`, the sums that make the weight's gradient in fp32."""
+    """Under autocast, fp32 weights get gradients from products in `dtype`, summed in fp32."""
     tensors = list(head(device, M=(3, 32), C=40))
     options = {"reduction": reduction, "chunk_tokens": 40}
     reference = partial(linear_cross_entropy_ref, **options)
@@ -312,7 +316,7 @@ def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
 
 
 def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
-    """The first of 16 chunks has by far the largest gradient: sums in bf16 would drop the rest."""
+    """The weight's gradient is summed in fp32: bf16 would drop chunks beside a larger one."""
     x = torch.ones(16, 4, device=device, dtype=torch.bfloat16)
     x[0] = 512.0
     weight = torch.zeros(8, 4, device=device)
@@ -327,8 +331,9 @@ def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
 
 
 def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
-    """1 / 16384 of a probability of 1 / 1000 is fp16's least number, so the mean's factor comes
-    last.
+    """fp16 gradients of a mean over 16,384 tokens do not vanish.
+
+    1 / 16384 of a probability of 1 / 1000 is fp16's least number, so the mean's factor comes last.
 
     For so many rows the interpreter is too slow.
     """
@@ -412,7 +417,7 @@ def test_a_second_backward_is_the_same(reduction, kernels, device):
 
 
 def test_gradients_of_tied_weights_add_up_over_micro_steps(kernels, device):
-    """Each of the four has a quarter of the loss, times a GradScaler's factor."""
+    """Gradients of a tied weight add up over four micro-steps, also with a GradScaler."""
     _, weight, targets, _ = head(device, M=(8, 3))
     tokens = torch.randint(70, (8, 3), device=device)
 
@@ -546,7 +551,10 @@ print(*re.findall(r"(?:LDG|STG)\\.[\\w.]*", disassemble(compiled.asm["cubin"])))
 
 
 def test_padded_rows_are_read_and_written_16_bytes_at_a_time(tmp_path):
-    """A mask at column 50,257 lies inside a vector, and would turn one access into eight."""
+    """Rows of a padded vocabulary are read and written 16 bytes at a time.
+
+    A mask at column 50,257 lies inside a vector, and would turn one access into eight.
+    """
     found = printed_by(COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
     vectors = [access for access in found if access.endswith(".128")]
     # loss and gradient, each once over whole blocks (2 vectors a lane) and once over the rest (1)

@@ -1,4 +1,4 @@
-"""Cached attention's own tests; `test_conformance` has the checks of every op."""
+"""Tests specific to attention over a key/value cache; `test_conformance` has those of every op."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Dropout's own tests; `test_conformance` checks which elements are dropped."""
+"""Tests specific to dropout; `test_conformance` checks which elements are dropped."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm's own tests; `test_conformance` has the checks of every op."""
+"""Tests specific to LayerNorm and RMSNorm; `test_conformance` has those of every op."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_opcheck_where_dtypes_differ(device):
 
 
 def test_variance_takes_two_passes(device):
-    """With mean 1e4 and deviation 1, E[x**2] - E[x]**2 in fp32 has no right digit."""
+    """The variance of rows of mean 1e4 is right, where E[x**2] - E[x]**2 in fp32 is not."""
     inputs = {"x": awkward(6, 300, device=device) + 1e4}
     assert_kernel_parity(lambda x: layer_norm(x, None), lambda x: layer_norm_ref(x, None), inputs,
                          kernels=(FWD, BWD))  # fmt: skip
@@ -92,7 +92,10 @@ def test_variance_takes_two_passes(device):
 
 @summed
 def test_statistics_are_those_of_the_rounded_sum(name, device):
-    """The backward uses the rounded sum; near 1000 an fp16 sum is off by up to a quarter."""
+    """The statistics are those of the rounded residual sum, which is what the backward sees.
+
+    Near 1000 an fp16 sum is off by up to a quarter.
+    """
     x, *others = make(name, 5, 40, torch.float16, device).values()
     y, total = SPEC[name].op(1000 + x, *others)
     assert torch.equal(y, SPEC[name.removeprefix("add_")].op(total, *others[1:]))
@@ -134,7 +137,7 @@ def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
 
 
 def test_a_second_derivative_through_the_dispatcher_raises(device):
-    """Selective checkpointing and FLOP counters use dispatch modes, which see both passes."""
+    """A second derivative raises an error also under a dispatch mode, as checkpointing uses."""
     x = awkward(3, 8, device=device).requires_grad_()
     with conformance.Calls() as calls:
         (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)

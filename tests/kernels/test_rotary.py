@@ -1,4 +1,4 @@
-"""Rotary positions' own tests; `test_conformance` has the checks of every op."""
+"""Tests specific to rotary position embeddings (RoPE); `test_conformance` has those of every op."""
 
 import pytest
 import torch

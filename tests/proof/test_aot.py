@@ -24,7 +24,7 @@ def compiling(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def aot(tmp_path: Path, *args: str, stderr: str = "^$") -> tuple[int, str, list[dict]]:
-    """Returns (exit code, output, rows)."""
+    """Runs `python -m kernels.aot`; returns its exit status, its output, and the result rows."""
     out = tmp_path / "rows.json"
     done = compiling("-m", "kernels.aot", "--json", str(out), *args)
     assert re.search(stderr, done.stderr), done.stderr
@@ -63,7 +63,10 @@ def test_the_safe_default_is_safe_where_there_is_no_table(tmp_path):
 
 
 def test_at_most_about_two_hundred_configurations_are_shipped():
-    """Configurations are each table row of each arch, and each set of sizes that a rule gives."""
+    """At most 225 kernel configurations ship, and the recorded budget lists exactly these.
+
+    Configurations are each table row of each arch, and each set of sizes that a rule gives.
+    """
     done = compiling("-c", COUNT)
     configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
@@ -122,7 +125,7 @@ def test_faults_are_counted(faults):
 
 
 def test_loops_are_counted_by_unit(faults):
-    """The work in the source is found again in the machine code."""
+    """The instructions counted in a loop agree with the work that its source does."""
     _, _, rows = faults
     (square,) = rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
     assert square["flops"] * 4 == 2 * 64**3

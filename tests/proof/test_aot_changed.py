@@ -66,7 +66,7 @@ print(json.dumps(found | {name: selected(name) for name in names}))
 
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory):
-    """Returns the selection for each changed source, after the unchanged one was recorded."""
+    """Returns the configurations that `--changed` selects after each change of a source file."""
     folder = tmp_path_factory.mktemp("changed")
     for change, source in CHANGES.items():
         assert (source == SOURCE) == (change == "nothing")

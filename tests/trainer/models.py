@@ -67,7 +67,7 @@ def initial(config: ModelConfig = TINY, *, chosen: Ops | None = None, **options)
 
 
 def sharp(noise: float = 0.3, **options) -> GPT:
-    """Builds a model with confident predictions, in evaluation.
+    """Builds a model in evaluation mode whose predictions are far from uniform.
 
     GPT-2's initial weights hardly distinguish tokens, and attend to all of them alike.
     """

@@ -35,7 +35,7 @@ def terminate():
 
 
 def at_step(monkeypatch, step, action):
-    """Does `action` once, after `step` has been logged."""
+    """Patches the trainer so that `action` runs once, after `step` has been logged."""
     show = Display.step
 
     def shown(self, record, steps):
@@ -83,12 +83,12 @@ def one_line_error(capfd, command, *args):
 
 
 def series(run, key):
-    """Returns the values of one key of metrics.jsonl by step."""
+    """Returns the values of one key of metrics.jsonl as {step: value}."""
     return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
 
 
 def outcome(run):
-    """Returns everything that must be equal: losses, norms and rates by step; last weights."""
+    """Returns what two equal runs share: losses, norms and rates by step, and the last weights."""
     kept = ("step", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
     records = [
         {key: value for key, value in record.items() if key in kept}

@@ -165,7 +165,10 @@ def test_fork_into_a_directory_that_holds_another_run(error, fit, tiny, tmp_path
 
 @pytest.mark.parametrize("place", ["run", "run/inner"])
 def test_run_directory_that_cannot_be_made(error, tiny, tmp_path, place):
-    """Root may write anywhere, so a file stands where the folder would be."""
+    """A run directory that cannot be created gets an error that names it.
+
+    Root may write anywhere, so a file stands where the folder would be.
+    """
     (tmp_path / "run").write_text("")
     assert str(tmp_path / place) in error(tiny(f"--run-dir {tmp_path / place}"))
 
@@ -205,7 +208,7 @@ def test_what_a_resume_cannot_change(error, fit, flags, said):
 
 
 def test_other_characters_under_the_same_number(error, fit, tiny, text):
-    """The number of characters is the same, so every shape fits: only the vocabulary differs."""
+    """Resuming on a text with other characters is refused, even if their number is the same."""
     flags = "--data.tokenizer chars --train.sample-prompt t --steps 1"
     fit(flags)
     text.write_text(text.read_text().replace("m", "x"))
@@ -232,7 +235,10 @@ def test_damaged_config_of_a_run(error, fit, tiny):
 def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
     error, tiny, tmp_path, monkeypatch
 ):
-    """One gradient turns NaN in step 6, after the checkpoint of step 4."""
+    """A loss that is not finite is reported with step, tensor and last good checkpoint.
+
+    One gradient turns NaN in step 6, after the checkpoint of step 4.
+    """
     ratios = []
 
     def spoil(optimizers, ratio):
@@ -252,7 +258,7 @@ def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
 
 
 def full(path):
-    """A file on a full disk."""
+    """Makes `path` a file on a full disk."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     path.parent.mkdir()
@@ -311,7 +317,10 @@ def test_damaged_best_does_not_stop_a_resume(fit):
 
 
 def test_flags_of_a_resume_are_checked_against_the_run(fit, tmp_path):
-    """96 tokens are 6 windows of the run's context, but no multiple of the recipe's."""
+    """Flags given with --resume are checked against the run's settings, not the recipe's.
+
+    96 tokens are 6 windows of the run's context, but no multiple of the recipe's.
+    """
     run = fit("--steps 4")
     config = parse(["--resume", str(run), "--train.batch-tokens", "96"])
     assert config.global_batch == 6

@@ -110,7 +110,10 @@ def killed_at_line(number):
 
 
 def crashes(folder):
-    """Yields once for each line at which a save may end: 1 goes, 2 stays, 3 comes."""
+    """Interrupts a save at each of its lines in turn; yields after each interruption.
+
+    Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written.
+    """
     for number in range(10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):
@@ -187,7 +190,10 @@ def test_full_disk_is_said_plainly_and_costs_no_earlier_checkpoint(
 
 @pytest.mark.parametrize("numbers", [20_000, 14_800], ids=["weights", "state"])
 def test_real_failed_writes_are_reported(folder, numbers):
-    """A limit of 60 kB on files acts as a full disk: state.pt is 1 kB longer."""
+    """A failed write is reported, and the checkpoint before it stays.
+
+    A limit of 60 kB on files acts as a full disk: state.pt is 1 kB longer.
+    """
     good = save(folder, 1)
     complaint = r"of step 2 in .*: .*File too large.*$"
     with files_of_at_most(60_000), pytest.raises(UserError, match=complaint):
@@ -279,7 +285,10 @@ def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
 
 
 def test_weights_are_gpt2s_without_the_vocabularys_padding(fit):
-    """The model's own table has 300 rows: see TINY."""
+    """Saved weights have GPT-2's names and shapes, without the vocabulary's padding rows.
+
+    The model's own table has 300 rows: see TINY.
+    """
     saved = fit("--steps 1") / "checkpoints" / "step_00000001"
     weights = load_file(saved / "model.safetensors")
     assert weights["wte.weight"].shape == (256, 32)
@@ -296,7 +305,10 @@ def test_state_is_plain_and_safe_to_read(fit):
 
 
 def test_best_follows_the_held_out_loss(fit):
-    """The learning rate ruins the model, so that the best checkpoint is not the last one."""
+    """`best` is the checkpoint with the lowest validation loss, not the last one.
+
+    The learning rate is so high that it ruins the model.
+    """
     flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
     run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
     losses = series(run, "val_loss")
@@ -308,7 +320,10 @@ def test_best_follows_the_held_out_loss(fit):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
-    """No token uses their row of the table, so neither loss nor gradient shows them."""
+    """Weights that are not finite are not saved, even if loss and gradients are finite.
+
+    No token uses the row of the table that has them.
+    """
     trainer = Trainer(parse(tiny("--model.no-tied --eval-every 0")))
     table = dict(trainer.engine.model.named_parameters())["wte.weight"]
     with torch.no_grad():

@@ -56,7 +56,7 @@ def test_spellings_of_a_field(spelling):
 
 
 def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
-    """The vocabulary stays GPT-2's, so that the model is the one that real data will need."""
+    """Without prepared data gpt2-124m warns and trains on bytes, with GPT-2's vocabulary."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))
     small = "--model.num-layers 1 --model.num-heads 1 --model.dim 8 --model.context 32"
     data = "--data.eval-tokens 64 --data.final-eval-tokens 64 --train.batch-tokens 64"

@@ -47,7 +47,10 @@ with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
 
 
 def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
-    """Compares 2 ranks x 2 micro-steps x 2 sequences with 1 x 2 x 4 and 1 x 4 x 2, in fp32."""
+    """Two ranks reach the losses and weights of one process, and sync once per step.
+
+    Compares 2 ranks x 2 micro-steps x 2 sequences with 1 x 2 x 4 and 1 x 4 x 2, in fp32.
+    """
     (tmp_path / "counted.py").write_text(COUNTED)
     flags = "--train.micro-batch 2 --optim.kind adamw --data.eval-tokens 0"
     argv = tiny(flags, f"--run-dir {tmp_path / 'two'}")
@@ -91,7 +94,7 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_headline_command(tmp_path):
-    """The README's command trains with 8 ranks, this machine's recipe and the built-in corpus."""
+    """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 8:
         pytest.skip("8 ranks need 8 GPUs where there is one")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")

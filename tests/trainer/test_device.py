@@ -119,7 +119,7 @@ def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, m
 
 
 def test_peak_is_what_the_machine_does(tmp_path, one_thread):
-    """The peak is within a factor of 3 of a product timed by hand: not FLOPs for MACs."""
+    """The measured peak is within a factor of 3 of a matrix product timed by hand."""
     peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
     a, b = torch.randn(2, 768, 768)
     times = []
@@ -141,7 +141,10 @@ def test_damaged_memory_is_measured_again(tmp_path, damage):
 
 
 def test_memory_that_cannot_be_written_is_done_without(tmp_path):
-    """There is one measurement only, after loading the libraries, which takes a second on a GPU."""
+    """The peak speed is measured even where its cache file cannot be written.
+
+    There is one measurement only, after loading the libraries, which takes a second on a GPU.
+    """
     (tmp_path / "file").touch()
     assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0)[0] > 1e8
 
@@ -152,7 +155,7 @@ def test_memory_that_cannot_be_written_is_done_without(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not device.has_compiler(), reason="no C++ compiler")
 def test_compiled_training_gives_the_losses_of_eager(fit, tmp_path):
-    """Evaluations and samples come in between, and must not rebuild the training graph."""
+    """Compiled training gives the losses of eager mode, and evaluations do not recompile it."""
     flags = "--train.device cpu --optim.kind adamw --run-dir"
     eager = fit(flags, str(tmp_path / "eager"))
     torch._dynamo.reset()

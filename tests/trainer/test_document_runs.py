@@ -24,20 +24,23 @@ PLAIN = "--optim.kind adamw --data.eval-tokens 0 --eval-every 0 --train.sample-t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Writes 100 documents of 3 to 63 tokens: most are cut or padded at a context of 32."""
+    """Prepares 100 documents of 3 to 63 tokens, mostly cut or padded at a context of 32."""
     return prepared(tmp_path_factory.mktemp("documents") / "short", texts(100, longest=16))
 
 
 @pytest.fixture
 def documents(folder):
-    """Returns the flags of a run over them, of which 4 make a step."""
+    """Returns the flags of a run on the short documents, four of which make a step."""
     return f"--data.source {folder} --model.context 32 --data.align document"
 
 
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(
     fit, tiny, documents, tmp_path
 ):
-    """Means of micro-batches with unlike numbers of targets would differ in the second digit."""
+    """Losses over documents of different lengths do not depend on accumulation or ranks.
+
+    Means of micro-batches with unlike numbers of targets would differ in the second digit.
+    """
     flags = f"{documents} {PLAIN} --steps 4"
     whole = fit(flags, f"--train.micro-batch 4 --run-dir {tmp_path / 'whole'}")
     for size in (2, 1):
@@ -93,7 +96,7 @@ def test_resumed_run_equals_the_unbroken_one(fit, documents, tmp_path, monkeypat
 
 
 def test_mask_and_alignment_reach_the_model_and_the_data(fit, documents, tmp_path):
-    """Each of the two options alone changes the first loss after a step."""
+    """The document mask and the alignment each change the first loss after a step."""
     flags = [
         "--data.align none", "--data.align bos", "--data.align document",
         "--data.align none --model.document-mask",
@@ -112,7 +115,7 @@ def test_another_alignment_is_no_resume(fit, documents):
 
 
 def test_short_set_is_read_for_many_epochs(fit, documents, capfd):
-    """About 80 documents, 4 a step."""
+    """A set of about 80 documents is read for many epochs."""
     run = fit(documents, PLAIN, "--steps 50 --log-every 50")
     out = capfd.readouterr().out
     [size] = Trainer(parse(["--resume", str(run)])).engine.epoch_sizes

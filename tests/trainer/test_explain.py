@@ -15,7 +15,7 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 
 
 class Output:
-    """The printed output, parsed without any code under test."""
+    """Parser of the printed output, which shares no code with the program under test."""
 
     def __init__(self, text: str) -> None:
         self.tensors: dict[str, np.ndarray] = {}

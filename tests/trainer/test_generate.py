@@ -35,7 +35,7 @@ class Bigram(nn.Module):
 
 
 def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
-    """Returns how often each token was drawn, as a share."""
+    """Samples many tokens and returns the share of each."""
     model = Bigram([torch.tensor(probabilities).log().tolist()] * len(probabilities))
     options = {"vocab_size": len(probabilities), **options}
     tokens = generate(model, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=1, **options)
@@ -44,7 +44,10 @@ def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
 
 @torch.no_grad()
 def test_greedy_is_the_argmax_over_the_last_context_tokens():
-    """A prompt longer than the context is cropped for the model, but kept in the text."""
+    """Greedy generation takes the likeliest token, given the last `context` tokens.
+
+    A prompt longer than the context is cropped for the model, but kept in the text.
+    """
     model = sharp_model(context=8)
     for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
         expected = greedy(model, prompt, 12)
@@ -127,7 +130,7 @@ def test_no_gradient_is_kept():
 
 
 def counted(model: GPT) -> list[int]:
-    """Counts the tokens of each call of the model, from here on."""
+    """Records the number of tokens in each later call of the model."""
     counts = []
     model.wte.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
     return counts
@@ -200,7 +203,7 @@ each_option = pytest.mark.parametrize(
 
 
 def step_by_step(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
-    """Computes logits at all positions, from so many tokens at a time."""
+    """Computes the logits at all positions with the cache, a few tokens at a time."""
     cache = Cache(model.config, len(tokens), sum(chunks), tokens.device)
     return torch.cat([model(part, cache=cache) for part in tokens.split(chunks, 1)], 1)
 
@@ -225,7 +228,10 @@ def test_logits_equal_those_of_the_whole_at_every_position(options):
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_logits_of_every_recipe_equal_those_of_the_whole(name):
-    """Recipes are cut to two layers; the lecture's steps are models of their own."""
+    """For every recipe, logits computed with the cache equal those of a whole forward pass.
+
+    Recipes are cut to two layers; the lecture's steps are models of their own.
+    """
     config = RECIPES[name][1].model
     heads = min(4, config.num_heads)
     config = replace(

@@ -135,7 +135,7 @@ def test_label_smoothing_and_z_loss_are_of_training_alone(options, loss):
 
 
 def with_dropout_as_zero() -> tuple[Ops, list[float]]:
-    """Returns ops whose dropout drops everything, and the probabilities that attention got."""
+    """Returns ops whose dropout zeroes everything, and the list of probabilities attention gets."""
     seen = []
 
     def attention(q, k, v, *, scale, window, dropout_p, doc_ids):
@@ -376,7 +376,7 @@ def draw_documents() -> tuple[Tensor, list[list[Tensor]]]:
 @each_attention
 @pytest.mark.parametrize("options", [{}, {"position": "rotary"}, {"window": 30}], ids=str)
 def test_packed_documents_give_what_each_gives_alone(attention, options):
-    """Logits and every gradient agree in fp32, also with rotary positions, which are relative."""
+    """Packed documents give the logits and gradients that each of them gives alone."""
     model = build_masked(attention, **options)
     tokens, rows = draw_documents()
     targets = tokens.roll(3, 1)
@@ -394,7 +394,7 @@ def test_packed_documents_give_what_each_gives_alone(attention, options):
 
 
 def test_masked_model_is_one_graph():
-    """Under torch.compile attention is PyTorch's fused one."""
+    """A model with a document mask compiles to one graph."""
     model = build_masked("sdpa")
     tokens, _ = draw_documents()
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")

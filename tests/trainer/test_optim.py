@@ -11,7 +11,7 @@ from tests.trainer.models import initial
 
 KINDS = ("adamw", "muon")
 RATIOS = (1.0, 0.25, 0.5, 1.0)
-"""Learning rates of the steps as shares of the peak; no step may depend on an earlier one."""
+"""Learning rates of a test's steps, as shares of the peak; no step may depend on an earlier one."""
 
 
 def tiny_model(**options) -> GPT:

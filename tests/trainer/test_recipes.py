@@ -91,7 +91,10 @@ def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
 
 
 def test_bigram_starts_at_the_published_loss(corpus):
-    """The loss is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off."""
+    """The untrained bigram model has the published loss of about 4.67.
+
+    The loss is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off.
+    """
     assert loss_over(build(recipe("lecture-bigram")), corpus) == pytest.approx(4.67, abs=0.15)
 
 
@@ -100,7 +103,10 @@ def test_bigram_starts_at_the_published_loss(corpus):
     "options", [{}, {"head_bias": False}, {"head_bias": False, "tied": True}], ids=str
 )
 def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
-    """The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2)."""
+    """The untrained GPT has the loss that its weights' initial standard deviation implies.
+
+    The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2).
+    """
     assert RECIPES["lecture-gpt"][1].model.init == "normal"
     model = build(recipe("lecture-gpt", init=init, **options)).eval()
     expected = math.log(65) + 192 * 0.02**2 / 2
@@ -111,7 +117,7 @@ def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
 
 
 def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
-    """Computes the least loss on a batch (B, T) of a model that sees `reach` tokens.
+    """Computes the lowest loss that a model which sees `reach` tokens can reach on a batch (B, T).
 
     It is the entropy of the next token given the last `reach` ones and, as far as such a model can
     see it, the start of the row.
@@ -125,7 +131,10 @@ def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
 
 
 def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
-    """Returns the loss at which AdamW stops: the first one below `below`, or the 3000th."""
+    """Trains a model on one batch with AdamW and returns the last loss.
+
+    It stops at the first loss below `below`, or after 3000 steps.
+    """
     # one head's softmax saturates and stays where it is, unless its weights decay
     table = model.config.architecture == "bigram"
     lr, decay = (0.3, 0.0) if table else (3e-3, 0.3)
@@ -147,7 +156,7 @@ LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
 
 
 def shrunk(name: str) -> ModelConfig:
-    """Shrinks the network of a recipe: small ones stay, others keep their options."""
+    """Returns a recipe's settings with a smaller network and the same options."""
     model = RECIPES[name][1].model
     if model.dim > 64:
         model = replace(model, **SHRUNK)
@@ -204,7 +213,7 @@ def abstracts(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
-    """Returns the flags that make a recipe small."""
+    """Returns the flags for a small version of the recipe pubmed."""
     monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
     small = (
         "--model.num-layers 2 --model.dim 32 --model.context 48 --train.batch-tokens 384"

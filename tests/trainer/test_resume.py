@@ -47,7 +47,10 @@ def unbroken(fit, tmp_path):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("sampling", ["epoch", "random-windows"])
 def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, sampling, kind, cut):
-    """Step 7 is in the second epoch, between two checkpoints, and has 2 micro-steps."""
+    """A run that is interrupted after step 7 and resumed equals an uninterrupted one.
+
+    Step 7 is in the second epoch, between two checkpoints, and has 2 micro-steps.
+    """
     flags = f"{STEPS} --optim.kind {kind} --data.sampling {sampling} --train.micro-batch 4"
     at_step(monkeypatch, 7, cut)
     with pytest.raises(Crash) if cut is crash else nullcontext():
@@ -113,7 +116,10 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
 def test_stop_signal_is_answered_before_the_next_forward(
     fit, unbroken, monkeypatch, capfd, forward, saved
 ):
-    """An evaluation is 5 forwards here, a step 8."""
+    """Ctrl-C stops a run before its next forward pass; resumed, it has lost nothing.
+
+    An evaluation is 5 forwards here, a step 8.
+    """
     calls = []
 
     def interrupt(*_, **__):
@@ -141,7 +147,10 @@ def test_stop_signal_is_answered_before_the_next_forward(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, None)]
 )
 def test_second_signal_ends_the_process(number, ends):
-    """The system's SIGTERM ends it even within an operation of PyTorch's."""
+    """A second Ctrl-C or SIGTERM ends the process at once.
+
+    SIGTERM does so even within an operation of PyTorch's.
+    """
     stop = StopSignal([].append)
     try:
         signal.raise_signal(number)
@@ -165,7 +174,7 @@ def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capf
 
 
 def test_ranks_meet_before_one_leaves():
-    """A rank that went on alone would wait for the others."""
+    """Ranks agree to stop together, since one that went on alone would wait for the others."""
     stop = StopSignal([].append)
     stop.restore()
     met = []
@@ -183,7 +192,7 @@ def test_ranks_meet_before_one_leaves():
 
 
 def test_dropout_is_at_work(fit, unbroken):
-    """Without this, equal runs with dropout would not test its random numbers."""
+    """Dropout changes the losses, so that the tests of equal runs also test its random numbers."""
     assert unbroken()[1] != outcome(fit(STEPS, "--model.dropout 0"))[1]
 
 
@@ -200,7 +209,7 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, monkeypatch)
 
 
 def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
-    """A crash may leave half a line, and lines of steps that will be taken again."""
+    """A resumed run appends to metrics.jsonl, without half lines and repeated steps."""
     at_step(monkeypatch, 7, crash)
     with pytest.raises(Crash):
         fit(STEPS)
@@ -278,7 +287,10 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
 
 
 def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
-    """At these learning rates the held-out loss rises above that of the untrained model."""
+    """The best checkpoint after a resume is that of an uninterrupted run.
+
+    At these learning rates the held-out loss rises above that of the untrained model.
+    """
     flags = f"{STEPS} --optim.kind adamw --optim.lr 3 --optim.grad-clip 0 --eval-every 2"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
     at_step(monkeypatch, 5, terminate)
@@ -335,7 +347,10 @@ def start(argv):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
-    """The space in the directory's name must survive being copied to a shell."""
+    """A stop signal saves the run and prints a resume command that works in a shell.
+
+    The space in the folder's name must survive being copied there.
+    """
     flags = "--model.dropout 0.2 --eval-every 0 --log-every 5"
     run = tmp_path / f"a{' ' * (sent is signal.SIGINT)}run"
     # so many steps that the signal always comes before the last

@@ -47,7 +47,10 @@ def test_loss_falls(fit, kind, precision):
 
 
 def test_bf16_rounds_and_stays_close(fit, tmp_path):
-    """If bf16 silently were fp32, every other test would pass."""
+    """Losses in bf16 differ from those in fp32, but by less than 0.02.
+
+    If bf16 silently were fp32, every other test would pass.
+    """
     runs = [fit(f"--train.precision {p} --run-dir {tmp_path / p}") for p in ("fp32", "bf16")]
     full, rounded = (list(series(run, "train_loss").values()) for run in runs)
     assert full != rounded
@@ -56,7 +59,10 @@ def test_bf16_rounds_and_stays_close(fit, tmp_path):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
-    """The order of sums alone differs: 1e-5 on the losses of 8 steps, 1e-3 on the norms."""
+    """Splitting a batch into micro-batches changes the losses by rounding only.
+
+    The order of sums alone differs: 1e-5 on the losses of 8 steps, 1e-3 on the norms.
+    """
     whole, split = (
         fit(f"--optim.kind {kind} --train.micro-batch {size} --run-dir {tmp_path / str(size)}")
         for size in (8, 3)  # 3 does not divide 8: 2 is taken
@@ -69,7 +75,10 @@ def test_split_batches_give_the_same_losses(fit, tmp_path, kind):
 def test_a_batch_that_leaves_half_of_a_micro_batch_unused_is_worth_a_warning(
     fit, capfd, asked, warned
 ):
-    """There are 14 sequences: micro-batches of 3 or 4 become ones of 2, those of 7 stay."""
+    """A micro-batch size of which the batch leaves half unused gets a warning.
+
+    There are 14 sequences: micro-batches of 3 or 4 become ones of 2, those of 7 stay.
+    """
     fit(f"--steps 1 --train.batch-tokens {14 * 16} --train.micro-batch {asked}")
     assert ("divide into micro-batches of 2 at most" in capfd.readouterr().out) == warned
 
@@ -83,7 +92,10 @@ def test_evaluations_and_saves_show_how_far_they_are(fit, monkeypatch):
 
 
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
-    """With dropout, a random number drawn or a mode left behind by a save would show, too."""
+    """Evaluations and samples do not change the training losses, even with dropout.
+
+    With dropout, a random number drawn or a mode left behind by a save would show, too.
+    """
     runs = [
         fit(f"--model.dropout 0.2 --eval-every {every} --run-dir {tmp_path / every}")
         for every in ("2", "0")
@@ -93,7 +105,10 @@ def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
 
 
 def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
-    """Reading a number out of a tensor syncs the device; only a log line may."""
+    """Steps between two log lines never wait for the device.
+
+    Reading a number out of a tensor syncs the device; only a log line may.
+    """
     reads = []
 
     class Reads(TorchDispatchMode):
@@ -179,7 +194,10 @@ def test_schedule_and_clipping_reach_the_metrics(fit):
 
 
 def test_throughput_is_of_training_alone(fit, monkeypatch):
-    """A step is made to last 0.1 s, and a save 0.5 s that must not count."""
+    """Tokens per second and MFU leave out evaluations, samples and checkpoints.
+
+    A step is made to last 0.1 s, a save 0.5 s.
+    """
 
     def wait(model, *_, **__):
         time.sleep(0.1 if model.training else 0.3)
@@ -287,7 +305,7 @@ def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
 
 
 def test_saved_before_it_is_evaluated(fit, monkeypatch):
-    """A crash in an evaluation must not cost the steps before it."""
+    """A checkpoint is written before its step is evaluated."""
     saved = []
 
     def look(log, record):
@@ -315,7 +333,7 @@ def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatc
 
 
 def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
-    """Two runs that start in the same second get different names."""
+    """A run's folder is named by recipe and time; in the same second the second one gets `-2`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20240102-030405")
     for _ in range(2):

@@ -20,7 +20,8 @@ class Tokenizer(Protocol):
     """
 
     kind: str
-    """Name in `make_tokenizer`; for another program's `tokenizer.json`, its model in lower case."""
+    """Kind of tokenizer, as in `make_tokenizer`; for a Hugging Face `tokenizer.json`, the name of
+    its model in lower case."""
     vocab_size: int
     """Number of ids, which are 0 to `vocab_size - 1`."""
     eot_id: int | None

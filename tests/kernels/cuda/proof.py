@@ -10,14 +10,14 @@ from torch import Tensor
 from tests.parity import awkward, launches
 
 Step = Callable[[], Sequence[Tensor]]
-"""Outputs and gradients of an op, of the same tensors in every call."""
+"""Function that computes an op's outputs and gradients, from the same tensors in every call."""
 
 one_at_a_time = pytest.mark.xdist_group("memory")
 """Marks tests that `need` much memory: one worker runs them all."""
 
 
 def need(gib: int) -> None:
-    """Skips the test where the device has less free memory."""
+    """Skips the test if the GPU has less than `gib` GiB of free memory."""
     torch.cuda.empty_cache()  # what earlier tests of this process left is free
     if torch.cuda.mem_get_info()[0] < gib << 30:
         pytest.skip(f"needs {gib} GiB of free device memory")
@@ -69,7 +69,7 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
 def assert_replays(
     step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
 ) -> None:
-    """Asserts that a captured graph reads `inputs` anew, as `change` changes them later."""
+    """Asserts that a replayed CUDA graph computes from new values of `inputs`."""
     graph, results = captured(step)
     inputs = list(inputs)
     for _ in range(2):
@@ -83,7 +83,7 @@ def assert_replays(
 
 
 def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
-    """Asserts that the step runs on a side stream, where `late` is negated after a while."""
+    """Asserts that a step runs on the current CUDA stream, after work queued there before."""
     step()  # compiles
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -100,7 +100,7 @@ def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
 def assert_compiles_nothing_new(
     kernels: Iterable[Any], run: Callable[[int], object], others: Iterable[int]
 ) -> None:
-    """Asserts that `run` of each of `others` needs no form of a kernel that `run(0)` does not."""
+    """Asserts that `run` compiles no kernel for any of `others` that `run(0)` has not compiled."""
 
     def compiled() -> list[int]:
         device = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""Attention on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of attention on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch

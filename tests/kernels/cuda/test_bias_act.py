@@ -1,4 +1,4 @@
-"""Bias and activation on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of bias and activation on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The two losses on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of the two losses on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_parity_at_gpt2s_padded_vocabulary(name, options, reduction, dtype):
 
 
 def test_the_weights_gradient_adds_up_in_fp32():
-    """Under autocast, 16 chunks are no worse than one product of all tokens, which bf16 rounds."""
+    """The weight's gradient from 16 chunks under autocast is as exact as one product's."""
     x, weight, targets = head(4096)
     got = linear_step(x, weight, targets, chunk_tokens=256)[2]
     with torch.autocast("cuda", torch.bfloat16):
@@ -84,7 +84,7 @@ def test_more_than_two_billion_elements():
 
 
 def test_peak_memory_is_a_chunk_and_the_gradients():
-    """GPT-2's head at 16,384 tokens: 0.41 GB of logits instead of 1.6, and their fp32 copies."""
+    """Peak memory of GPT-2's head at 16,384 tokens is that of one chunk and the gradients."""
     x, weight, targets = head(16_384)
     linear_step(x, weight, targets)
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Attention over a cache on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of attention over a key/value cache on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch

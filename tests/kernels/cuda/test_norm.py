@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of LayerNorm and RMSNorm on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rotary positions on a GPU; `test_conformance` has the checks of every op."""
+"""Tests of rotary position embeddings (RoPE) on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch

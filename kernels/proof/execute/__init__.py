@@ -1,0 +1,25 @@
+"""Executes the PTX of compiled Triton kernels on a CPU, and finds the faults in it.
+
+Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
+Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `arithmetic`, `warp`,
+`memory` (global), `shared`, `tensor` (fragments, descriptors), `flight` (copies, registers under
+way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `machine` (thread blocks in lockstep), `launch`
+(compiling, binding, running).
+
+A kernel of yours:
+
+    from fastgpt.kernels.proof.execute import Launch, execute
+
+    x, y = torch.randn(1000), torch.empty(1000)
+    execute(Launch(double_kernel, (x, y, 1000), {"BLOCK": 256}, grid=(4,)), arch=90)
+
+Here y holds the result, or a `FaultError` says what is wrong and in which thread and line.
+"""
+
+from ...runtime import Launch
+from .errors import FaultError, UnknownPtxError
+from .launch import Compiled, compile_launch, execute, run_ptx
+
+__all__ = [
+    "Compiled", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute", "run_ptx",
+]  # fmt: skip

@@ -1,0 +1,495 @@
+"""Arithmetic (9.7.1 to 9.7.9): integers, floats, conversions, comparisons, moves.
+
+Every result is rounded as the ISA says. Where it leaves bits open (`ex2.approx`, `div.full`, ...)
+the result here is the correctly rounded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .build import Build, Mask, Step, opcode, unknown
+from .errors import UnknownPtxError
+from .ptx import BOOL, U16, U32, U64, Instruction, Name, Vector
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+F32, F64, F16 = np.dtype("f4"), np.dtype("f8"), np.dtype("f2")
+TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32, "u32": U32,
+         "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),
+         "f64": F64, "f16": F16, "s8": np.dtype("i1"), "u8": np.dtype("u1")}  # fmt: skip
+TINY = np.finfo(np.float32).smallest_normal
+
+
+# --- number formats -------------------------------------------------------------------------------
+
+
+def from_bf16(x: Any) -> Any:
+    """uint16 bits -> float32."""
+    return (x.astype(U32) << np.uint32(16)).view(F32)
+
+
+def to_bf16(x: Any) -> Any:
+    """float32 -> uint16 bits, rounded to nearest even; NaN is 0x7fff."""
+    bits = x.view(U32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(U16))
+
+
+def halves(x: Any, kind: str) -> tuple[Any, Any]:
+    """uint32 bits of two 16-bit floats -> (low, high) in float32."""
+    low, high = (x & np.uint32(0xFFFF)).astype(U16), (x >> np.uint32(16)).astype(U16)
+    return from_half(low, kind), from_half(high, kind)
+
+
+def from_half(x: Any, kind: str) -> Any:
+    """uint16 bits of "bf16" or "f16" -> float32."""
+    return from_bf16(x) if kind.startswith("bf16") else x.view(F16).astype(F32)
+
+
+def to_half(x: Any, kind: str) -> Any:
+    """float32 -> uint16 bits of "bf16" or "f16"."""
+    return to_bf16(x) if kind.startswith("bf16") else x.astype(F16).view(U16)
+
+
+def joined(low: Any, high: Any) -> Any:
+    """Two uint16 -> uint32."""
+    return low.astype(U32) | (high.astype(U32) << np.uint32(16))
+
+
+def flushed(x: Any) -> Any:
+    """float32 with subnormal numbers as zeros of their sign."""
+    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
+
+
+def to_odd(total: Any, error: Any) -> Any:
+    """float64 sums rounded to odd, which a second rounding to float32 or less cannot spoil.
+
+    Boldo and Melquiond, "When double rounding is odd", 2004.
+
+    Args:
+        total: rounded to nearest.
+        error: what the rounding lost.
+    """
+    even = (total.view(U64) & np.uint64(1)) == 0
+    other = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where((error != 0) & even & np.isfinite(error), other, total)
+
+
+def exact_fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32 or narrower in float64, rounded to odd."""
+    product, c = np.multiply(a, b, dtype=F64), np.asarray(c, F64)
+    total = product + c
+    tail = total - product
+    return to_odd(total, (product - (total - tail)) + (c - tail))
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded once."""
+    total = np.multiply(a, b, dtype=F64) + c
+    result = total.astype(F32)
+    halfway = (total.view(U64) & np.uint64(0x1FFF_FFFF)) == 0x1000_0000
+    if (halfway | (np.abs(result) < TINY)).any():
+        result = exact_fma(a, b, c).astype(F32)
+    return result
+
+
+# --- one function for all lanes -------------------------------------------------------------------
+
+
+def _plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
+    """Builder: destination, then sources, each seen as one of `dtypes`."""
+
+    def build(b: Build, instruction: Instruction) -> Step:
+        to, *args = instruction.args
+        assert isinstance(to, int)
+        slots = [b.slot(arg, dtype) for arg, dtype in zip(args, dtypes, strict=True)]
+        views = [_view(b.program.dtypes[slot], dtype) for slot, dtype in zip(slots, dtypes)]
+        out = b.program.dtypes[to]
+        if out.itemsize != result.itemsize:  # 9.4.1: a destination that is wider is extended
+            widen, f_ = np.dtype(f"{result.kind}{out.itemsize}"), f
+            return _plain(dtypes, widen, lambda *x: f_(*x).astype(widen))(b, instruction)
+        cast = None if result == out else out
+
+        def step(m: Machine, mask: Mask) -> None:
+            R = m.R
+            x = [R[s] if v is None else v(R[s]) for s, v in zip(slots, views)]
+            y = f(*x)
+            m.put(to, y if cast is None else y.view(cast), mask)
+
+        return step
+
+    return build
+
+
+def _view(slot: np.dtype, dtype: np.dtype) -> Callable[[Any], Any] | None:
+    """What makes a register a `dtype`: a wider one gives its low bits (9.4.1); None for nothing."""
+    if slot == dtype:
+        return None
+    if slot.itemsize > dtype.itemsize:
+        low = np.dtype(f"u{dtype.itemsize}")
+        return lambda x: x.astype(low).view(dtype)
+    if slot.itemsize < dtype.itemsize:
+        raise UnknownPtxError(f"a register of {slot.itemsize} bytes read as {dtype}")
+    return lambda x: x.view(dtype)
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Quotient of integers, truncated; all bits set where the divisor is 0."""
+    safe = np.where(b == 0, b.dtype.type(1), b)
+    floor = a // safe
+    up = (a % safe != 0) & ((a < 0) != (safe < 0))
+    return np.where(b == 0, np.array(-1).astype(a.dtype), floor + up.astype(a.dtype))
+
+
+def _high(a: Any, b: Any) -> Any:
+    wide = np.int64 if a.dtype.kind == "i" else np.uint64
+    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+
+
+def _shift_left(x: Any, n: Any) -> Any:
+    width = 8 * x.dtype.itemsize
+    return np.where(n >= width, 0, x << np.minimum(n, width - 1).astype(x.dtype)).astype(x.dtype)
+
+
+def _shift_right(x: Any, n: Any) -> Any:
+    return (
+        x >> np.minimum(n, 8 * x.dtype.itemsize - 1).astype(x.dtype)
+        if x.dtype.kind == "i"
+        else (
+            np.where(
+                n >= 8 * x.dtype.itemsize,
+                0,
+                x >> np.minimum(n, 8 * x.dtype.itemsize - 1).astype(x.dtype),
+            )
+        ).astype(x.dtype)
+    )
+
+
+def _extract(x: Any, start: Any, length: Any) -> Any:
+    """bfe (9.7.1.20): `length` bits from `start`, extended by their sign in the signed form."""
+    start, length = start.astype(np.int64) & 255, length.astype(np.int64) & 255
+    field = (x.astype(np.int64) >> start) & ((np.int64(1) << length) - 1)
+    if x.dtype.kind == "i":
+        sign = np.where(length == 0, 0, np.int64(1) << np.maximum(length - 1, 0))
+        field = (field ^ sign) - sign
+    return field.astype(x.dtype)
+
+
+def _permute(a: Any, b: Any, selector: Any) -> Any:
+    """prmt.b32 (9.7.9.7): each byte of the result is one of the eight bytes of b:a."""
+    both = (b.astype(U64) << np.uint64(32)) | a.astype(U64)
+    result = np.uint64(0)
+    for i in range(4):
+        chosen = (selector >> np.uint32(4 * i)).astype(U64)
+        byte = (both >> ((chosen & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
+        sign = np.where(byte >= 128, np.uint64(255), np.uint64(0))
+        byte = np.where(chosen & np.uint64(8), sign, byte)
+        result = result | (byte << np.uint64(8 * i))
+    return result.astype(U32)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))  # max(-0, +0) is +0
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return np.where((a == 0) & (b == 0), -(-a - b), np.fmin(a, b))
+
+
+INTEGER = {
+    "add": np.add, "sub": np.subtract, "mul.lo": np.multiply, "mul.hi": _high,
+    "div": _divide, "rem": lambda a, b: a - _divide(a, b) * b,
+    "min": np.minimum, "max": np.maximum,
+    "min.relu": lambda a, b: np.maximum(np.minimum(a, b), a.dtype.type(0)),
+    "max.relu": lambda a, b: np.maximum(np.maximum(a, b), a.dtype.type(0)),
+    "mad.lo": lambda a, b, c: a * b + c,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "neg": np.negative, "abs": np.abs,
+}  # fmt: skip
+FLOAT = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fma, "div": np.divide,
+    "min": _minimum, "max": _maximum, "min.NaN": np.minimum, "max.NaN": np.maximum,
+    "neg": np.negative, "abs": np.abs,
+    "ex2": lambda x: np.exp2(x.astype(F64)).astype(F32),
+    "lg2": lambda x: np.log2(x.astype(F64)).astype(F32),
+    "rcp": lambda x: (1 / x.astype(F64)).astype(F32),
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: (1 / np.sqrt(x.astype(F64))).astype(F32),
+    "tanh": lambda x: np.tanh(x.astype(F64)).astype(F32),
+}  # fmt: skip
+UNARY = ("not", "neg", "abs", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh")
+ROUNDINGS = ("rn", "approx", "full", "ftz")
+"""Modifiers after which a result is the correctly rounded one; "ftz" also flushes subnormals."""
+
+
+@opcode(*{name.split(".")[0] for name in {**INTEGER, **FLOAT}})
+def _arithmetic(b: Build, instruction: Instruction) -> Step:
+    first, *mods, kind = instruction.mods
+    modes = [mod for mod in mods if mod not in ROUNDINGS]
+    name = ".".join([first, *modes])
+    if kind in ("f16x2", "bf16x2", "f16", "bf16") and modes != ["f32"]:
+        return _of_halves(name, kind)(b, instruction)
+    if kind == "f32x2":
+        return _of_pairs(name)(b, instruction)
+    if modes == ["f32"] and kind in ("bf16", "f16"):
+        return _mixed(first, kind)(b, instruction)
+    if name == "mul.wide" or name == "mad.wide":
+        return _wide_product(first, kind)(b, instruction)
+    table = FLOAT if kind in ("f32", "f64") else INTEGER
+    if name not in table or kind not in TYPES:
+        raise unknown(instruction)
+    f = table[name]
+    if "ftz" in mods:
+        plain = f
+        f = lambda *x: flushed(plain(*map(flushed, x)))  # noqa: E731
+    dtype = TYPES[kind]
+    count = len(instruction.args) - 1
+    if name.startswith(("min", "max")) and count == 3:  # sm_100 has them of three
+        two = f
+        f = lambda x, y, z: two(two(x, y), z)  # noqa: E731
+    return _plain((dtype,) * count, dtype, f)(b, instruction)
+
+
+def _of_halves(name: str, kind: str) -> Any:
+    """16-bit floats, computed in wider ones and rounded once; two a register with "x2"."""
+
+    def one(*x: Any) -> Any:
+        wide = _narrow(exact_fma(*x)) if name == "fma" else FLOAT[name](*x)
+        return to_half(wide, kind)
+
+    def two(*packed: Any) -> Any:
+        return joined(*(one(*x) for x in zip(*(halves(x, kind) for x in packed))))
+
+    count = 3 if name == "fma" else 1 if name in UNARY else 2
+    if kind.endswith("x2"):
+        return _plain((U32,) * count, U32, two)
+    return _plain((U16,) * count, U16, lambda *x: one(*(from_half(y, kind) for y in x)))
+
+
+def _narrow(x: Any) -> Any:
+    """float64 rounded to odd -> float32 rounded to odd, to be rounded once more to 16 bits."""
+    y = x.astype(F32)
+    back = y.astype(F64)
+    even = (y.view(U32) & np.uint32(1)) == 0
+    return np.where(
+        (back != x) & even, np.nextafter(y, np.where(x > back, np.inf, -np.inf).astype(F32)), y
+    )
+
+
+def _of_pairs(name: str) -> Any:
+    def f(*packed: Any) -> Any:
+        parts = [
+            (
+                (x & np.uint64(0xFFFFFFFF)).astype(U32).view(F32),
+                (x >> np.uint64(32)).astype(U32).view(F32),
+            )
+            for x in packed
+        ]
+        low, high = (FLOAT[name](*x).view(U32).astype(U64) for x in zip(*parts))
+        return low | (high << np.uint64(32))
+
+    return _plain((U64,) * (3 if name == "fma" else 2), U64, f)
+
+
+def _mixed(name: str, kind: str) -> Any:
+    """fma, add and sub of 16-bit floats into float32 (9.7.5): the last operand is float32."""
+    if name == "fma":
+        f = lambda a, c, d: fma(from_half(a, kind), from_half(c, kind), d)  # noqa: E731
+        return _plain((U16, U16, F32), F32, f)
+    return _plain((U16, F32), F32, lambda a, c: FLOAT[name](from_half(a, kind), c))
+
+
+def _wide_product(name: str, kind: str) -> Any:
+    wide = {"s32": np.dtype("i8"), "u32": U64, "s16": np.dtype("i4"), "u16": U32}[kind]
+    dtype = TYPES[kind]
+    if name == "mul":
+        return _plain((dtype, dtype), wide, lambda a, c: a.astype(wide) * c.astype(wide))
+    return _plain((dtype, dtype, wide), wide, lambda a, c, d: a.astype(wide) * c.astype(wide) + d)
+
+
+@opcode("shl")
+def _shl(b: Build, instruction: Instruction) -> Step:
+    dtype = TYPES[instruction.type]
+    return _plain((dtype, U32), dtype, _shift_left)(b, instruction)
+
+
+@opcode("shr")
+def _shr(b: Build, instruction: Instruction) -> Step:
+    dtype = TYPES[instruction.type]
+    return _plain((dtype, U32), dtype, _shift_right)(b, instruction)
+
+
+@opcode("bfe.u32", "bfe.s32")
+def _bfe(b: Build, instruction: Instruction) -> Step:
+    dtype = TYPES[instruction.type]
+    return _plain((dtype, U32, U32), dtype, _extract)(b, instruction)
+
+
+@opcode("prmt.b32")
+def _prmt(b: Build, instruction: Instruction) -> Step:
+    return _plain((U32, U32, U32), U32, _permute)(b, instruction)
+
+
+@opcode("selp")
+def _selp(b: Build, instruction: Instruction) -> Step:
+    to = instruction.args[0]
+    assert isinstance(to, int)
+    dtype = b.program.dtypes[to]
+    return _plain((dtype, dtype, BOOL), dtype, lambda a, c, p: np.where(p, a, c))(b, instruction)
+
+
+COMPARE = {
+    "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
+    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+
+
+@opcode("setp")
+def _setp(b: Build, instruction: Instruction) -> Step:
+    _, compare, *mods, kind = instruction.mods
+    if any(mod != "ftz" for mod in mods) or isinstance(instruction.args[0], Vector):
+        raise unknown(instruction)
+    f, dtype = COMPARE[compare], TYPES.get(kind, U16)
+    if kind in ("f16", "bf16"):
+        seen: Callable[[Any], Any] = lambda x: from_half(x, kind)  # noqa: E731
+        dtype = U16
+    else:
+        seen = flushed if mods else lambda x: x
+    return _plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
+
+
+@opcode("mov")
+def _mov(b: Build, instruction: Instruction) -> Step:
+    """A move, or packing and unpacking by braces (9.7.9.5)."""
+    to, source = instruction.args
+    dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
+    if isinstance(to, Vector):
+        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
+    assert isinstance(to, int)
+    if isinstance(source, Vector):
+        return _pack(b, to, source, dtype)
+    if isinstance(source, Name) and source.text != "global_smem":
+        raise unknown(instruction)
+    slot = b.slot(source, dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        value = m.R[slot]
+        if value is None:
+            raise TypeError
+        m.put(to, value, mask)
+
+    return step
+
+
+def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
+    slots = [b.slot(item, part) for item in source.items]
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def step(m: Machine, mask: Mask) -> None:
+        if m.late.slots and not m.late.slots.keys().isdisjoint(slots):
+            m.late.follow(to, slots, shifts, m.index(mask))
+            return
+        value = dtype.type(0)
+        for slot, shift in zip(slots, shifts):
+            value = value | (m.R[slot].astype(dtype) << shift)
+        m.put(to, value, mask)
+
+    return step
+
+
+def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def step(m: Machine, mask: Mask) -> None:
+        for slot, shift in zip(slots, shifts):
+            if slot is not None:
+                m.put(slot, (m.R[source] >> shift).astype(part), mask)
+
+    return step
+
+
+@opcode("cvt")
+def _cvt(b: Build, instruction: Instruction) -> Step:
+    """Conversions (9.7.9.21)."""
+    _, *mods, to, of = instruction.mods
+    if to in ("bf16x2", "f16x2") and of == "f32" and mods == ["rn"]:
+        f = lambda high, low: joined(to_half(low, to), to_half(high, to))  # noqa: E731
+        return _plain((F32, F32), U32, f)(b, instruction)
+    source = U16 if of == "bf16" else TYPES[of]
+    return _plain((source,), _kind(to), _conversion(instruction, mods, to, of))(b, instruction)
+
+
+def _kind(name: str) -> np.dtype:
+    return U16 if name == "bf16" else TYPES[name]
+
+
+ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _conversion(
+    instruction: Instruction, mods: list[str], to: str, of: str
+) -> Callable[[Any], Any]:
+    floats = ("f16", "bf16", "f32", "f64")
+    rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
+    if rest or "sat" in mods:
+        raise unknown(instruction)
+    if of == "bf16":
+        widen: Callable[[Any], Any] = from_bf16
+    else:
+        widen = lambda x: x  # noqa: E731
+    if to in floats and of not in floats:
+        target = TYPES["f32" if to == "bf16" else to]
+        return (lambda x: to_bf16(x.astype(F32))) if to == "bf16" else lambda x: x.astype(target)
+    if to == "bf16":
+        return lambda x: to_bf16(widen(x).astype(F32))
+    dtype = TYPES[to]
+    if to in floats or of not in floats:
+        return lambda x: widen(x).astype(dtype)
+    rounding = ROUND[next(mod for mod in mods if mod in ROUND)]
+    limits = np.iinfo(dtype)
+
+    def saturated(x: Any) -> Any:
+        wide = np.nan_to_num(rounding(widen(x).astype(F64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
+        return np.clip(wide, float(limits.min), float(limits.max)).astype(dtype)
+
+    return saturated
+
+
+@opcode("ld.param")
+def _ld_param(b: Build, instruction: Instruction) -> Step:
+    to, name = instruction.args
+    if not isinstance(name, Name) or not isinstance(to, int):
+        raise UnknownPtxError(f"PTX line {instruction.line}: {instruction.text}")
+    dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
+    if kind.itemsize != dict(b.program.params)[name.text].itemsize:
+        raise unknown(instruction)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
+
+    return step
+
+
+@opcode("createpolicy")
+def _policy(b: Build, instruction: Instruction) -> Step:
+    """A cache policy changes no result."""
+    to = instruction.args[0]
+    assert isinstance(to, int)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.put(to, np.uint64(0), mask)
+
+    return step

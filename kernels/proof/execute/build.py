@@ -1,0 +1,206 @@
+"""From instructions to steps: closures that do on all lanes what one instruction says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import UnknownPtxError
+from .ptx import (
+    BOOL,
+    CLASSES,
+    Address,
+    Array,
+    Immediate,
+    Instruction,
+    Name,
+    Operand,
+    Program,
+    Vector,
+)
+from .unwritten import suspects, watched
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+WARP = 32
+Mask = Array | None
+"""Lanes that take part, bool (lanes,); None for all of them."""
+Step = Callable[["Machine", Mask], None]
+"""What an instruction does."""
+Builder = Callable[["Build", Instruction], Step]
+TABLE: dict[str, Builder] = {}
+"""Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
+
+
+def opcode(*names: str) -> Callable[[Builder], Builder]:
+    """Registers a builder for opcodes that begin with one of `names`."""
+
+    def register(builder: Builder) -> Builder:
+        TABLE.update(dict.fromkeys(names, builder))
+        return builder
+
+    return register
+
+
+class Build:
+    """Makes the steps of a program; numbers in the text become slots that hold them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.suspects = suspects(program)
+        self.constants: dict[tuple[int, Any], int] = {}
+        self.here = 0
+        """Number of the basic block that is being built."""
+        self.blocks: list[list[Step]] = []
+        for self.here, block in enumerate(program.blocks):
+            steps = [self._step(instruction) for instruction in block]
+            if not block or not ends(block[-1]):
+                steps.append(_go_on(self.here + 1))
+            self.blocks.append(steps)
+
+    def fill(self, machine: Machine) -> None:
+        """Gives a machine its constants."""
+        machine.R += [None] * (len(self.program.dtypes) - len(machine.R))
+        for (value, dtype), slot in self.constants.items():
+            machine.R[slot] = np.dtype(dtype).type(value)
+
+    def slot(self, operand: Any, dtype: Any) -> int:
+        """Slot of a register, or of a number of the given dtype."""
+        if isinstance(operand, int):
+            return operand
+        if isinstance(operand, Name) and operand.text == "global_smem":
+            operand = Immediate(0)
+        if not isinstance(operand, Immediate):
+            raise UnknownPtxError(f"operand {operand}")
+        dtype = np.dtype(dtype)
+        dtype = dtype if dtype == BOOL else np.dtype(f"u{dtype.itemsize}")
+        bits = 1 if dtype == BOOL else 8 * dtype.itemsize
+        value = abs(operand.value) % 2 if dtype == BOOL else operand.value % (1 << bits)
+        key = (value, dtype.str)
+        if key not in self.constants:
+            self.constants[key] = len(self.program.dtypes)
+            self.program.dtypes.append(dtype)
+        return self.constants[key]
+
+    def vector(self, operand: Operand, dtype: Any) -> list[int | None]:
+        """Slots of a list in braces, or of one register alone."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [None if item is None else self.slot(item, dtype) for item in items]
+
+    def target(self, instruction: Instruction) -> int:
+        (name,) = instruction.args
+        assert isinstance(name, Name)
+        return self.program.labels[name.text]
+
+    def _step(self, instruction: Instruction) -> Step:
+        parts = instruction.op.split(".")
+        for length in range(len(parts), 0, -1):
+            builder = TABLE.get(".".join(parts[:length]))
+            if builder is not None:
+                break
+        else:
+            raise unknown(instruction)
+        step = builder(self, instruction)
+        if instruction.guard is not None and parts[0] != "bra":
+            step = _guarded(step, instruction.guard, instruction.negated)
+        if self.suspects.isdisjoint(instruction.reads):
+            return step
+        return watched(step, instruction, self.suspects)
+
+
+def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tuple[int, Any]:
+    """(slot, offset) of an operand in brackets, in the arithmetic of its address space."""
+    assert isinstance(operand, Address), operand
+    base = b.slot(Immediate(0), dtype) if operand.base is None else operand.base
+    dtype = b.program.dtypes[base].type
+    return base, dtype(operand.offset % (1 << 8 * np.dtype(dtype).itemsize))
+
+
+def unknown(instruction: Instruction) -> UnknownPtxError:
+    return UnknownPtxError(
+        f"PTX line {instruction.line}: the executor does not know {instruction.text!r}"
+    )
+
+
+def bits(kind: str) -> np.dtype:
+    """dtype of the bits of a type, such as "f32"."""
+    return CLASSES[kind]
+
+
+def loaded(kind: str) -> np.dtype:
+    """dtype of what a load of a type gives: signed if a wider register has its sign extended."""
+    return np.dtype(f"i{bits(kind).itemsize}") if kind.startswith("s") else bits(kind)
+
+
+def ends(instruction: Instruction) -> bool:
+    """True if an instruction says itself where its threads go next."""
+    first, *rest = instruction.op.split(".")
+    return first in ("bra", "ret", "exit", "barrier") or (first == "bar" and rest[0] != "warp")
+
+
+def _go_on(number: int) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        m.go(number, mask)
+
+    return step
+
+
+def _guarded(inner: Step, guard: int, negated: bool) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        any_, lanes = m.active(mask, guard, negated)
+        if any_:
+            inner(m, lanes)
+
+    return step
+
+
+# --- control flow ---------------------------------------------------------------------------------
+
+
+@opcode("bra")
+def _bra(b: Build, instruction: Instruction) -> Step:
+    target, after = b.target(instruction), b.here + 1
+    guard, negated = instruction.guard, instruction.negated
+
+    def jump(m: Machine, mask: Mask) -> None:
+        m.go(target, mask)
+
+    def branch(m: Machine, mask: Mask) -> None:
+        any_, lanes = m.active(mask, guard, negated)
+        if any_:
+            m.go(target, lanes)
+            if lanes is mask or lanes is None:
+                return
+        assert lanes is not None or not any_
+        rest = mask if lanes is None or not any_ else ~lanes if mask is None else mask & ~lanes
+        if rest is None or rest.any():
+            m.go(after, rest)
+
+    return jump if guard is None else branch
+
+
+@opcode("ret", "exit")
+def _ret(b: Build, instruction: Instruction) -> Step:
+    if instruction.guard is not None:
+        raise unknown(instruction)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.exited[m.index(mask)] = True
+
+    return step
+
+
+@opcode("bar.sync", "barrier.sync")
+def _barrier(b: Build, instruction: Instruction) -> Step:
+    """bar.sync 0 (9.7.14.1): all threads of the block wait for each other."""
+    if instruction.args != [Immediate(0)] or instruction.guard is not None:
+        raise unknown(instruction)
+    after = b.here + 1
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.arrive(mask, after)
+
+    return step

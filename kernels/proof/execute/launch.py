@@ -1,0 +1,174 @@
+"""From a recorded launch to executed PTX: compiling, binding the arguments, running."""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import arithmetic, warp  # noqa: F401  (they register their instructions)
+from .build import Build
+from .machine import Machine
+from .memory import GlobalMemory, Region, smallest_access
+from .ptx import parse
+
+LANES = 4096
+"""Threads that run at a time: enough for numpy, few enough for caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as the compiler leaves it."""
+
+    ptx: str
+    warps: int
+    shared: int
+    """Bytes of shared memory of a thread block."""
+
+
+@functools.lru_cache(maxsize=256)
+def built(ptx: str) -> Build:
+    """The steps of a program, made once."""
+    return Build(parse(ptx))
+
+
+def run_ptx(
+    kernel: Compiled,
+    grid: Sequence[int],
+    values: Sequence[Any],
+    *,
+    regions: Sequence[Region] = (),
+    lanes: int = LANES,
+    fences: bool = True,
+) -> None:
+    """Executes a launch of compiled PTX; tensors are changed in place.
+
+    Args:
+        kernel: what to run.
+        grid: thread blocks in up to three dimensions.
+        values: the kernel's parameters in their order: addresses and numbers. Those that the text
+            has beyond them (scratch memory) are 0.
+        regions: the tensors that it may touch.
+        lanes: threads that run at a time, in whole blocks.
+        fences: see `Machine`.
+
+    Raises:
+        FaultError: the code does what it must not.
+        UnknownPtxError: an instruction that the executor does not know.
+    """
+    build = built(kernel.ptx)
+    program = build.program
+    if len(values) > len(program.params):
+        raise ValueError(f"{program.name} has {len(program.params)} parameters, got {len(values)}")
+    given = [*values, *[0] * (len(program.params) - len(values))]
+    params = {name: _bits(value, dtype) for (name, dtype), value in zip(program.params, given)}
+    whole = (*map(int, grid), 1, 1)[:3]
+    blocks = int(np.prod(whole))
+    memory = GlobalMemory(regions, smallest_access(program, "global"))
+    threads = 32 * kernel.warps
+    at_once = max(1, lanes // threads)
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks, at_once):
+            machine = Machine(
+                program,
+                build.blocks,
+                params=params,
+                grid=whole,
+                threads=threads,
+                blocks=np.arange(first, min(first + at_once, blocks)),
+                shared=kernel.shared,
+                unit=smallest_access(program, "shared"),
+                memory=memory,
+                fences=fences,
+            )
+            build.fill(machine)
+            machine.run()
+
+
+def _bits(value: Any, dtype: np.dtype) -> Any:
+    """A parameter's bits: of a float in float32, of an integer modulo its width."""
+    if isinstance(value, float):
+        return (
+            np.float32(value).view(np.uint32)
+            if dtype.itemsize == 4
+            else np.float64(value).view(np.uint64)
+        )
+    return dtype.type(int(value) % (1 << 8 * dtype.itemsize))
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+def region(name: str, tensor: Any) -> Region:
+    """What a kernel may touch through a torch tensor."""
+    storage = tensor.untyped_storage()
+    item = tensor.element_size()
+    return Region(
+        name=name,
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * item for stride in tensor.stride()),
+        itemsize=item,
+        storage=(storage.data_ptr(), storage.nbytes()),
+    )
+
+
+def compile_launch(launch: Any, arch: int) -> Compiled:
+    """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache."""
+    from triton import __version__, knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    from ..compile import specialised
+
+    signature, constexprs, attributes, given = specialised(launch)
+    source = ASTSource(launch.kernel, signature, constexprs, attributes)
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    options: Any = backend.parse_options({**given, **source.parse_options()})
+    key = "-".join((__version__, source.hash(), backend.hash(), options.hash()))
+    name = hashlib.sha256(key.encode()).hexdigest()
+    path = Path(knobs.cache.dir) / "executed" / f"{name}.json"
+    if not path.exists():
+        compiled = _to_ptx(source, target, backend, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
+        whole.replace(path)  # other processes see all of it or nothing
+    return Compiled(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _to_ptx(source: Any, target: Any, backend: Any, options: Any) -> Compiled:
+    """Runs the compiler's stages up to PTX: the assembler behind them takes half of the time."""
+    from triton._C.libtriton import ir
+
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    functions = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    metadata: dict[str, Any] = {"target": target, **vars(options)}
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "ptx":
+            break
+    return Compiled(module, metadata["num_warps"], metadata["shared"])
+
+
+def execute(launch: Any, arch: int, **options: Any) -> None:
+    """Compiles a recorded launch and runs it on its tensors, which are on the CPU."""
+    from ..compile import specialised
+
+    kernel, constexprs = compile_launch(launch, arch), specialised(launch)[1]
+    arguments = zip(launch.kernel.arg_names, launch.args, strict=False)
+    passed = [(name, value) for name, value in arguments if name not in constexprs]
+    values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in passed]
+    regions = [region(name, value) for name, value in passed if hasattr(value, "data_ptr")]
+    run_ptx(kernel, launch.grid, values, regions=regions, **options)

@@ -1,0 +1,258 @@
+"""Global memory: the bytes of the tensors that a launch was given, and who touched them.
+
+An access outside of all tensors' elements, a misaligned one, and two thread blocks of which one
+writes what the other reads or writes are faults. Memory that is never touched is never committed,
+so tensors may be gigabytes apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .build import Build, Mask, Step, address_of, bits, loaded, opcode
+from .errors import LaneError
+from .ptx import U8, U16, Array, Immediate, Instruction, Program
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+SEVERAL = np.uint16(0xFFFF)
+"""Mark of memory that several thread blocks read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A tensor that a kernel may touch.
+
+    Args:
+        name: of the kernel's argument.
+        address: of its first element.
+        shape: in elements.
+        strides: in bytes.
+        itemsize: bytes of an element.
+        storage: address and bytes of the memory it lies in.
+    """
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    storage: tuple[int, int]
+
+
+class _Segment:
+    """One storage; `unit` bytes share a mark."""
+
+    def __init__(self, regions: list[Region], unit: int) -> None:
+        self.base, self.bytes = regions[0].storage
+        self.regions = regions
+        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self.base))
+        count = -(-self.bytes // unit)
+        valid = np.zeros(count * unit, U8)
+        for r in regions:
+            view = np.lib.stride_tricks.as_strided(
+                valid[r.address - self.base :], (*r.shape, r.itemsize), (*r.strides, 1)
+            )
+            view[...] = 1
+        self.valid = valid
+        self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
+
+    def named(self, address: int) -> str:
+        """The tensor nearest to an address, and where that is."""
+        nearest = min(self.regions, key=lambda r: abs(address - r.address))
+        return f"{nearest.name}{address - nearest.address:+d} bytes"
+
+
+class GlobalMemory:
+    """All memory of one launch."""
+
+    def __init__(self, regions: Iterable[Region], unit: int) -> None:
+        self.unit = unit
+        by_storage: dict[tuple[int, int], list[Region]] = {}
+        for region in regions:
+            if region.storage[1]:
+                by_storage.setdefault(region.storage, []).append(region)
+        self.segments = [_Segment(rs, unit) for _, rs in sorted(by_storage.items())]
+        self.bases = np.array([s.base for s in self.segments], np.uint64)
+
+    def load(
+        self, m: Machine, lanes: Array, addresses: Array, dtype: np.dtype, count: int
+    ) -> Array:
+        """Elements (count, lanes)."""
+        out = np.empty((count, len(lanes)), dtype)
+        for segment, chosen, offset in self._parts(
+            m, lanes, addresses, dtype.itemsize * count, "reads"
+        ):
+            mine = self._mine(m, lanes[chosen])
+            units = self._units(offset, dtype.itemsize * count)
+            written = segment.writer[units]
+            self._refuse(
+                (written != 0) & (written != mine),
+                m,
+                lanes[chosen],
+                segment,
+                offset,
+                "reads what another block writes",
+            )
+            seen = segment.reader[units]
+            segment.reader[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
+            again = segment.reader[units]
+            many = (again != mine) & (again != SEVERAL)
+            if many.any():
+                segment.reader[units[many]] = SEVERAL
+            out[:, chosen] = self._elements(segment, offset, dtype, count)
+        return out
+
+    def store(self, m: Machine, lanes: Array, addresses: Array, values: Array) -> None:
+        """Writes `values` (count, lanes)."""
+        count, size = len(values), values.itemsize * len(values)
+        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
+            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
+            units = self._units(offset, size)
+            written, seen = segment.writer[units], segment.reader[units]
+            self._refuse(
+                (written != 0) & (written != mine),
+                m,
+                who,
+                segment,
+                offset,
+                "writes what another block writes",
+            )
+            self._refuse(
+                (seen != 0) & (seen != mine),
+                m,
+                who,
+                segment,
+                offset,
+                "writes what another block reads",
+            )
+            segment.writer[units] = mine
+            index = (offset // values.itemsize)[None] + np.arange(count)[:, None]
+            data = segment.data[: segment.bytes // values.itemsize * values.itemsize].view(
+                values.dtype
+            )
+            data[index] = values[:, chosen]
+            self._refuse(
+                data[index] != values[:, chosen],
+                m,
+                who,
+                segment,
+                offset,
+                "writes what another thread writes in the same instruction",
+            )
+
+    def _elements(self, segment: _Segment, offset: Array, dtype: np.dtype, count: int) -> Array:
+        data = segment.data[: segment.bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return data[(offset // dtype.itemsize)[None] + np.arange(count)[:, None]]
+
+    def _mine(self, m: Machine, lanes: Array) -> Array:
+        """Mark of each lane's thread block."""
+        return (m.cta[lanes] % 0xFFFE + 1).astype(U16)
+
+    def _units(self, offset: Array, size: int) -> Array:
+        return (offset // self.unit)[None] + np.arange(max(1, size // self.unit))[:, None]
+
+    def _parts(
+        self, m: Machine, lanes: Array, addresses: Array, size: int, does: str
+    ) -> Iterator[tuple[_Segment, Array | slice, Array]]:
+        """(segment, lanes that go there, their byte offsets) of an access that is allowed."""
+        wrong = np.flatnonzero(addresses % np.uint64(size))
+        if len(wrong):
+            at = int(addresses[wrong[0]])
+            raise LaneError(
+                lanes[wrong[0]], f"{does} {size} bytes at a misaligned address, {self._named(at)}"
+            )
+        numbers = np.searchsorted(self.bases, addresses, side="right") - 1
+        first = int(numbers[0])
+        alone = (numbers == first).all()
+        for number in [first] if alone else np.unique(numbers):
+            chosen = slice(None) if alone else np.flatnonzero(numbers == number)
+            segment = self.segments[max(number, 0)]
+            offset = addresses[chosen].astype(np.int64) - segment.base
+            inside = (offset >= 0) & (offset + size <= segment.bytes)
+            if inside.all():
+                units = (offset // size)[:, None] * size + np.arange(size)
+                inside = (
+                    segment.valid[units].all(1) if size < 8 else self._valid(segment, offset, size)
+                )
+            if not inside.all():
+                bad = int(np.flatnonzero(~inside)[0])
+                at = int(addresses[chosen][bad])
+                raise LaneError(
+                    lanes[chosen][bad],
+                    f"{does} {size} bytes outside of every tensor, {self._named(at)}",
+                )
+            yield segment, chosen, offset
+
+    def _valid(self, segment: _Segment, offset: Array, size: int) -> Array:
+        words = segment.valid[: len(segment.valid) // 8 * 8].view(np.uint64)
+        index = (offset // 8)[:, None] + np.arange(size // 8)
+        return (words[index] == 0x0101010101010101).all(1)
+
+    def _refuse(
+        self, wrong: Array, m: Machine, lanes: Array, segment: _Segment, offset: Array, what: str
+    ) -> None:
+        if wrong.any():
+            lane = int(np.argwhere(wrong)[0][1])
+            raise LaneError(
+                lanes[lane], f"race: {what}, {segment.named(segment.base + int(offset[lane]))}"
+            )
+
+    def _named(self, address: int) -> str:
+        if not self.segments:
+            return "with no tensor at all"
+        number = int(np.searchsorted(self.bases, np.uint64(address), side="right")) - 1
+        return self.segments[max(number, 0)].named(address)
+
+
+def smallest_access(program: Program, space: str) -> int:
+    """Bytes of the smallest access to "global" or "shared" memory: what one mark stands for."""
+    sizes = [16]
+    for i in program.instructions:
+        if i.op.startswith((f"ld.{space}", f"st.{space}")):
+            sizes.append(bits(i.type).itemsize * _count(i))
+        elif i.op.startswith("cp.async") and isinstance(i.args[2:3], list) and len(i.args) > 2:
+            assert isinstance(i.args[2], Immediate)
+            sizes.append(i.args[2].value)
+        elif i.op.startswith(("tcgen05.alloc", "mbarrier")):
+            sizes.append(4)
+    return min(sizes)
+
+
+def _count(i: Instruction) -> int:
+    return next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
+
+
+@opcode("ld.global")
+def _ld_global(b: Build, i: Instruction) -> Step:
+    """ld.global (9.7.9.8); cache operators and hints change no result."""
+    slots = b.vector(i.args[0], bits(i.type))
+    slot, offset = address_of(b, i.args[1], np.uint64)
+    dtype = loaded(i.type)
+
+    def step(m: Machine, mask: Mask) -> None:
+        addresses = m.addresses(slot, offset, mask)
+        m.put_rows(slots, m.memory.load(m, m.index(mask), addresses, dtype, len(slots)), mask)
+
+    return step
+
+
+@opcode("st.global")
+def _st_global(b: Build, i: Instruction) -> Step:
+    """st.global (9.7.9.11)."""
+    dtype = bits(i.type)
+    slot, offset = address_of(b, i.args[0], np.uint64)
+    slots = b.vector(i.args[1], dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        addresses = m.addresses(slot, offset, mask)
+        m.memory.store(m, m.index(mask), addresses, m.rows(slots, mask, dtype))
+
+    return step

@@ -1,0 +1,241 @@
+"""Shared memory of the thread blocks: its bytes, and marks by which faults are noticed.
+
+Between two barriers no two warps may touch the same bytes if one of them writes another value:
+that is a race, whatever order the warps ran in here. Bytes that nobody wrote, bytes that a copy is
+still on its way to, and bytes that a product still reads are marked as such.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .build import Build, Mask, Step, address_of, bits, loaded, opcode
+from .errors import LaneError
+from .ptx import Array, Instruction
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+MANY = 255
+"""Warp number in a mark that stands for several warps."""
+NOTHING, READY, COMING = 0, 1, 2
+"""States of memory: never written, readable, awaiting an asynchronous copy."""
+
+
+class SharedMemory:
+    """The shared memory of all thread blocks of a machine, one after the other.
+
+    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
+    """
+
+    def __init__(self, m: Machine, blocks: int, size: int, unit: int) -> None:
+        self.m, self.size, self.unit = m, size, unit
+        self.stride = -(-max(size, 16) // 16) * 16
+        self.data = np.zeros(blocks * self.stride, np.uint8)
+        units = blocks * self.stride // unit
+        self.state = np.zeros(units, np.uint8)
+        self.writer, self.reader = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.unfenced = np.zeros(units, bool)
+        """Written by a thread, and not yet visible to the tensor cores' reads (the async proxy)."""
+        self.pinned = np.zeros(units, np.int16)
+        """Number of products in flight that read it."""
+        self.epoch = np.ones(blocks, np.int32)
+        self.barrier(None)
+
+    def barrier(self, blocks: Array | None) -> None:
+        """All warps of the thread blocks (bool; None: of all) have met."""
+        self.epoch[slice(None) if blocks is None else blocks] += 1
+        self.mark = ((self.epoch[self.m.block] << 8) | (self.m.warp + 1)).astype(np.int32)
+
+    # --- access -----------------------------------------------------------------------------------
+
+    def place(self, lanes: Array, addresses: Array, size: int, does: str) -> Array:
+        """Byte offsets of accesses of `size` bytes; a fault if misaligned or out of bounds."""
+        addresses = addresses.astype(np.int64)
+        wrong = (addresses % size != 0) | (addresses + size > self.size)
+        if wrong.any():
+            n = int(np.argwhere(wrong)[0][0])
+            at = int(addresses[n].max()) if addresses.ndim > 1 else int(addresses[n])
+            why = "misaligned" if at % size else f"outside of the {self.size} bytes there are"
+            self._trouble(lanes[n], f"{does} {size} bytes of shared memory at {at}: {why}")
+        base = self.m.block[lanes] * self.stride
+        return addresses + (base[:, None] if addresses.ndim > 1 else base)
+
+    def units(self, offset: Array, size: int) -> Array:
+        """Numbers of the units that accesses touch: (units of one, *offset.shape)."""
+        first = (offset // self.unit)[None]
+        return first + np.arange(max(1, size // self.unit)).reshape(-1, *[1] * offset.ndim)
+
+    def load(self, lanes: Array, addresses: Array, dtype: np.dtype, count: int) -> Array:
+        """Elements (count, lanes)."""
+        size = dtype.itemsize * count
+        offset = self.place(lanes, addresses, size, "reads")
+        self.reads(lanes, self.units(offset, size))
+        return self.data.view(dtype)[self._elements(offset, dtype, count)]
+
+    def store(self, lanes: Array, addresses: Array, values: Array) -> None:
+        """Writes `values` (count, lanes)."""
+        size = values.itemsize * len(values)
+        offset = self.place(lanes, addresses, size, "writes")
+        units, index = self.units(offset, size), self._elements(offset, values.dtype, len(values))
+        data = self.data.view(values.dtype)
+        clash = self.clashes(lanes, units)
+        if clash is not None and (np.take(data, index) != values)[:, clash].any():
+            changed = clash & (np.take(data, index) != values).any(0)
+            self._race(lanes, changed, "writes what another warp reads or writes")
+        data[index] = values
+        self.written(lanes, units)
+        if (data[index] != values).any():
+            lost = (data[index] != values).any(0)
+            self._race(lanes, lost, "writes what another thread writes in the same instruction")
+
+    def _elements(self, offset: Array, dtype: np.dtype, count: int) -> Array:
+        return (offset // dtype.itemsize)[None] + np.arange(count)[:, None]
+
+    # --- marks ------------------------------------------------------------------------------------
+
+    def reads(self, lanes: Array, units: Array) -> None:
+        """Marks units (..., lanes) as read by the lanes' warps; a fault if they may not be."""
+        state = self.state[units]
+        if (state != READY).any():
+            n = self._first(state != READY)
+            why = "is still being copied" if state[..., n].max() == COMING else "nobody wrote"
+            self._trouble(lanes[n], f"reads shared memory that {why}")
+        mine, last = self.mark[lanes], self.writer[units]
+        clash = (last >> 8 == mine >> 8) & (last != mine)
+        if clash.any():
+            self._race(lanes, clash, "reads what another warp writes")
+        before = self.reader[units]
+        self.reader[units] = mine
+        several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
+        if several.any():
+            self.reader[units[several]] = np.broadcast_to(mine, units.shape)[several] | MANY
+
+    def clashes(self, lanes: Array, units: Array) -> Array | None:
+        """Lanes that write what another warp touched since the last barrier, or None."""
+        if (self.state[units] == COMING).any():
+            n = self._first(self.state[units] == COMING)
+            self._trouble(lanes[n], "writes shared memory that is still being copied to")
+        if self.pinned[units].any():
+            n = self._first(self.pinned[units] > 0)
+            self._trouble(lanes[n], "writes shared memory that a product under way still reads")
+        mine, last, read = self.mark[lanes], self.writer[units], self.reader[units]
+        clash = (last >> 8 == mine >> 8) & (last != mine)
+        clash |= (read >> 8 == mine >> 8) & (read != mine)
+        return clash.reshape(-1, len(lanes)).any(0) if clash.any() else None
+
+    def refuse_clashes(self, lanes: Array, units: Array, does: str) -> None:
+        """A fault if another warp touched since the last barrier what the lanes will write."""
+        clash = self.clashes(lanes, units)
+        if clash is not None:
+            self._race(lanes, clash, f"{does} what another warp reads or writes")
+
+    def async_reads(self, lanes: Array, units: Array, who: str) -> None:
+        """Like `reads`, by tensor cores, which see what threads wrote only after a fence."""
+        if self.m.fences and self.unfenced[units].any():
+            n = self._first(self.unfenced[units])
+            what = f"{who} reads what threads wrote, without a fence.proxy.async between"
+            self._trouble(lanes[n], what)
+        self.reads(lanes, units)
+
+    def written(self, lanes: Array, units: Array) -> None:
+        """Marks units as written by the lanes' warps."""
+        self.writer[units] = self.mark[lanes]
+        self.state[units] = READY
+        self.unfenced[units] = True
+
+    def fence(self, lanes: Array) -> None:
+        """Makes visible what these warps wrote, and all that was before the last barrier."""
+        if len(lanes) == self.m.size:
+            self.unfenced[:] = False
+            return
+        fenced = np.zeros((len(self.epoch), self.m.warps + 1), bool)
+        fenced[self.m.block[lanes], self.m.warp[lanes] + 1] = True
+        mark = self.writer.reshape(len(self.epoch), -1)
+        older = (mark >> 8 < self.epoch[:, None]) & np.any(fenced, axis=1, keepdims=True)
+        own = np.take_along_axis(fenced, np.minimum(mark & 255, self.m.warps), 1)
+        self.unfenced &= ~(older | own).reshape(-1)
+
+    def _first(self, wrong: Array) -> int:
+        """Number of the first lane, the last axis, with a wrong unit."""
+        return int(np.flatnonzero(wrong.reshape(-1, wrong.shape[-1]).any(0))[0])
+
+    def _race(self, lanes: Array, wrong: Array, what: str) -> None:
+        self._trouble(
+            lanes[self._first(wrong)], f"race: {what} in shared memory, without a barrier between"
+        )
+
+    def _trouble(self, lane: int, what: str) -> None:
+
+        raise LaneError(lane, what)
+
+
+@opcode("ld.shared")
+def _ld_shared(b: Build, i: Instruction) -> Step:
+    slots = b.vector(i.args[0], bits(i.type))
+    slot, offset = address_of(b, i.args[1], np.uint32)
+    dtype = loaded(i.type)
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes = m.index(mask)
+        rows = m.shared.load(lanes, m.addresses(slot, offset, mask), dtype, len(slots))
+        m.put_rows(slots, rows, mask)
+
+    return step
+
+
+@opcode("st.shared")
+def _st_shared(b: Build, i: Instruction) -> Step:
+    slot, offset = address_of(b, i.args[0], np.uint32)
+    dtype = bits(i.type)
+    slots = b.vector(i.args[1], dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes = m.index(mask)
+        m.shared.store(lanes, m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
+
+    return step
+
+
+@opcode("ldmatrix.sync.aligned.m8n8")
+def _ldmatrix(b: Build, i: Instruction) -> Step:
+    """ldmatrix (9.7.15.5.15): 8 x 8 matrices of 16-bit elements, a row of 16 bytes a thread."""
+    slots = b.vector(i.args[0], np.uint32)
+    slot, offset = address_of(b, i.args[1], np.uint32)
+    trans, count = "trans" in i.mods, len(slots)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "ldmatrix")
+        lanes = m.index(mask)
+        warps = lanes.reshape(-1, 32)[:, : 8 * count]
+        rows = warps.reshape(-1)
+        addresses = (m.full(slot) + offset)[rows]
+        data = m.shared.load(rows, addresses, np.dtype("u2"), 8).T.reshape(-1, count, 8, 8)
+        data = np.ascontiguousarray(data.swapaxes(2, 3) if trans else data).view(np.uint32)
+        values = data.transpose(1, 0, 2, 3).reshape(count, -1)  # thread 4 * row + pair
+        m.put_rows(slots, values, mask)
+
+    return step
+
+
+@opcode("stmatrix.sync.aligned.m8n8")
+def _stmatrix(b: Build, i: Instruction) -> Step:
+    """stmatrix (9.7.15.5.16): the reverse of ldmatrix."""
+    slot, offset = address_of(b, i.args[0], np.uint32)
+    slots = b.vector(i.args[1], np.uint32)
+    trans, count = "trans" in i.mods, len(slots)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "stmatrix")
+        lanes = m.index(mask)
+        values = m.rows(slots, mask).reshape(count, -1, 8, 4)
+        data = np.ascontiguousarray(values.transpose(1, 0, 2, 3)).view(np.uint16)
+        data = data.swapaxes(2, 3) if trans else data
+        rows = lanes.reshape(-1, 32)[:, : 8 * count].reshape(-1)
+        addresses = (m.full(slot) + offset)[rows]
+        m.shared.store(rows, addresses, np.ascontiguousarray(data.reshape(-1, 8).T))
+
+    return step

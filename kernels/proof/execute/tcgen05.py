@@ -1,0 +1,312 @@
+"""tcgen05: tensor memory and the products into it (9.7.16), of sm_100."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .build import WARP, Build, Mask, Step, address_of, opcode, unknown
+from .errors import LaneError
+from .mbarrier import each
+from .ptx import Array, Immediate, Instruction
+from .tensor import product, read_operand, widened
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+LANES, COLUMNS = 128, 512
+KINDS = {0: "f16", 1: "bf16"}
+"""Field of an instruction descriptor -> number format."""
+
+
+@dataclass(slots=True)
+class TensorMemory:
+    """Tensor memory of one thread block (9.7.16.1), in cells of 32 bits."""
+
+    cells: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
+    allocated: dict[int, int] = field(default_factory=dict)
+    """First column -> number of columns."""
+    queue: list[Callable[[], None] | int] = field(default_factory=list)
+    """Products under way, and at each commit the address of its mbarrier."""
+
+
+class TensorMemories:
+    """Tensor memory of all thread blocks of a machine."""
+
+    def __init__(self, m: Machine, blocks: int) -> None:
+        self.m = m
+        used = any(i.op.startswith("tcgen05") for i in m.program.instructions)
+        self.blocks = [TensorMemory() for _ in range(blocks if used else 0)]
+
+    def of(self, lane: int | np.integer) -> TensorMemory:
+        """The memory of the lane's thread block."""
+        return self.blocks[self.m.block[lane]]
+
+    def finish(self, lane: int, address: int) -> None:
+        """Carries out the products up to the next commit to an mbarrier, if there is one."""
+        queue = self.of(lane).queue if self.blocks else []
+        if address not in queue:
+            return
+        count = queue.index(address) + 1
+        for item in queue[:count]:
+            if isinstance(item, int):
+                self.m.mbarriers.arrive(lane, item)
+            else:
+                item()
+        del queue[:count]
+
+    def left_over(self) -> str | None:
+        """Says what thread blocks that have exited should have waited for or given back."""
+        for memory in self.blocks:
+            if any(not isinstance(item, int) for item in memory.queue):
+                return "a thread block exits with a tcgen05.mma under way"
+            if memory.allocated:
+                return "a thread block exits without tcgen05.dealloc"
+        return None
+
+
+# --- allocation -----------------------------------------------------------------------------------
+
+
+@opcode("tcgen05.alloc.cta_group::1.sync.aligned")
+def _alloc(b: Build, i: Instruction) -> Step:
+    slot, offset = address_of(b, i.args[0], np.uint32)
+    count = i.args[1]
+    assert isinstance(count, Immediate)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.alloc")
+        for lane, address in each(m, mask, slot, offset)[::WARP]:
+            taken = m.tensor.of(lane).allocated
+            column = max((start + width for start, width in taken.items()), default=0)
+            if column + count.value > COLUMNS:
+                what = f"tcgen05.alloc of {count.value} columns: {column} of {COLUMNS} are taken"
+                raise LaneError(lane, what)
+            taken[column] = count.value
+            at, first = np.array([address], np.uint32), np.array([[column]], np.uint32)
+            m.shared.store(np.array([lane]), at, first)
+
+    return step
+
+
+@opcode("tcgen05.dealloc.cta_group::1.sync.aligned")
+def _dealloc(b: Build, i: Instruction) -> Step:
+    slot = b.slot(i.args[0], np.uint32)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.dealloc")
+        for lane in m.index(mask)[::WARP]:
+            column = int(m.full(slot)[lane])
+            if m.tensor.of(lane).allocated.pop(column, None) is None:
+                raise LaneError(lane, f"tcgen05.dealloc of column {column}, which is not allocated")
+
+    return step
+
+
+@opcode("tcgen05.relinquish_alloc_permit")
+def _relinquish(b: Build, i: Instruction) -> Step:
+    """Lets other blocks of the multiprocessor allocate, which changes no result."""
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.relinquish_alloc_permit")
+
+    return step
+
+
+# --- loads and stores -----------------------------------------------------------------------------
+
+
+def _operands(
+    b: Build, i: Instruction, load: bool
+) -> tuple[list[int | None], int, np.unsignedinteger, int | None]:
+    """(registers, slot and offset of the address, columns between the halves) of a ld or st."""
+    args, half = list(i.args), None
+    registers = args.pop(0 if load else -1)
+    if "16x32bx2" in i.mods:
+        assert isinstance(args[1], Immediate)
+        half = args[1].value
+    elif "32x32b" not in i.mods:
+        raise unknown(i)
+    return b.vector(registers, np.uint32), *address_of(b, args[0], np.uint32), half
+
+
+def _cells(
+    m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger, columns: int, half: int | None
+) -> tuple[Array, Array]:
+    """(lane, first column) of tensor memory that each thread accesses.
+
+    Shape .32x32b: a lane for each thread of the warp. Shape .16x32bx2: 16 lanes; the second half of
+    the threads accesses the same ones, `half` columns further on (9.7.16.2.3).
+    """
+    lanes = m.index(mask)
+    address = m.addresses(slot, offset, mask).astype(np.int64)
+    own, warp = m.tid[lanes] % WARP, m.warp[lanes] % 4
+    row, column = address >> 16, address & 0xFFFF
+    wrong = np.flatnonzero((row // 32 != warp) | (row % (32 if half is None else 16) != 0))
+    if len(wrong):
+        bad = wrong[0]
+        what = f"accesses lane {row[bad]} of tensor memory, which warp {warp[bad]} cannot"
+        raise LaneError(lanes[bad], what)
+    if half is not None:
+        column, own = column + np.where(own >= 16, half, 0), own % 16
+    for lane, first in zip(lanes[::WARP], column[::WARP]):
+        last = int(first) + columns + (half or 0)
+        taken = m.tensor.of(lane).allocated.items()
+        if not any(start <= first and last <= start + width for start, width in taken):
+            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
+            raise LaneError(lane, what)
+    return row + own, column
+
+
+@opcode("tcgen05.ld.sync.aligned")
+def _ld(b: Build, i: Instruction) -> Step:
+    slots, slot, offset, half = _operands(b, i, load=True)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.ld")
+        rows, column = _cells(m, mask, slot, offset, len(slots), half)
+        lanes = m.index(mask)
+        where = column + np.arange(len(slots))[:, None]
+        values = np.empty((len(slots), len(lanes)), np.uint32)
+        for block in np.unique(m.block[lanes]):
+            mine = m.block[lanes] == block
+            values[:, mine] = m.tensor.blocks[block].cells[rows[mine], where[:, mine]]
+        m.late.defer(slots, values, lanes, np.zeros(len(lanes), np.int64))
+
+    return step
+
+
+@opcode("tcgen05.wait::ld.sync.aligned")
+def _wait_ld(b: Build, i: Instruction) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        lanes = m.index(mask)
+        m.late.settle(lanes, np.ones(len(lanes), np.int64))
+
+    return step
+
+
+@opcode("tcgen05.st.sync.aligned")
+def _st(b: Build, i: Instruction) -> Step:
+    slots, slot, offset, half = _operands(b, i, load=False)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.st")
+        rows, column = _cells(m, mask, slot, offset, len(slots), half)
+        values, block = m.rows(slots, mask), m.block[m.index(mask)]
+        where = column + np.arange(len(slots))[:, None]
+        for number in np.unique(block):
+            mine = block == number
+            m.tensor.blocks[number].cells[rows[mine], where[:, mine]] = values[:, mine]
+
+    return step
+
+
+@opcode("tcgen05.wait::st.sync.aligned")
+def _wait_st(b: Build, i: Instruction) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "tcgen05.wait::st")
+
+    return step
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an instruction descriptor asks for (9.7.16.4.2)."""
+
+    rows: int
+    columns: int
+    kind: str
+    transposed: tuple[bool, bool]
+    """Of A and B."""
+
+    @property
+    def lanes(self) -> Array:
+        """Lane of tensor memory of each row (9.7.16.10.5): layout D of 128 rows, F of 64."""
+        row = np.arange(self.rows)
+        return row if self.rows == LANES else row // 16 * 32 + row % 16
+
+
+def read_shape(i: Instruction, bits: int) -> Shape:
+    """Reads an instruction descriptor; an error if it asks for what Triton does not."""
+    rows, kinds = (bits >> 24 & 31) << 4, {bits >> 7 & 7, bits >> 10 & 7}
+    if bits >> 4 & 3 != 1 or len(kinds) > 1 or bits & 0x600F or rows not in (64, LANES):
+        raise unknown(i)
+    flips = bool(bits >> 15 & 1), bool(bits >> 16 & 1)
+    return Shape(rows, (bits >> 17 & 63) << 3, KINDS[kinds.pop()], flips)
+
+
+@opcode("tcgen05.mma.cta_group::1.kind::f16")
+def _mma(b: Build, i: Instruction) -> Step:
+    """tcgen05.mma: D (tensor memory) = A (shared or tensor memory) B (shared) + D, by a thread."""
+    d, d_offset = address_of(b, i.args[0], np.uint32)
+    in_shared = isinstance(i.args[1], int)
+    a, a_offset = (i.args[1], 0) if in_shared else address_of(b, i.args[1], np.uint32)
+    of, asked = b.slot(i.args[2], np.uint64), b.slot(i.args[3], np.uint32)
+    keep = b.slot(i.args[4], bool)
+    assert isinstance(a, int)
+
+    def step(m: Machine, mask: Mask) -> None:
+        for lane in m.index(mask):
+            shape, one, held = read_shape(i, int(m.full(asked)[lane])), np.array([lane]), []
+
+            def marks(lanes: Array, units: Array, held: list[Array] = held) -> None:
+                m.shared.async_reads(lanes, units, "tcgen05.mma")
+                m.shared.pinned[units] += 1
+                held.append(units)
+
+            sizes = zip((a, of), (shape.rows, shape.columns), shape.transposed)
+            left, right = (
+                read_operand(m, one, m.full(slot)[one], True, size, flip, shape.kind, marks)[0]
+                if slot == of or in_shared
+                else int(m.full(a)[lane] + a_offset)
+                for slot, size, flip in sizes
+            )
+            kept = bool(np.broadcast_to(m.R[keep], m.size)[lane])
+            to = int(m.full(d)[lane] + d_offset)
+            memory = m.tensor.of(lane)
+            memory.queue.append(_later(m, memory, shape, to, left, right, kept, held))
+
+    return step
+
+
+def _later(
+    m: Machine, memory: TensorMemory, shape: Shape, to: int, left: Array | int, right: Array,
+    kept: bool, held: list[Array],
+) -> Callable[[], None]:  # fmt: skip
+    """A product, to be carried out when something waits for it."""
+
+    def run() -> None:
+        a = left
+        if isinstance(a, int):
+            lanes, first = shape.lanes + (a >> 16), a & 0xFFFF
+            packed = np.ascontiguousarray(memory.cells[lanes, first : first + 8])
+            a = widened(packed.view(np.uint16), shape.kind)
+        columns = slice(to & 0xFFFF, (to & 0xFFFF) + shape.columns)
+        lanes = shape.lanes + (to >> 16)
+        before = memory.cells[lanes, columns].view(np.float32)
+        result = product(a, right.T, before if kept else np.zeros_like(before))
+        memory.cells[lanes, columns] = result.view(np.uint32)
+        for units in held:
+            m.shared.pinned[units] -= 1
+
+    return run
+
+
+@opcode("tcgen05.commit.cta_group::1.mbarrier::arrive::one")
+def _commit(b: Build, i: Instruction) -> Step:
+    """tcgen05.commit: an mbarrier is told when all products so far are done."""
+    slot, offset = address_of(b, i.args[0], np.uint32)
+
+    def step(m: Machine, mask: Mask) -> None:
+        for lane, address in each(m, mask, slot, offset):
+            m.tensor.of(lane).queue.append(address)
+            m.spinning[:] = False
+
+    return step

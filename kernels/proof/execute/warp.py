@@ -1,0 +1,97 @@
+"""Instructions that exchange values within a warp: shuffles, reductions, elections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arithmetic import TYPES
+from .build import WARP, Build, Mask, Step, opcode, unknown
+from .ptx import Immediate, Instruction, Vector
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+ALL = (Immediate(-1), Immediate(0xFFFFFFFF))
+"""Masks of members that Triton writes: all threads of the warp."""
+
+
+@opcode("shfl.sync")
+def _shfl(b: Build, i: Instruction) -> Step:
+    """shfl.sync (9.7.9.6), of a whole warp."""
+    _, _, mode, _ = i.mods
+    to, source, lane, clamp, members = i.args
+    if members not in ALL or clamp not in (Immediate(31), Immediate(0)) or not isinstance(to, int):
+        raise unknown(i)
+    of, by = b.slot(source, np.uint32), b.slot(lane, np.uint32)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "shfl.sync")
+        own = m.tid % WARP
+        n = m.R[by].astype(np.int64)
+        at = {
+            "bfly": lambda: own ^ n,
+            "idx": lambda: n & 31,
+            "up": lambda: own - n,
+            "down": lambda: own + n,
+        }[mode]()
+        at = np.where((at < 0) | (at > 31), own, at) + (m.lanes - own)
+        m.put(to, m.full(of)[at], mask)
+
+    return step
+
+
+REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
+          "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+
+
+@opcode("redux.sync")
+def _redux(b: Build, i: Instruction) -> Step:
+    """redux.sync (9.7.13.8) over the threads of a warp that the third operand names."""
+    _, _, name, *mods, kind = i.mods
+    to, source, members = i.args
+    if mods or not isinstance(to, int):
+        raise unknown(i)
+    dtype = TYPES[kind]
+    f = {"min": np.fmin, "max": np.fmax}[name] if kind == "f32" else REDUCE[name]
+    of, who = b.slot(source, np.uint32), b.slot(members, np.uint32)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "redux.sync")
+        named = m.full(who)
+        if (named != 0xFFFFFFFF).any():
+            raise NotImplementedError(f"{i.text}: some threads of a warp")
+        values = m.full(of).view(dtype).reshape(-1, WARP)
+        m.put(to, np.repeat(f.reduce(values, 1), WARP).view(np.uint32), mask)
+
+    return step
+
+
+@opcode("elect.sync")
+def _elect(b: Build, i: Instruction) -> Step:
+    """elect.sync (9.7.13.10): one thread of the warp is chosen, here the first."""
+    to, members = i.args
+    if members not in ALL or not isinstance(to, Vector):
+        raise unknown(i)
+    lane, chosen = b.vector(to, np.uint32)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "elect.sync")
+        if lane is not None:
+            m.put(lane, np.uint32(0), mask)
+        if chosen is not None:
+            m.put(chosen, m.tid % WARP == 0, mask)
+
+    return step
+
+
+@opcode("bar.warp.sync")
+def _bar_warp(b: Build, i: Instruction) -> Step:
+    """bar.warp.sync (9.7.13.2): here the threads of a warp that meet are together anyway."""
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, "bar.warp.sync")
+
+    return step
