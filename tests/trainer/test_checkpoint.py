@@ -277,7 +277,7 @@ def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
     out = capfd.readouterr().out
     [warning] = [line for line in out.splitlines() if line.startswith("warning: checkpoint ")]
     assert "step_00000008 is damaged: model.safetensors" in warning
-    assert "steps 4 to 8" in out
+    assert "4 more steps" in out
     assert checkpoint.load(run / "checkpoints" / "step_00000008").step == 8
 
 

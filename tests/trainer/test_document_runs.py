@@ -121,7 +121,7 @@ def test_short_set_is_read_for_many_epochs(fit, documents, capfd):
     [size] = Trainer(parse(["--resume", str(run)])).engine.epoch_sizes
     assert 70 < size < 90
     assert series(run, "epoch")[50] == pytest.approx(200 / size, abs=1e-3)
-    assert f"{200 / size:.3g} of short ({size} samples" in out
+    assert f"{200 / size:.3g} passes over short ({size} samples" in out
     assert f"epoch {200 / size:.2f}" in out
 
 

@@ -341,8 +341,8 @@ class ShardWriter:
         self.file.seek(0)
         self.file.write(shard_header(count, self.dtype))
         self.sync()
-        self.file.close()
-        self.file = None
+        file, self.file = self.file, None  # a stop in between finds no closed file
+        file.close()
 
     def sync(self) -> None:
         if self.file is not None:
