@@ -72,7 +72,7 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def judge(goal: Goal, rows: Rows) -> Verdict:
-    """Compares the rows of one run of the goal's case with the goal."""
+    """Returns whether a benchmark run meets a goal, given the rows that the run recorded."""
     rows = [r for r in rows if r["case"] == goal.case and r.get("pass", "") == goal.which]
     best = min((r for r in rows if is_ours(r)), key=seconds, default=None)
     peer = next((r for r in rows if r["implementation"] == goal.peer), None)

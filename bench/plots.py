@@ -92,7 +92,7 @@ def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
 
 
 def of_steps(rows: list[Row], folder: Path, slug: str) -> str:
-    """Draws the tokens per second of each contender, and the parts of its step."""
+    """Draws each implementation's tokens per second, and the time of its step by kind of kernel."""
     figure = Figure(figsize=(11, 0.6 + 0.4 * max(len(rows), 4)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = [f"{r['case'].split('/', 1)[1]} {r['implementation']}" for r in rows]

@@ -30,7 +30,7 @@ LEAST_SECONDS = 1e-3
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Size of the buffer whose copy is timed: far beyond any cache."""
 PAUSE_HZ = 2.0e9
-"""Assumed GPU cycles per second when a pause is converted to cycles; longer pauses do no harm."""
+"""GPU clock assumed for the pause in which the host queues work; a slower one pauses longer."""
 
 
 def nothing() -> Any:

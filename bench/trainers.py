@@ -108,7 +108,7 @@ class GPT2(nn.Module):
 def plain_step(
     config: Config, on: str, precision: str, batches: Batches, *, compiled: bool
 ) -> Callable[[], None]:
-    """Makes a step of `GPT2`, which torch.compile compiles, loss included, if `compiled`."""
+    """Returns a function that runs a training step of `GPT2`, under torch.compile if `compiled`."""
     model = GPT2(config.model).to(on)
     optim = config.optim
     groups = [

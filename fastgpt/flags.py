@@ -67,7 +67,7 @@ class Flag:
 
     @property
     def summary(self) -> str:
-        """First sentence of the help, and the default."""
+        """Short description of the flag: the first sentence of its help, and its default."""
         return re.split(r"(?<=\.)\s+", self.text)[0] + self._default()
 
     @property

@@ -33,7 +33,7 @@ class _Same(Loader):
         module.__spec__ = self.spec  # importlib has just replaced it
 
     def get_code(self, name: str) -> CodeType:
-        """Returns the code that `python -m kernels.x` runs."""
+        """Returns the code object of the aliased module, for `python -m kernels.NAME`."""
         return self.spec.loader.get_code(self.spec.name)  # pyright: ignore
 
 

@@ -9,7 +9,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Floating dtypes that the kernels accept; all kernels compute in fp32."""
 INTEGERS = (torch.int32, torch.int64)
 MAX_D = 256
-"""Largest head dimension."""
+"""Largest head dimension that the attention kernels accept."""
 
 
 def padded(D: int) -> int:

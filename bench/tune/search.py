@@ -134,9 +134,10 @@ def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick)
 def examine(
     arch: int, slot: Slot, wanted: list[Settings], jobs: int | None, tick: Tick
 ) -> list[Candidate]:
-    """Compiles one variant of all candidates, and every variant of the KEPT best that are right.
+    """Compiles one kernel variant of each candidate, then all variants of the KEPT fastest ones.
 
-    Candidates of which only the ranking form is known to be right are not in the result.
+    A variant is a dtype and a set of masks; speed is predicted from machine code. The result has
+    those candidates, and the ones with problems; those never compiled in full are left out.
     """
     found = [Candidate(settings, configs=configs(arch, slot, settings)) for settings in wanted]
     _compile(found, slice(1), jobs, tick)

@@ -120,7 +120,7 @@ SHAPES = {
 """Sizes (B, T, H) by head dimension, at which configurations are ranked and timed."""
 WINDOW, GROUP, DROPOUT = 256, 4, 0.1
 STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")}
-"""Kernel of each step (`fwd`, `dq`, `dkv`), and which side of its tile has the products' rows."""
+"""Kernel of each step (`fwd`, `dq`, `dkv`), and the block size that is the M of its matmuls."""
 
 
 def forms(arch: int) -> Iterator[Case]:

@@ -174,7 +174,7 @@ def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
     *settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Computes (loss, scale, gradients of x, weight and bias still to be multiplied by scale).
+    """Returns (loss, scale, dx, dweight, dbias); the backward multiplies the gradients by `scale`.
 
     The mean's 1 / n is split as 2**-e / m, m from 1/2 to 1. The logits' gradients are divided by m
     at once and keep their magnitude, which fp16 needs; the backward multiplies by the remaining

@@ -79,7 +79,7 @@ def linear_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """Makes the keyword arguments of a test problem, which are its entries but the sizes."""
+    """Returns the keyword arguments of a test problem: all its entries except the sizes."""
     return {k: v for k, v in s.items() if k not in ("M", "C", "V", "bias", "ignored")}
 
 

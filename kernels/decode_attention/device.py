@@ -196,7 +196,7 @@ def tile(rows: int, D: int, itemsize: int, paged: bool, arch: int) -> dict[str, 
 
 @functools.lru_cache(1024)
 def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
-    """Returns the number of splits of the keys, each of which a program of its own reads.
+    """Returns into how many parts to split the keys; one program reads each part.
 
     Programs run in waves of `slots`, and the last wave may be nearly empty: of the counts that fill
     their waves within 10 % of the best one, the smallest, since each split is written and read

@@ -1,4 +1,4 @@
-"""Files that are not text are told from text, alone, in a folder and in a pattern."""
+"""Files that are not text are recognised: given one by one, in a folder or by a pattern."""
 
 import pickle
 import zipfile

@@ -142,7 +142,7 @@ def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """A fake package with flash-attn's arguments and our reference."""
+    """Stands in for the flash-attn package: its arguments, computed by our reference attention."""
 
     def flash_attn_func(
         q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)

@@ -38,7 +38,7 @@ class File:
     """A file of text, or a split of a data set of the hub."""
 
     path: str
-    """A path; for the hub `hf:owner/name...`."""
+    """Local path of the file, or `hf:owner/name/path` on the Hugging Face hub."""
     format: Literal["text", "jsonl", "parquet", "hub"]
     split: Literal["train", "val"] | None = None
     """Split that it belongs to, if its name says so."""

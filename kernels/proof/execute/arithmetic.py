@@ -485,7 +485,7 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
 
 @opcode("createpolicy")
 def _policy(b: Build, instruction: Instruction) -> Step:
-    """A cache policy changes no result."""
+    """Executes createpolicy as a dummy value, since a cache policy changes no result."""
     to = instruction.args[0]
     assert isinstance(to, int)
 

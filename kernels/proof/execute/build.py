@@ -112,7 +112,7 @@ class Build:
 
 
 def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tuple[int, Any]:
-    """(slot, offset) of an operand in brackets, in the arithmetic of its address space."""
+    """Returns (register slot, offset) of a memory operand [register + offset]."""
     assert isinstance(operand, Address), operand
     base = b.slot(Immediate(0), dtype) if operand.base is None else operand.base
     dtype = b.program.dtypes[base].type
