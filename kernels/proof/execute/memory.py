@@ -163,6 +163,8 @@ class GlobalMemory:
         self, m: Machine, lanes: Array, addresses: Array, size: int, does: str
     ) -> Iterator[tuple[_Segment, Array | slice, Array]]:
         """(segment, lanes that go there, their byte offsets) of an access that is allowed."""
+        if m.counters is not None:
+            m.counters.in_global(m, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
         if len(wrong):
             at = int(addresses[wrong[0]])
