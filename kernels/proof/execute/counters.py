@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 SECTOR, BANKS, WORD = 32, 32, 4
 """Bytes of a sector of global memory; banks of shared memory; bytes of a bank's word."""
 FIELDS = ("warps", "sectors", "least_sectors", "bytes", "wavefronts", "least_wavefronts",
-          "multiply_adds")  # fmt: skip
+          "multiply_adds", "touched")  # fmt: skip
 """What is counted in each basic block: warps that ran it; 32-byte sectors of global memory that
 each warp's access touches, the fewest that hold its bytes, and these bytes; passes over shared
-memory's banks, and the fewest without a conflict; multiply-adds of tensor cores."""
+memory's banks, and the fewest without a conflict; multiply-adds of tensor cores. `touched` is of a
+whole launch and kept with its first block: the bytes of global memory that it reads or writes, each
+once."""
 
 PIPES = (
     ("control", r"bra|ret|exit|bar|barrier|fence|membar|mbarrier|elect|griddepcontrol|nanosleep|"
@@ -90,6 +92,11 @@ class Counters:
         if not hasattr(self, "program"):
             self.program, self.warps = program, warps
             self.table = np.zeros((len(FIELDS), len(program.blocks)), np.int64)
+
+    def finish(self, touched: int) -> None:
+        """Counts what only a whole launch tells."""
+        self._here = 0
+        self.add("touched", touched)
 
     # --- counting ---------------------------------------------------------------------------------
 

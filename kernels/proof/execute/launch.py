@@ -95,6 +95,8 @@ def run_ptx(
             )
             build.fill(machine)
             machine.run()
+    if counters is not None:
+        counters.finish(memory.touched())
 
 
 def _bits(value: Any, dtype: np.dtype) -> Any:

@@ -110,6 +110,11 @@ class GlobalMemory:
             out[:, chosen] = self._elements(segment, offset, dtype, count)
         return out
 
+    def touched(self) -> int:
+        """Returns the bytes that were read, each once, and those that were written."""
+        marks = (mark for s in self.segments for mark in (s.reader, s.writer))
+        return self.unit * sum(int(np.count_nonzero(mark)) for mark in marks)
+
     def store(self, m: Machine, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
         count, size = len(values), values.itemsize * len(values)
