@@ -80,7 +80,7 @@ def predicted(
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    x = [min(1.0, *(p[1] / 2 for p in points)), max(1000.0, *(2 * p[1] for p in points))]
+    x = [min(1.0, *(p[1] / 2 for p in points)), max(1e3, *(2 * p[1] for p in points))]
     for unit, rate in roofs.items():
         axes.plot(x, [rate] * 2, color="grey", linewidth=1)
         axes.annotate(unit, (x[0], rate), fontsize=7, va="bottom")

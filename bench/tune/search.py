@@ -14,7 +14,7 @@ from fastgpt.kernels.aot import judge
 from fastgpt.kernels.attention.config import trying
 from fastgpt.kernels.attention.spec import MASKS, SHAPES, STEPS, case
 from fastgpt.kernels.proof.compile import Config, Row, compile_all
-from fastgpt.kernels.proof.profile import profile
+from fastgpt.kernels.proof.profile import Call, profile
 from fastgpt.kernels.proof.sass import ceiling
 from fastgpt.kernels.runtime import recording
 from fastgpt.kernels.specs import SPECS
@@ -211,10 +211,11 @@ def recount(arch: int, slot: Slot, found: list[Candidate], tick: Tick = lambda: 
         return
     problem = dict(zip("BTH", SHAPES[D]), D=D, causal=masks == "causal")
     dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
+    call = Call(SPECS["attention"], problem, dtype, arch, STEPS[slot.step][0])
     for x in found:
         if not x.problems:
             with trying(slot.step, x.settings):
-                (counts,) = profile(SPECS["attention"], problem, dtype, arch, STEPS[slot.step][0])
+                (counts,) = profile(call)
             x.predicted, _ = predict(x.rows[0], counts)
             tick()
     found.sort(key=lambda x: (bool(x.problems), x.predicted))

@@ -1,7 +1,5 @@
 """The predicted time of a kernel whose counts and machine code can be said on paper."""
 
-import argparse
-
 import pytest
 
 from bench import plots
@@ -9,7 +7,7 @@ from bench.profile import predict, settings
 from fastgpt.errors import UserError
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.execute import Counters
-from fastgpt.kernels.proof.profile import Profile, arguments, chosen
+from fastgpt.kernels.proof.profile import Profile
 from fastgpt.kernels.proof.sass import Loop
 from tests.proof.execute.ptx import run
 
@@ -55,7 +53,7 @@ def test_a_loop_takes_its_passes_at_the_rate_of_its_busiest_unit(counted, unroll
 def test_without_a_loop_to_match_the_instructions_are_those_of_ptx(counted):
     several = [Loop(n, {"fp32": 20}, bytes=0, flops=0) for n in (0, 400)]
     milliseconds, bound = predict(row(*several, instructions=50), counted)
-    clocks = 8 * (5 * 22 + 1) / 4 + 1000 / 8  # and a ret, but no moves
+    clocks = 8 * (5 * 23 + 1) / 4 + 1000 / 8  # and a ret, but no moves
     assert (milliseconds, bound) == (pytest.approx(clocks / 1.83e6), "issue")
 
 
@@ -66,20 +64,9 @@ def test_a_kernel_takes_no_less_than_its_bytes_at_the_memorys_rate(counted):
 
 
 def test_a_tile_is_read_or_named():
-    assert settings("128x64x8x3") == {
-        "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3,
-    }  # fmt: skip
+    assert [*settings("128x64x8x3").values()] == [128, 64, 8, 3]
     with pytest.raises(UserError, match=r"--tiles 128x64: expected BLOCK_M x BLOCK_N x warps"):
         settings("128x64")
-
-
-def test_a_wrong_shape_is_told_which_there_are(capsys):
-    parser = argparse.ArgumentParser()
-    arguments(parser)
-    assert chosen(parser, parser.parse_args(["rotary"]))[1]["T"] == 1024
-    with pytest.raises(SystemExit):
-        chosen(parser, parser.parse_args(["rotary", "--shape", "huge"]))
-    assert "--shape huge: rotary has gpt2-124m, 4k-d128" in capsys.readouterr().err
 
 
 def test_a_plot_of_the_predicted_roofline_is_written(tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,11 +78,8 @@ class Counters:
         thread_blocks: thread blocks that were run.
     """
 
-    def __init__(self, program: Program | None = None, warps: int = 0) -> None:
-        self.thread_blocks = 0
-        self._here = 0
-        if program is not None:
-            self.start(program, warps)
+    def __init__(self) -> None:
+        self.thread_blocks = self._here = 0
 
     def start(self, program: Program, warps: int) -> None:
         """Gets ready for a launch, which has to be of the same kernel as those before."""
@@ -141,8 +137,7 @@ class Counters:
     def opcodes(self, blocks: slice = slice(None)) -> Counter[str]:
         """Returns the number of warp instructions of each opcode."""
         found: Counter[str] = Counter()
-        rows: Sequence[list[Instruction]] = self.program.blocks[blocks]
-        for block, warps in zip(rows, self.table[0, blocks].tolist(), strict=True):
+        for block, warps in zip(self.program.blocks[blocks], self.table[0, blocks].tolist()):
             for instruction in block:
                 found[instruction.op] += warps
         return found
@@ -154,11 +149,10 @@ class Counters:
             found[pipe_of(op)] += count
         return found
 
-    @property
-    def barriers(self) -> int:
-        """Number of times that a thread block met at a barrier."""
-        met = (n for op, n in self.opcodes().items() if re.match(r"(bar|barrier)\.sync", op))
-        return sum(met) // self.warps
+    def barriers(self, blocks: slice = slice(None)) -> float:
+        """Returns the number of times that a thread block met at a barrier."""
+        ops = self.opcodes(blocks).items()
+        return sum(n for op, n in ops if op.startswith(("bar.sync", "barrier.sync"))) / self.warps
 
     def loops(self, least: int = 16) -> list[Loop]:
         """Returns the innermost loops of at least so many instructions, by place in the code."""
@@ -171,13 +165,9 @@ class Counters:
         sizes = [sum(map(len, self.program.blocks[x.blocks])) for x in inner]
         return [x for x, size in zip(inner, sizes) if size >= least]
 
-    def warps_through(self, loop: Loop) -> int:
-        """Returns how often a warp went through a loop, all warps together."""
-        return int(self.table[0, loop.last])
-
     def passes(self, loop: Loop) -> float:
-        """Returns how often a thread block goes through a loop, on average."""
-        return self.warps_through(loop) / self.warps / self.thread_blocks
+        """Returns how often thread blocks went through a loop, all together."""
+        return int(self.table[0, loop.last]) / self.warps
 
 
 def _jumps_to(program: Program, block: list[Instruction]) -> int | None:

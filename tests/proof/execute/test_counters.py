@@ -43,10 +43,9 @@ def test_sectors_of_global_memory(name):
 
 
 def test_lanes_that_take_no_part_touch_no_sector():
-    body = """setp.lt.u32 %p1, %r0, 4; mad.wide.u32 %rd20, %r0, 4, %rd0;
-    @%p1 st.global.b32 [%rd20], %r0;"""
-    c = counted(body, aligned(32, np.uint32))
-    assert (c.total("sectors"), c.total("bytes")) == (1, 16)
+    body = "setp.lt.u32 %p1, %r0, 4; mad.wide.u32 %rd20, %r0, 4, %rd0;"
+    c = counted(f"{body} @%p1 st.global.b32 [%rd20], %r0;", aligned(32, np.uint32))
+    assert (c.total("sectors"), c.total("bytes"), c.total("touched")) == (1, 16, 16)
 
 
 # --- shared memory --------------------------------------------------------------------------------
@@ -69,12 +68,6 @@ def test_passes_over_the_banks_of_shared_memory(name):
     offset, registers, expected = CONFLICTS[name]
     c = counted(f"{offset} st.shared.{registers.replace(' ', ' [%r20], ', 1)};", shared=4096)
     assert (c.total("wavefronts"), c.total("least_wavefronts")) == expected
-
-
-def test_all_lanes_that_read_one_word_take_one_pass():
-    body = "mov.b32 %r20, 0; setp.eq.u32 %p1, %r0, 0; @%p1 st.shared.b32 [%r20], %r0;"
-    c = counted(f"{body} bar.sync 0; ld.shared.b32 %r10, [%r20];", shared=128)
-    assert (c.total("wavefronts"), c.barriers) == (2, 1)
 
 
 @pytest.mark.parametrize(("row", "passes"), [(16, 4), (128, 32), (144, 4)])
@@ -104,13 +97,13 @@ def test_instructions_of_a_loop_by_opcode_pipe_and_pass():
     c = counted(LOOP, warps=2, blocks=3)
     assert c.opcodes()["fma.rn.f32"] == 2 * 5 * 2 * 3
     (loop,) = c.loops(least=6)
-    assert c.passes(loop) == 5
+    assert c.passes(loop) == 5 * 3
     pipes = {"fp32": 2, "special": 1, "int": 2, "control": 1}
     assert {k: n for k, n in c.pipes(loop.blocks).items() if n} == {
         k: 30 * n for k, n in pipes.items()
     }
     assert c.pipes()["move"] == 3 * 6  # two of the header's
-    assert (c.barriers, c.thread_blocks) == (3, 3)
+    assert (c.barriers(), c.thread_blocks) == (3, 3)
 
 
 def test_counters_add_up_launches_of_one_kernel_alone():
@@ -132,24 +125,19 @@ def test_multiply_adds_of_a_product():
 
 
 PIPES = {
-    "fma.rn.f32": "fp32", "mul.bf16x2": "fp32", "setp.lt.f32": "int", "max.f32": "int",
-    "cvt.rn.bf16x2.f32": "int", "cvt.rn.f32.s32": "special", "cvt.rzi.s32.f32": "special",
-    "ex2.approx.ftz.f32": "special", "div.full.f32": "special", "div.s32": "int",
-    "mov.b32": "move", "ld.param.b64": "move", "ld.global.v4.b32": "memory",
-    "st.shared.b32": "memory", "cp.async.cg.shared.global": "memory",
-    "cp.async.commit_group": "control", "shfl.sync.bfly.b32": "memory",
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16": "tensor",
-    "wgmma.wait_group.sync.aligned": "control", "tcgen05.ld.sync.aligned.32x32b.x32.b32": "memory",
-    "tcgen05.mma.cta_group::1.kind::f16": "tensor", "tcgen05.wait::ld.sync.aligned": "control",
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "tensor", "bra.uni": "control",
-    "mbarrier.try_wait.parity.shared::cta.b64": "control", "mad.lo.s32": "int",
-    "stmatrix.sync.aligned.m8n8.x4.shared.b16": "memory", "sub.f32": "fp32", "subc.u32": "int",
-}  # fmt: skip
+    "fp32": "fma.rn.f32 mul.bf16x2 sub.f32",
+    "int": "setp.lt.f32 max.f32 cvt.rn.bf16x2.f32 div.s32 mad.lo.s32 subc.u32",
+    "special": "cvt.rn.f32.s32 cvt.rzi.s32.f32 ex2.approx.ftz.f32 div.full.f32",
+    "move": "mov.b32 ld.param.b64",
+    "memory": "ld.global.v4.b32 cp.async.cg.shared.global shfl.sync.bfly.b32 tcgen05.ld.sync",
+    "control": "bra.uni cp.async.commit_group wgmma.wait_group.sync.aligned tcgen05.wait::ld.sync",
+    "tensor": "mma.sync.aligned.m16n8k16 wgmma.mma_async.sync tcgen05.mma.cta_group::1.kind::f16",
+}
 
 
-@pytest.mark.parametrize("op", PIPES)
-def test_the_pipe_of_an_opcode(op):
-    assert pipe_of(op) == PIPES[op]
+@pytest.mark.parametrize("pipe", PIPES)
+def test_the_pipe_of_an_opcode(pipe):
+    assert {pipe_of(op) for op in PIPES[pipe].split()} == {pipe}
 
 
 # --- from small to full ---------------------------------------------------------------------------
@@ -160,9 +148,7 @@ def test_a_polynomial_through_counts_is_exact_beyond_64_bit_floats():
         return np.array([7 * n * n - 3 * n + 2, 10**15 * n + 1])
 
     values = np.stack([count(n) for n in (3, 4, 5)])
-    assert [at(values, 3, n).tolist() for n in (0, 3, 1001)] == [
-        count(n).tolist() for n in (0, 3, 1001)
-    ]
+    assert all((at(values, 3, n) == count(n)).all() for n in (0, 3, 1001))
 
 
 @pytest.mark.parametrize("masks", [{}, {"causal": False}, {"window": 9}, {"Tk": 70}, {"Tk": 20}])
@@ -175,24 +161,21 @@ def test_products_of_attention_count_the_pairs_that_see_each_other(masks):
 
 
 SCRIPT = """
-import sys, torch
-from fastgpt.kernels.proof import profile
+import torch
+from fastgpt.kernels.proof.profile import Call, Extrapolation
 from fastgpt.kernels.specs import SPECS
 
 for name, arch, problem in (
-    ("rotary", 90, {"B": 3, "T": 50, "H": 3, "D": 64}),
+    ("rotary", 90, {"B": 6, "T": 50, "H": 3, "D": 64}),
     ("rms_norm", 80, {"M": 2511, "N": 768}),
     ("attention", 80, {"B": 3, "T": 696, "H": 1, "D": 16}),
 ):
-    try:
-        run = profile.Extrapolation(SPECS[name], problem, torch.bfloat16, arch)
-        said, done = run.run(), profile.counted(SPECS[name], problem, torch.bfloat16, arch)
-        same = [(said[key] == done[key].table).all().item() for key in done]
-        sizes = tuple(problem[axis.name] for axis in run.axes)
-        print(name, sizes in run.counts, said.keys() == done.keys(), same)
-        print(name, run.executed, file=sys.stderr)
-    except profile.NotExactError as error:
-        print(error)
+    call, done = Call(SPECS[name], problem, torch.bfloat16, arch), {}
+    run = Extrapolation(call)
+    said, sizes = run.run(), tuple(problem[axis.name] for axis in run.axes)
+    call.observe(done)
+    same = [(said.pop(key) == done[key].table).all().item() for key in done]
+    print(name, sizes in run.counts, said, same)
 """
 
 
@@ -201,8 +184,6 @@ def test_small_sizes_foretell_every_count_of_an_executed_larger_one(tmp_path):
     path.write_text(SCRIPT)
     done = python(path, TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "rotary False True [True, True]",
-        "rms_norm False True [True, True, True]",
-        "attention False True [True, True, True]",
-    ]
+    kernels = {"rotary": 2, "rms_norm": 3, "attention": 3}
+    lines = [f"{op} False {{}} {[True] * number}" for op, number in kernels.items()]
+    assert done.stdout.splitlines() == lines
