@@ -198,7 +198,8 @@ def write_plots(found: list[Prediction], arch: int, folder: Path, slug: str) -> 
     slopes = {"memory": device.bandwidth / 1e3, "L2": L2 * clocks}
     folder.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(x.name for x in found):
-        points = [(x.tile, x.flops / x.touched, x.tflops) for x in found if x.name == name]
+        mine = (x for x in found if x.name == name and x.tflops)
+        points = [(x.tile, x.flops / x.touched, x.tflops) for x in mine]
         plots.predicted(points, roofs, slopes, folder, f"{slug}-{name.strip('_')}")
 
 
