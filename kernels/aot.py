@@ -106,10 +106,10 @@ def table(rows: Iterable[Row]) -> str:
         mma = " ".join(f"{name} {n}" for name, n in r.mma.items())
         numbers = (r.warps, r.stages, r.registers, r.spilled, r.shared)
         lines.append((r.kernel, f"sm_{r.arch}", r.config, *map(str, numbers), mma or "-"))
-    return _aligned(lines)
+    return aligned(lines)
 
 
-def _aligned(lines: list[tuple[str, ...]]) -> str:
+def aligned(lines: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines)
 
@@ -130,7 +130,7 @@ def static_table(rows: Iterable[Row]) -> str:
             name = (r.kernel, f"sm_{r.arch}", r.config, f"{loop.start:04x}")
             lines.append((*name, *map(str, counts), *map(str, figures)))
     stated = (f"sm_{a}: {d.multiprocessors} SMs at {d.ghz} GHz" for a, d in DEVICES.items())
-    return f"{_aligned(lines)}\n{', '.join(stated)}"
+    return f"{aligned(lines)}\n{', '.join(stated)}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

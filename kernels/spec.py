@@ -34,6 +34,10 @@ def no_options(problem: Problem, device: torch.device | str) -> dict[str, Any]:
     return {}
 
 
+def no_products(problem: Problem) -> dict[str, int]:
+    return {}
+
+
 def whole(name: str, x: Tensor) -> Tensor:
     return x
 
@@ -66,6 +70,8 @@ class Spec:
     """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
     """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element."""
+    multiply_adds: Callable[[Problem], Mapping[str, int]] = no_products
+    """Function that counts the fewest multiply-adds of tensor cores, by kernel."""
     problems: Mapping[str, Problem]
     """Small and awkward problems that reach every branch of the kernels; the first is typical."""
     sizes: Mapping[str, Mapping[str, Problem]]

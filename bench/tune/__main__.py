@@ -7,8 +7,9 @@ each slot all candidates (blocks, warps, and for the best a bound on registers) 
 of time in every form that the row serves. A candidate that spills, needs more shared memory than
 there is or lacks its tensor-core instruction is dropped.
 
-With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`. The shipped row stays
-where it is right and within MARGIN of the best, unless --write is given with --margin 0.
+With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`, or with --counted by
+`bench.profile`. The shipped row stays where it is right and within MARGIN of the best, unless
+--write is given with --margin 0.
 
 Without --static, on CUDA, the best of that ranking and the shipped row are checked against the
 reference and timed in turn; --write then takes the measured best. Raw samples are added to
@@ -36,7 +37,7 @@ from rich.table import Table
 
 from bench.timing import Timer
 from bench.tune.predict import identity, records
-from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
+from bench.tune.search import Candidate, Settings, Slot, reasons, recount, search, slots
 from fastgpt.errors import UserError, counted, run_command
 from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
@@ -125,6 +126,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--static", action="store_true", help="rank by machine code; needs no GPU")
+    add("--counted", action="store_true", help="rank by executing the code too; takes minutes")
     add("--arch", type=int, nargs="+", choices=SHARED_LIMIT, help="archs, with --static")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only slots that contain a TEXT")
     add("--write", action="store_true", help="write the choice into the tables")
@@ -186,6 +188,8 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
                 arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep,
                 tick=partial(progress.advance, task),
             )  # fmt: skip
+            if args.counted:
+                recount(arch, slot, found, partial(progress.advance, task))
             if not args.static:
                 from bench.tune.measure import measure
 

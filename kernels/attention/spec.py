@@ -15,6 +15,8 @@ from .dropout import attention_dropout_mask
 from .op import attention, attention_mask, attention_packed, attention_seeded_ref
 
 FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
+PRODUCTS = {FWD: 2, DQ: 3, DKV: 4}
+"""Matrix products of each kernel; the backward's compute the weights again."""
 SEED = -(2**40) - 3
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -75,6 +77,16 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
     queries, keys = B * T * H * D * itemsize, B * T * s.get("K", H) * D * itemsize
     read, lse = queries + 2 * keys, 4 * B * T * H
     return work((flops, read + queries + lse), (2.5 * flops, 2 * read + 2 * queries + lse))
+
+
+def multiply_adds(s: Problem) -> dict[str, int]:
+    """Counts the products of each kernel for the pairs of query and key that see each other."""
+    T, Tk = s["T"], s.get("Tk", s["T"])
+    place, window = torch.arange(T) + Tk - T, s.get("window")
+    end = (place + 1).clamp(0, Tk) if window or s.get("causal", True) else torch.full((T,), Tk)
+    start = (place - window + 1).clamp(0) if window else torch.zeros_like(place)
+    pairs = s["B"] * s["H"] * int((end - start).clamp(0).sum())
+    return {kernel: products * pairs * s["D"] for kernel, products in PRODUCTS.items()}
 
 
 def one_head(name: str, x: Tensor) -> Tensor:
@@ -245,6 +257,7 @@ ATTENTION = Spec(
     launches=lambda s: (FWD, DQ, DKV),
     forms=forms,
     work=flops_and_bytes,
+    multiply_adds=multiply_adds,
     problems=PROBLEMS,
     sizes=SIZES,
     structural=("causal", "everything"),

@@ -3,8 +3,8 @@
 Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
 Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `arithmetic`, `warp`,
 `memory` (global), `shared`, `tensor` (fragments, descriptors), `flight` (copies, registers under
-way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `machine` (thread blocks in lockstep), `launch`
-(compiling, binding, running).
+way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `counters` (a profile), `machine` (thread blocks
+in lockstep), `launch` (compiling, binding, running).
 
 A kernel of yours:
 
@@ -17,9 +17,11 @@ Here y holds the result, or a `FaultError` says what is wrong and in which threa
 """
 
 from ...runtime import Launch
+from .counters import Counters
 from .errors import FaultError, UnknownPtxError
 from .launch import Compiled, compile_launch, execute, run_ptx
 
 __all__ = [
-    "Compiled", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute", "run_ptx",
+    "Compiled", "Counters", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute",
+    "run_ptx",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import arithmetic, warp  # noqa: F401  (they register their instructions)
 from .build import Build
+from .counters import Counters
 from .machine import Machine
 from .memory import GlobalMemory, Region, smallest_access
 from .ptx import parse
@@ -45,6 +46,7 @@ def run_ptx(
     regions: Sequence[Region] = (),
     lanes: int = LANES,
     fences: bool = True,
+    counters: Counters | None = None,
 ) -> None:
     """Executes a launch of compiled PTX; tensors are changed in place.
 
@@ -56,6 +58,7 @@ def run_ptx(
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
         fences: see `Machine`.
+        counters: what the launch's instructions and memory accesses are added to.
 
     Raises:
         FaultError: the code does what it must not.
@@ -72,6 +75,9 @@ def run_ptx(
     memory = GlobalMemory(regions, smallest_access(program, "global"))
     threads = 32 * kernel.warps
     at_once = max(1, lanes // threads)
+    if counters is not None:
+        counters.start(program, kernel.warps)
+        counters.thread_blocks += blocks
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
             machine = Machine(
@@ -85,9 +91,12 @@ def run_ptx(
                 unit=smallest_access(program, "shared"),
                 memory=memory,
                 fences=fences,
+                counters=counters,
             )
             build.fill(machine)
             machine.run()
+    if counters is not None:
+        counters.finish(memory.touched())
 
 
 def _bits(value: Any, dtype: np.dtype) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .build import WARP, Mask, Step
+from .counters import Counters
 from .errors import FaultError, LaneError
 from .flight import Copies, LateRegisters
 from .mbarrier import Mbarriers
@@ -36,6 +37,7 @@ class Machine:
         unit: bytes of shared memory that share a mark.
         memory: global memory.
         fences: False lets tensor cores read what threads wrote without a fence.proxy.async.
+        counters: what counts instructions and memory accesses, if anything does.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Machine:
         unit: int,
         memory: GlobalMemory,
         fences: bool = True,
+        counters: Counters | None = None,
     ) -> None:
 
         self.program, self.steps, self.params, self.memory = program, steps, params, memory
-        self.fences = fences
+        self.fences, self.counters = fences, counters
         self.threads, self.warps = threads, threads // WARP
         self.size = len(blocks) * threads
         self.lanes = np.arange(self.size)
@@ -181,7 +184,10 @@ class Machine:
         while self.fronts or self._wakes():
             number = self._next()
             mask = self.fronts.pop(number)
-            self.visits[number] += self._warps_in(mask)
+            warps = self._warps_in(mask)
+            self.visits[number] += warps
+            if self.counters is not None:
+                self.counters.enter(number, warps)
             at = 0
             try:
                 for step in self.steps[number]:

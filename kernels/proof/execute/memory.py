@@ -110,6 +110,11 @@ class GlobalMemory:
             out[:, chosen] = self._elements(segment, offset, dtype, count)
         return out
 
+    def touched(self) -> int:
+        """Returns the bytes that were read, each once, and those that were written."""
+        marks = (mark for s in self.segments for mark in (s.reader, s.writer))
+        return self.unit * sum(int(np.count_nonzero(mark)) for mark in marks)
+
     def store(self, m: Machine, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
         count, size = len(values), values.itemsize * len(values)
@@ -163,6 +168,8 @@ class GlobalMemory:
         self, m: Machine, lanes: Array, addresses: Array, size: int, does: str
     ) -> Iterator[tuple[_Segment, Array | slice, Array]]:
         """(segment, lanes that go there, their byte offsets) of an access that is allowed."""
+        if m.counters is not None:
+            m.counters.in_global(m, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
         if len(wrong):
             at = int(addresses[wrong[0]])

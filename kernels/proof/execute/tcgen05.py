@@ -272,6 +272,8 @@ def _mma(b: Build, i: Instruction) -> Step:
             to = int(m.full(d)[lane] + d_offset)
             memory = m.tensor.of(lane)
             memory.queue.append(_later(m, memory, shape, to, left, right, kept, held))
+            if m.counters is not None:
+                m.counters.add("multiply_adds", 16 * shape.rows * shape.columns)
 
     return step
 
