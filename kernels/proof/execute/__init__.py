@@ -18,8 +18,9 @@ Here y holds the result, or a `FaultError` says what is wrong and in which threa
 
 from ...runtime import Launch
 from .errors import FaultError, UnknownPtxError
-from .launch import Compiled, compile_launch, execute, run_ptx
+from .launch import Compiled, compile_launch, execute, run_launch, run_ptx
 
 __all__ = [
-    "Compiled", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute", "run_ptx",
+    "Compiled", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute",
+    "run_launch", "run_ptx",
 ]  # fmt: skip
