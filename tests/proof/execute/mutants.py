@@ -2,8 +2,8 @@
 
 A mutant is one change of the PTX of one kernel: a barrier less, a wait too short, two registers
 swapped. The kernel then runs in its op's parity check, all other launches as they are compiled. The
-check ends with a fault, with a wrong result, or the mutant survived. The entry of a survivor says
-whether the changed instruction was reached at all; why that changed nothing, a reader has to find.
+check ends with a fault or with a wrong result; or no thread reached the changed instruction; or the
+mutant survived, and a reader has to find why.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ import torch
 from torch import Tensor
 
 from fastgpt.kernels import runtime
-from fastgpt.kernels.proof.execute import Compiled, FaultError, Launch, compile_launch, run_launch
+from fastgpt.kernels.proof.execute import (
+    Compiled,
+    FaultError,
+    Launch,
+    UnknownPtxError,
+    compile_launch,
+    run_launch,
+)
 from fastgpt.kernels.proof.execute.launch import built
 from fastgpt.kernels.spec import Make, Problem, Spec
 from fastgpt.kernels.specs import SPECS
@@ -175,8 +183,18 @@ PROBLEMS: dict[str, tuple[str | Problem, ...]] = {
     "decode_attention": ("head-of-64", "pages-and-starts", "three-heads"),
 }
 """Op -> what is checked: labels of the `Spec`, or problems that reach what those do not."""
-OTHERS = {"M": (*range(2, 33), 150), "T": (77, 101, 330)}
-"""Size -> values to try on a survivor: an edge may lie elsewhere for each thread."""
+
+
+def others(problem: Problem) -> Sequence[Problem]:
+    """Changes of a problem's sizes to try on a survivor: an edge lies elsewhere for each thread."""
+    if "lengths" in problem:
+        return [{"T": 70, "lengths": (70, 33, 5)[: problem["B"]]}]
+    if "T" in problem:
+        return [{"T": T} for T in (77, 330)]
+    columns = "V" if "V" in problem else "N"
+    near, power = problem[columns], 1 << (problem[columns] - 1).bit_length()
+    edges = (*range(max(2, near - 18), near + 18), *range(power - 3, power))
+    return [{"M": M} for M in (*range(2, 33), 150)] + [{columns: n} for n in edges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +206,23 @@ class Check:
     dtype: str
     aligned: bool
     """Rows begin at multiples of 16 elements, so that copies are wide; else at odd addresses."""
-    changed: tuple[str, int] | None = None
-    """A size of the problem, and its value instead."""
+    changed: Problem = field(default_factory=dict)
+    """Sizes of the problem that are others."""
+
+    def sizes(self) -> Problem:
+        given = self.problem
+        whole = SPECS[self.op].problems[given] if isinstance(given, str) else given
+        return {**whole, **self.changed}
 
     def others(self) -> list["Check"]:
         """The check at other sizes of the problem."""
-        sizes = OTHERS.keys() & self.sizes().keys()
-        return [replace(self, changed=(k, n)) for k in sorted(sizes) for n in OTHERS[k]]
-
-    def sizes(self) -> Problem:
-        if isinstance(self.problem, str):
-            return SPECS[self.op].problems[self.problem]
-        return self.problem
+        return [replace(self, changed=change) for change in others(self.sizes())]
 
     def __call__(self) -> None:
         torch.manual_seed(0)
         spec = conformance.careful(SPECS[self.op])
-        problem = {**self.sizes(), **dict([self.changed] if self.changed else [])}
         spec = aligned(spec) if self.aligned else spec
-        conformance.parity(spec, problem, "cpu", DTYPES[self.dtype])
+        conformance.parity(spec, self.sizes(), "cpu", DTYPES[self.dtype])
 
 
 def aligned(spec: Spec) -> Spec:
@@ -254,13 +270,13 @@ def limit(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise EndlessError(f"no end after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of this process: others do not count
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def run_one(kernel: Compiled, launch: Launch, arch: int) -> None:
@@ -278,7 +294,7 @@ def outcome(check: Check, arch: int, text: str, instead: str) -> tuple[str, str]
     try:
         with limit(SECONDS), runtime.executing(arch, run):
             check()
-    except (FaultError, EndlessError) as fault:
+    except (FaultError, UnknownPtxError, EndlessError) as fault:
         return "fault", str(fault)
     except AssertionError as error:
         return "wrong result", str(error).splitlines()[0]
@@ -342,21 +358,30 @@ class Mutant:
         """Runs the checks that launch the kernel, then those at other sizes, until one notices."""
         began, ours = time.monotonic(), self.kernel.checks
         check, verdict, said = ours[0], "survived", ""
-        changed = self.site.apply(self.kernel.ptx)
+        ptx, changed = self.kernel.ptx, self.site.apply(self.kernel.ptx)
         for check in (*ours, *(other for one in ours for other in one.others())):
-            verdict, said = outcome(check, self.arch, self.kernel.ptx, changed)
-            if verdict != "survived":
+            verdict, said = outcome(check, self.arch, ptx, changed)
+            if verdict != "survived" and (check in ours or self.passes(check)):
                 break
-        facts = self.facts() | {"check": asdict(check), "verdict": verdict, "said": said[:200]}
+            verdict, said = "survived", ""
         if verdict == "survived":
-            facts |= {"check": asdict(ours[0]), "reached": self.reached()}
-        return facts | {"seconds": round(time.monotonic() - began, 1)}
+            check = ours[0]
+            verdict = "survived" if self.reached() else "not reached"
+        found = {"check": asdict(check), "verdict": verdict, "said": said[:200]}
+        return self.facts() | found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def passes(self, check: Check) -> bool:
+        """Does the unchanged kernel pass?"""
+        return outcome(check, self.arch, self.kernel.ptx, self.kernel.ptx)[0] == "survived"
 
     def reached(self) -> bool:
-        """Does any check run the instruction that is changed?"""
-        before = self.kernel.ptx[: self.site.start]
-        statement = max(before.rfind(mark) for mark in ";\n") + 1
-        trap = " st.shared.b32 [2000000000], 0;\n"
+        """Does any thread of any check run the instruction that is changed?"""
+        ptx = self.kernel.ptx
+        statement = max(ptx.rfind(mark, 0, self.site.start) for mark in ";\n") + 1
+        guard = re.compile(r"\s*(@!?%\w+ )?").match(ptx, statement)
+        assert guard is not None
+        who = "" if self.site.kind.startswith("predicate") else guard[1] or ""
+        trap = f" {who}st.shared.b32 [2000000000], 0;\n"
         planted = replace(self.site, start=statement, end=statement, new=trap)
         changed = planted.apply(self.kernel.ptx)
         return any(
@@ -389,10 +414,11 @@ def draw(arch: int, found: list[Kernel], kind: str, each: int, seed: int) -> lis
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results by kind, in Markdown."""
-    lines = ["| What is broken | tried | fault | wrong result | survived |", "|-|-:|-:|-:|-:|"]
+    verdicts = ("fault", "wrong result", "survived", "not reached")
+    lines = [f"| What is broken | tried | {' | '.join(verdicts)} |", "|-|-:|-:|-:|-:|-:|"]
     for kind in [*KINDS, "all"]:
         of_kind = Counter(r["verdict"] for r in results if kind in (r["kind"], "all"))
-        counts = (of_kind[verdict] for verdict in ("fault", "wrong result", "survived"))
+        counts = (of_kind[verdict] for verdict in verdicts)
         lines.append(f"| {kind} | {of_kind.total()} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
@@ -414,11 +440,12 @@ def main() -> None:
     for arch in args.arch:
         found = kernels(arch, all_checks())
         print(f"sm_{arch}: {len(found)} kernels", flush=True)
-        drawn = (draw(arch, found, kind, args.each, args.seed) for kind in args.kind)
-        for mutant in (mutant for of_kind in drawn for mutant in of_kind):
+        of_kinds = [draw(arch, found, kind, args.each, args.seed) for kind in args.kind]
+        rounds = zip_longest(*of_kinds)  # so that a run that is cut short has some of each kind
+        for mutant in filter(None, chain.from_iterable(rounds)):
             results.append(mutant.judge())
             print(json.dumps(results[-1]), flush=True)
-            if built.cache_info().currsize > 120:
+            if built.cache_info().currsize > 60:
                 built.cache_clear()  # a program takes megabytes
             if args.json:
                 with args.json.open("a", encoding="utf-8") as file:
