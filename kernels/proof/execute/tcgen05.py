@@ -40,6 +40,13 @@ class TensorMemory:
     users: dict[int, int] = field(default_factory=dict)
     """Warp -> number of barriers of the thread block before its last tcgen05.ld or st."""
 
+    def check(self, lane: np.integer, first: int, last: int) -> None:
+        """A fault unless the columns from `first` to before `last` are allocated."""
+        taken = self.allocated.items()
+        if not any(start <= first and last <= start + width for start, width in taken):
+            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
+            raise LaneError(lane, what)
+
     def reads(self, lane: np.integer, who: str, cells: Cells) -> None:
         """A fault if a tcgen05.st to cells that are read is still under way (9.7.16.8.5)."""
         if self.storing[cells].any():
@@ -171,13 +178,9 @@ def _cells(
     if half is not None:
         column, own = column + np.where(own >= 16, half, 0), own % 16
     for lane, first in zip(lanes[::WARP], column[::WARP]):
-        last = int(first) + columns + (half or 0)
         memory = m.tensor.of(lane)
         memory.users[int(m.warp[lane])] = int(m.shared.epoch[m.block[lane]])
-        taken = memory.allocated.items()
-        if not any(start <= first and last <= start + width for start, width in taken):
-            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
-            raise LaneError(lane, what)
+        memory.check(lane, int(first), int(first) + columns + (half or 0))
     return row + own, column
 
 
@@ -301,7 +304,8 @@ def _mma(b: Build, i: Instruction) -> Step:
             )
             kept = bool(np.broadcast_to(m.R[keep], m.size)[lane])
             to = int(m.full(d)[lane] + d_offset)
-            memory = m.tensor.of(lane)
+            memory, first = m.tensor.of(lane), to & 0xFFFF
+            memory.check(lane, first, first + shape.columns)
             if isinstance(left, int):
                 memory.reads(lane, "tcgen05.mma", shape.cells(left, 8))
             if kept:
