@@ -26,15 +26,8 @@ import torch
 from torch import Tensor
 
 from fastgpt.kernels import runtime
-from fastgpt.kernels.proof.execute import (
-    Compiled,
-    FaultError,
-    Launch,
-    UnknownPtxError,
-    compile_launch,
-    run_launch,
-)
-from fastgpt.kernels.proof.execute.launch import built
+from fastgpt.kernels.proof.execute import Compiled, FaultError, Launch, UnknownPtxError
+from fastgpt.kernels.proof.execute.launch import built, compile_launch, run_launch
 from fastgpt.kernels.spec import Make, Problem, Spec
 from fastgpt.kernels.specs import SPECS
 from tests.kernels import conformance
@@ -171,10 +164,10 @@ PROBLEMS: dict[str, tuple[str | Problem, ...]] = {
         {"B": 2, "T": 200, "H": 2, "K": 1, "D": 64, **MASKED},
         {"B": 1, "T": 65, "Tk": 200, "H": 2, "K": 1, "D": 16},
     ),
-    "layer_norm": ("more-tiles-than-programs", "masked-tail"),
-    "add_layer_norm": ("more-tiles-than-programs", "masked-tail"),
-    "rms_norm": ("more-tiles-than-programs", "masked-tail"),
-    "add_rms_norm": ("more-tiles-than-programs", "masked-tail"),
+    **{
+        f"{name}_norm": ("more-tiles-than-programs", "masked-tail")
+        for name in ("layer", "add_layer", "rms", "add_rms")
+    },
     "cross_entropy": ("mean", "none", "in place", "rows-in-parts mean"),
     "linear_cross_entropy": ("mean", "none"),
     "bias_act": ("gelu_tanh three-dimensions", "gelu_tanh no bias"),
