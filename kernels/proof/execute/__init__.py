@@ -19,9 +19,9 @@ Here y holds the result, or a `FaultError` says what is wrong and in which threa
 from ...runtime import Launch
 from .counters import Counters
 from .errors import FaultError, UnknownPtxError
-from .launch import Compiled, compile_launch, execute, run_ptx
+from .launch import Compiled, compile_launch, execute, run_launch, run_ptx
 
 __all__ = [
     "Compiled", "Counters", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute",
-    "run_ptx",
+    "run_launch", "run_ptx",
 ]  # fmt: skip

@@ -173,9 +173,14 @@ def _to_ptx(source: Any, target: Any, backend: Any, options: Any) -> Compiled:
 
 def execute(launch: Any, arch: int, **options: Any) -> None:
     """Compiles a recorded launch and runs it on its tensors, which are on the CPU."""
+    run_launch(compile_launch(launch, arch), launch, **options)
+
+
+def run_launch(kernel: Compiled, launch: Any, **options: Any) -> None:
+    """Runs compiled code on the tensors of the launch that it was compiled for."""
     from ..compile import specialised
 
-    kernel, constexprs = compile_launch(launch, arch), specialised(launch)[1]
+    constexprs = specialised(launch)[1]
     arguments = zip(launch.kernel.arg_names, launch.args, strict=False)
     passed = [(name, value) for name, value in arguments if name not in constexprs]
     values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in passed]

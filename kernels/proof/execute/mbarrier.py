@@ -9,7 +9,7 @@ import numpy as np
 
 from .build import Build, Mask, Step, address_of, opcode
 from .errors import LaneError
-from .ptx import Immediate, Instruction
+from .ptx import Array, Immediate, Instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -55,6 +55,15 @@ class Mbarriers:
         return barrier.phase % 2 != parity
 
 
+def changes(m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger, does: str) -> Array:
+    """Units of the objects that the lanes make or end, which no other warp may be at."""
+    lanes = m.index(mask)
+    place = m.shared.place(lanes, m.addresses(slot, offset, mask), 8, does)
+    units = m.shared.units(place, 8)
+    m.shared.refuse_clashes(lanes, units, does)
+    return units
+
+
 def each(m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger) -> list[tuple[int, int]]:
     """(lane, address) of each lane that takes part."""
     addresses = m.addresses(slot, offset, mask)
@@ -68,9 +77,7 @@ def _init(b: Build, i: Instruction) -> Step:
     assert isinstance(count, Immediate)
 
     def step(m: Machine, mask: Mask) -> None:
-        lanes = m.index(mask)
-        nothing = np.zeros((1, len(lanes)), np.uint64)
-        m.shared.store(lanes, m.addresses(slot, offset, mask), nothing)
+        m.shared.written(m.index(mask), changes(m, mask, slot, offset, "mbarrier.init changes"))
         for lane, address in each(m, mask, slot, offset):
             m.mbarriers.objects[int(m.block[lane]), address] = Mbarrier(count.value)
 
@@ -82,6 +89,7 @@ def _inval(b: Build, i: Instruction) -> Step:
     slot, offset = address_of(b, i.args[0], np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
+        changes(m, mask, slot, offset, "mbarrier.inval changes")
         for lane, address in each(m, mask, slot, offset):
             m.mbarriers.get(lane, address)
             del m.mbarriers.objects[int(m.block[lane]), address]
@@ -96,7 +104,7 @@ def _try_wait(b: Build, i: Instruction) -> Step:
     assert isinstance(to, int)
 
     def step(m: Machine, mask: Mask) -> None:
-        done = np.zeros(m.size, bool)
+        lanes, done = m.index(mask), np.zeros(m.size, bool)
         parities = np.broadcast_to(m.R[parity], m.size)
         answers: dict[tuple[int, int, int], bool] = {}
         for lane, address in each(m, mask, slot, offset):
@@ -104,7 +112,8 @@ def _try_wait(b: Build, i: Instruction) -> Step:
             if key not in answers:
                 answers[key] = m.mbarriers.poll(lane, address, key[2])
             done[lane] = answers[key]
-        lanes = m.index(mask)
+        place = m.shared.place(lanes, m.addresses(slot, offset, mask), 8, "polls")
+        m.shared.reads(lanes, m.shared.units(place, 8))
         m.spinning[lanes] = ~done[lanes]
         m.put(to, done, mask)
 

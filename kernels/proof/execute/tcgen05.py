@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LANES, COLUMNS = 128, 512
 KINDS = {0: "f16", 1: "bf16"}
 """Field of an instruction descriptor -> number format."""
+Cells = tuple[Array, Array]
+"""Lanes and columns of tensor memory, as an index."""
 
 
 @dataclass(slots=True)
@@ -28,10 +30,27 @@ class TensorMemory:
     """Tensor memory of one thread block (9.7.16.1), in cells of 32 bits."""
 
     cells: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
+    storing: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint8))
+    """Cells that a tcgen05.st under way writes: number of its warp, from 1."""
     allocated: dict[int, int] = field(default_factory=dict)
     """First column -> number of columns."""
     queue: list[Callable[[], None] | int] = field(default_factory=list)
     """Products under way, and at each commit the address of its mbarrier."""
+
+    users: dict[int, int] = field(default_factory=dict)
+    """Warp -> number of barriers of the thread block before its last tcgen05.ld or st."""
+
+    def check(self, lane: np.integer, first: int, last: int) -> None:
+        """A fault unless the columns from `first` to before `last` are allocated."""
+        taken = self.allocated.items()
+        if not any(start <= first and last <= start + width for start, width in taken):
+            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
+            raise LaneError(lane, what)
+
+    def reads(self, lane: np.integer, who: str, cells: Cells) -> None:
+        """A fault if a tcgen05.st to cells that are read is still under way (9.7.16.8.5)."""
+        if self.storing[cells].any():
+            raise LaneError(lane, f"{who} reads tensor memory before tcgen05.wait::st")
 
 
 class TensorMemories:
@@ -101,6 +120,11 @@ def _dealloc(b: Build, i: Instruction) -> Step:
         m.whole_warps(mask, "tcgen05.dealloc")
         for lane in m.index(mask)[::WARP]:
             column = int(m.full(slot)[lane])
+            users, now = m.tensor.of(lane).users, m.shared.epoch[m.block[lane]]
+            if any(epoch == now and warp != m.warp[lane] for warp, epoch in users.items()):
+                raise LaneError(
+                    lane, "tcgen05.dealloc of what another warp uses, without a barrier"
+                )
             if m.tensor.of(lane).allocated.pop(column, None) is None:
                 raise LaneError(lane, f"tcgen05.dealloc of column {column}, which is not allocated")
 
@@ -154,11 +178,9 @@ def _cells(
     if half is not None:
         column, own = column + np.where(own >= 16, half, 0), own % 16
     for lane, first in zip(lanes[::WARP], column[::WARP]):
-        last = int(first) + columns + (half or 0)
-        taken = m.tensor.of(lane).allocated.items()
-        if not any(start <= first and last <= start + width for start, width in taken):
-            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
-            raise LaneError(lane, what)
+        memory = m.tensor.of(lane)
+        memory.users[int(m.warp[lane])] = int(m.shared.epoch[m.block[lane]])
+        memory.check(lane, int(first), int(first) + columns + (half or 0))
     return row + own, column
 
 
@@ -174,7 +196,9 @@ def _ld(b: Build, i: Instruction) -> Step:
         values = np.empty((len(slots), len(lanes)), np.uint32)
         for block in np.unique(m.block[lanes]):
             mine = m.block[lanes] == block
-            values[:, mine] = m.tensor.blocks[block].cells[rows[mine], where[:, mine]]
+            memory, cells = m.tensor.blocks[block], (rows[mine], where[:, mine])
+            memory.reads(lanes[mine][0], "tcgen05.ld", cells)
+            values[:, mine] = memory.cells[cells]
         m.late.defer(slots, values, lanes, np.zeros(len(lanes), np.int64))
 
     return step
@@ -196,11 +220,13 @@ def _st(b: Build, i: Instruction) -> Step:
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.st")
         rows, column = _cells(m, mask, slot, offset, len(slots), half)
-        values, block = m.rows(slots, mask), m.block[m.index(mask)]
+        lanes, values = m.index(mask), m.rows(slots, mask)
         where = column + np.arange(len(slots))[:, None]
-        for number in np.unique(block):
-            mine = block == number
-            m.tensor.blocks[number].cells[rows[mine], where[:, mine]] = values[:, mine]
+        for block in np.unique(m.block[lanes]):
+            mine = m.block[lanes] == block
+            memory, cells = m.tensor.blocks[block], (rows[mine], where[:, mine])
+            memory.cells[cells] = values[:, mine]
+            memory.storing[cells] = m.warp[lanes[mine]] + 1
 
     return step
 
@@ -209,6 +235,9 @@ def _st(b: Build, i: Instruction) -> Step:
 def _wait_st(b: Build, i: Instruction) -> Step:
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.wait::st")
+        for lane in m.index(mask)[::WARP]:
+            storing = m.tensor.of(lane).storing
+            storing[storing == m.warp[lane] + 1] = 0
 
     return step
 
@@ -231,6 +260,11 @@ class Shape:
         """Lane of tensor memory of each row (9.7.16.10.5): layout D of 128 rows, F of 64."""
         row = np.arange(self.rows)
         return row if self.rows == LANES else row // 16 * 32 + row % 16
+
+    def cells(self, address: int, columns: int) -> Cells:
+        """Cells of a matrix of these rows at an address of tensor memory."""
+        rows = self.lanes + (address >> 16)
+        return rows[:, None], np.arange(columns) + (address & 0xFFFF)
 
 
 def read_shape(i: Instruction, bits: int) -> Shape:
@@ -270,7 +304,12 @@ def _mma(b: Build, i: Instruction) -> Step:
             )
             kept = bool(np.broadcast_to(m.R[keep], m.size)[lane])
             to = int(m.full(d)[lane] + d_offset)
-            memory = m.tensor.of(lane)
+            memory, first = m.tensor.of(lane), to & 0xFFFF
+            memory.check(lane, first, first + shape.columns)
+            if isinstance(left, int):
+                memory.reads(lane, "tcgen05.mma", shape.cells(left, 8))
+            if kept:
+                memory.reads(lane, "tcgen05.mma", shape.cells(to, shape.columns))
             memory.queue.append(_later(m, memory, shape, to, left, right, kept, held))
             if m.counters is not None:
                 m.counters.add("multiply_adds", 16 * shape.rows * shape.columns)
@@ -285,16 +324,13 @@ def _later(
     """A product, to be carried out when something waits for it."""
 
     def run() -> None:
-        a = left
+        a, d = left, shape.cells(to, shape.columns)
         if isinstance(a, int):
-            lanes, first = shape.lanes + (a >> 16), a & 0xFFFF
-            packed = np.ascontiguousarray(memory.cells[lanes, first : first + 8])
+            packed = np.ascontiguousarray(memory.cells[shape.cells(a, 8)])
             a = widened(packed.view(np.uint16), shape.kind)
-        columns = slice(to & 0xFFFF, (to & 0xFFFF) + shape.columns)
-        lanes = shape.lanes + (to >> 16)
-        before = memory.cells[lanes, columns].view(np.float32)
+        before = memory.cells[d].view(np.float32)
         result = product(a, right.T, before if kept else np.zeros_like(before))
-        memory.cells[lanes, columns] = result.view(np.uint32)
+        memory.cells[d] = result.view(np.uint32)
         for units in held:
             m.shared.pinned[units] -= 1
 

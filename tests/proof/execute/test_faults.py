@@ -14,6 +14,20 @@ ADDRESS = """
     mov.b32 %r30, 7;
 """
 """%rd20: a word of p0 for each thread; %r20: one of shared memory."""
+POLLED = """
+    setp.eq.u32 %p2, %r0, 0; @%p2 mbarrier.init.shared::cta.b64 [%r21], 1; bar.sync 0;
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r21], 1;
+"""
+"""All threads have polled an mbarrier."""
+COLUMNS = """
+    setp.lt.u32 %p3, %r0, 32;
+    @%p3 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r21], 32;
+    bar.sync 0; ld.shared.b32 %r40, [global_smem];
+    and.b32 %r41, %r0, 32; shl.b32 %r41, %r41, 16; add.u32 %r41, %r41, %r40;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r41], {%r30};
+"""
+"""Each of two warps stores to lanes of tensor memory."""
+FREED = "@%p3 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r40, 32;"
 FAULTS = {
     "reads past the tensor": (
         "ld.global.b32 %r10, [%rd20+4];",
@@ -69,6 +83,18 @@ FAULTS = {
     "no mbarrier": (
         "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r21], 0;", "which is no mbarrier",
     ),
+    "an mbarrier that others may still poll": (
+        f"{POLLED} @%p2 mbarrier.inval.shared::cta.b64 [%r21];",
+        "race: mbarrier.inval changes what another warp reads or writes",
+    ),
+    "a store to tensor memory that nobody waited for": (
+        f"{COLUMNS} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41];",
+        "tcgen05.ld reads tensor memory before tcgen05.wait::st",
+    ),
+    "tensor memory that others may still use": (
+        f"{COLUMNS} tcgen05.wait::st.sync.aligned; {FREED}",
+        "tcgen05.dealloc of what another warp uses, without a barrier",
+    ),
     "an mbarrier that nobody arrives at": (
         """setp.eq.u32 %p2, %r0, 0; @%p2 mbarrier.init.shared::cta.b64 [%r21], 1; bar.sync 0;
         $L_wait:
@@ -92,6 +118,12 @@ SOUND = {
     "a barrier between": """
         st.shared.b32 [%r20], %r0; bar.sync 0; xor.b32 %r22, %r20, 128;
         ld.shared.b32 %r10, [%r22]; xor.b32 %r10, %r10, 32;""",
+    "an mbarrier at its end": f"""
+        {POLLED} bar.sync 0; @%p2 mbarrier.inval.shared::cta.b64 [%r21]; mov.b32 %r10, %r0;""",
+    "tensor memory at its end": f"""
+        {COLUMNS} tcgen05.wait::st.sync.aligned;
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41]; tcgen05.wait::ld.sync.aligned;
+        bar.sync 0; {FREED} sub.u32 %r10, %r42, %r30; add.u32 %r10, %r10, %r0;""",
     "a copy, a wait and a barrier": """
         cp.async.ca.shared.global [%r20], [%rd21], 4; cp.async.commit_group;
         cp.async.wait_group 0; bar.sync 0; xor.b32 %r22, %r20, 128; ld.shared.b32 %r10, [%r22];
