@@ -26,21 +26,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that run no kernel, if the kernels are to be executed."""
+    """Leaves out tests that show nothing of the kernels, if these are to be executed."""
     if not config.getoption("execute"):
         return
     here = Path(__file__).parent
-    left_out = [x for x in items if here in x.path.parents and not runs_kernels(x)]
+    left_out = [x for x in items if here in x.path.parents and not shows_kernels(x)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
 
-def runs_kernels(item: pytest.Item) -> bool:
-    """Returns True if a test runs kernels: on its `device`, or those that it is given."""
+AROUND_KERNELS = {
+    "a_second_derivative_raises", "bad_arguments_are_named", "checkpointing_changes_nothing",
+    "compiles_once", "fake_tensors_need_no_kernel", "opcheck_passes",
+    "the_reference_is_pytorchs_own", "the_reference_runs_where_kernels_do_not",
+}  # fmt: skip
+"""Conformance checks of the Python code that surrounds an op's kernels."""
+
+
+def shows_kernels(item: pytest.Item) -> bool:
+    """Returns True if a test runs kernels, on its `device` or as its `kernels`, and checks them."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    chosen = getattr(item, "callspec", None)
-    plain = "plain" in fixtures or (chosen and chosen.params.get("kernels") == "plain")
-    return not plain and not fixtures.isdisjoint({"device", "kernels"})
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if "plain" in fixtures or params.get("kernels") == "plain":
+        return False
+    if getattr(params.get("check"), "__name__", "") in AROUND_KERNELS:
+        return False
+    return not fixtures.isdisjoint({"device", "kernels"})
 
 
 @pytest.fixture(autouse=True)
