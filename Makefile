@@ -11,7 +11,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity mutants bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full parity parity-full mutants bench bench-regress gpu tune reproduce lint fmt clean
 .PHONY: .check-python .check-extras .new-venv
 .NOTPARALLEL:
 
@@ -69,6 +69,15 @@ $(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
 
 endif
 
+# --- parity of the kernels ---------------------------------------------------------------------
+
+# Asked when the target runs: torch may have to be installed first.
+cuda = $(shell $(PY) -c 'import torch; print("yes" * torch.cuda.is_available())')
+on_cuda := -rs -m gpu -n auto --maxprocesses 8 --dist loadgroup
+executed := tests/kernels tests/proof/execute -m "not gpu and not slow" -n auto --maxprocesses 4
+ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
+RECORD ?= kernels/proof/executed.jsonl
+
 # --- targets -----------------------------------------------------------------------------------
 
 help: ## list the targets
@@ -87,8 +96,11 @@ test: $(call env,dev) ## run the tests that this machine can run, but for the sl
 test-full: $(call env,dev) ## run all tests that this machine can run
 	$(PY) -m pytest -q -n auto --maxprocesses 4 $(ARGS)
 
-parity: $(call env,dev) ## run the tests that need CUDA; each is skipped, and says so, without it
-	$(PY) -m pytest -q -rs -m gpu -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their compiled code on the CPU
+	$(PY) -m pytest -q $(if $(cuda),$(on_cuda),$(executed) -k "not fp16" --execute sm_80,sm_90) $(ARGS)
+
+parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU; writes the record
+	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from .interpreter import mend_bf16
+
 # Triton itself reads the variable when it is imported, so a later change has no effect.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
@@ -132,6 +134,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if _stand_in is not None:
         _stand_in.launch(Launch(kernel, args, meta, grid))
         return
+    if INTERPRETING:
+        mend_bf16()
     device = args[0].device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*args, **meta)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.executed import Recorder
+
 
 def patch_language_once() -> None:
     """Halves the time of interpreted kernels by patching Triton's language once for each launch.
@@ -40,10 +42,15 @@ IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "run the kernels' tests without a GPU on code compiled for an arch, such as sm_90"
-    parser.addoption(
-        "--execute", metavar="ARCH", type=lambda arch: int(arch.removeprefix("sm_")), help=text
-    )
+    text = "run the kernels' tests without a GPU on code compiled for archs, such as sm_80,sm_90"
+    parser.addoption("--execute", metavar="ARCHS", type=archs, help=text)
+    text = "file for a line of JSON for each test that --execute runs"
+    parser.addoption("--record", metavar="FILE", help=text)
+
+
+def archs(text: str) -> list[int]:
+    """Parses "sm_80,sm_90"."""
+    return [int(arch.removeprefix("sm_")) for arch in text.split(",")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
             patch_language_once()
+    if config.getoption("execute") and not IN_XDIST_WORKER:
+        config.pluginmanager.register(Recorder(config.getoption("record")))
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

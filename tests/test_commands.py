@@ -28,6 +28,7 @@ TINY = (
 )
 DROPOUT = "--only dropout/*/fp32 --sizes tiny --rounds 2"
 SLOT = '--static --arch 80 --only "sm_80 fwd 16 bits D=16,32 plain" --top 1'
+ONE_CASE = '"test_parity and rotary-grouped-fp32 and sm_90"'
 # What makes a command short: text that is replaced, or, where the pattern ends the command, added.
 SHORTER = [
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
@@ -37,7 +38,7 @@ SHORTER = [
     (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)).)*$", rf"\g<0>{TINY}"),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
     (r"^make (test|test-full)(?= |$)", r"\g<0> ARGS='-n0 tests/test_layering.py'"),
-    (r"^make parity$", "make parity ARGS='-n0 tests/trainer/test_cuda.py'"),
+    (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
@@ -49,6 +50,7 @@ SHORTER = [
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),
     (r"^python -m kernels\.aot.*$", r"\g<0> --arch 90"),
+    (r"^(python -m tests.proof.execute.coverage).*$", r"\1 --only rotary"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
@@ -62,7 +64,7 @@ LAST = {
     r"(python train.py|torchrun|make train)(?!.* --help)": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
-    r"make (test|test-full)( |$)": r"\d+ passed",
+    r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
 # Not run here, each with the reason; the arguments are checked all the same.
 EXEMPT = {

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime import INTERPRETING, arch, launch
+from ..runtime import arch, launch
 from .config import config
 from .forward import (
     Options,
@@ -223,14 +223,6 @@ def attention_bwd(
     if B * Tq * Tk * H * D == 0:
         for x in grads:
             x.zero_()
-        return
-    if INTERPRETING and q.dtype is torch.bfloat16:
-        wide = tuple(x.float().contiguous() for x in grads)
-        attention_bwd(
-            dout.float(), q.float(), k.float(), v.float(), out.float(), lse, options, wide
-        )
-        for x, y in zip(grads, wide, strict=True):
-            x.copy_(y)
         return
     dq, dk, dv = grads
     assert dk.stride() == dv.stride()

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import padded
-from ..runtime import INTERPRETING, arch, launch
+from ..runtime import arch, launch
 from .config import config
 from .dropout import ROUNDS, drop_below
 
@@ -359,9 +359,6 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
         return out, lse
     if Tk == 0:
         return out.zero_(), lse.fill_(math.inf)
-    if INTERPRETING and q.dtype is torch.bfloat16:  # the interpreter's bf16 products are wrong
-        y, lse = attention_fwd(q.float(), k.float(), v.float(), options)
-        return y.bfloat16(), lse
     q, k, v = readable(q), readable(k), readable(v)
     meta = constexprs(q, k, options)
     meta |= config("fwd", q, meta, arch(q.device))

@@ -96,12 +96,14 @@ def linear_work(s: Problem, itemsize: int) -> Work:
     return {**work((flops, n), (2 * flops, 2 * n)), "both": (3 * flops, 2 * n)}
 
 
+EVERY_OPTION: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+
+
 def forms(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: block sizes, options, padding, unaligned rows."""
-    every: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):
-            yield from forms_of(V, dtype, **every)
+            yield from forms_of(V, dtype, **EVERY_OPTION)
     yield from forms_of(50_304, torch.bfloat16)
     yield from forms_of(50_304, torch.float16, valid=50_257)
     yield from forms_of(50_304, torch.bfloat16, valid=50_257)

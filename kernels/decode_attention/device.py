@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import padded
-from ..runtime import INTERPRETING, arch, launch, multiprocessors
+from ..runtime import arch, launch, multiprocessors
 
 
 @triton.jit
@@ -243,9 +243,6 @@ def decode_attention_fwd(
         return out
     if Tmax == 0 or pages == 0:
         return out.zero_()
-    if INTERPRETING and q.dtype is torch.bfloat16:  # the interpreter's bf16 products are wrong
-        q, k, v = q.float(), k.float(), v.float()
-        return decode_attention_fwd(q, k, v, lengths, starts, table, scale).bfloat16()
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     lengths = lengths.contiguous()
     starts, table = (None if x is None else x.contiguous() for x in (starts, table))

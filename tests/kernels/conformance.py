@@ -77,11 +77,20 @@ def apart(spec: Spec, *tensors: Tensor, **options: Any) -> Any:
     return spec.op(*tensors, **{**options, **({"inplace_grad": False} if spec.overwritten else {})})
 
 
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    """Asserts equal bits in the same layout; NaN equals NaN."""
+def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float = 0) -> None:
+    """Asserts equal bits, or numbers, in the same layout; NaN equals NaN."""
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
         assert a.stride() == b.stride()
+
+
+def assert_same_in_another_layout(got: list[Tensor], want: list[Tensor]) -> None:
+    """Asserts equal bits from the interpreter, and compiled equal numbers but for rounding.
+
+    Another layout is another specialisation, which reads other vectors: its sums have another
+    order, and other multiplications are fused into additions.
+    """
+    assert_same(got, want, 0 if runtime.INTERPRETING else 1e-5)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -162,9 +171,11 @@ def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
             same += contiguous[i + 1 :]
             with launches(*spec.launches(problem)), guarded():
                 got = run(spec, op, [*contiguous[:i], moved, *contiguous[i + 1 :]])
-            assert_same(got, want if torch.equal(moved, x) else run(spec, op, same))
+            assert_same_in_another_layout(
+                got, want if torch.equal(moved, x) else run(spec, op, same)
+            )
     vectors = [x.repeat_interleave(2)[::2] if x.dim() == 1 else x for x in contiguous]
-    assert_same(run(spec, op, vectors), want)
+    assert_same_in_another_layout(run(spec, op, vectors), want)
 
 
 def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
@@ -179,10 +190,10 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
         with guarded():
             got = run(spec, op, contiguous, moved)
         if all(map(torch.equal, moved, upstream)):
-            assert_same(got, want)
+            assert_same_in_another_layout(got, want)
         else:
             copies = [dy.clone(memory_format=torch.contiguous_format) for dy in moved]
-            assert_same(got, run(spec, op, contiguous, copies))
+            assert_same_in_another_layout(got, run(spec, op, contiguous, copies))
 
 
 def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:

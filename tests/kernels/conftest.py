@@ -1,12 +1,13 @@
-"""Fixtures of all kernel tests."""
+"""Fixtures of all kernel tests; with --execute, the choice of those that run compiled kernels."""
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from fastgpt.kernels import runtime
+from tests.executed import empty_record, execute_and_record
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +19,52 @@ def products_in_fp32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    archs = metafunc.config.getoption("execute")
+    if archs:
+        metafunc.parametrize("executed", archs, indirect=True, ids=lambda arch: f"sm_{arch}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that show nothing of the kernels, if these are to be executed."""
+    if not config.getoption("execute"):
+        return
+    here = Path(__file__).parent
+    left_out = [x for x in items if here in x.path.parents and not shows_kernels(x)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+AROUND_KERNELS = {
+    "a_second_derivative_raises", "bad_arguments_are_named", "checkpointing_changes_nothing",
+    "compiles_once", "fake_tensors_need_no_kernel", "opcheck_passes",
+    "the_reference_is_pytorchs_own", "the_reference_runs_where_kernels_do_not",
+}  # fmt: skip
+"""Conformance checks of the Python code that surrounds an op's kernels."""
+
+
+def shows_kernels(item: pytest.Item) -> bool:
+    """Returns True if a test runs kernels, on its `device` or as its `kernels`, and checks them."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if "plain" in fixtures or params.get("kernels") == "plain":
+        return False
+    if getattr(params.get("check"), "__name__", "") in AROUND_KERNELS:
+        return False
+    return not fixtures.isdisjoint({"device", "kernels"})
+
+
 @pytest.fixture(autouse=True)
 def executed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --execute, launches run the PTX that is compiled for its arch."""
-    arch = request.config.getoption("execute")
+    """With --execute, launches run the PTX that is compiled for an arch."""
+    arch = getattr(request, "param", None)
     if arch is None:
         yield
         return
-    from fastgpt.kernels.proof.execute import execute
+    # not at the top: whether the interpreter runs is settled after this file is imported
+    from fastgpt.kernels import runtime
 
-    with runtime.executing(arch, partial(execute, arch=arch)):
+    record = empty_record(arch)
+    request.node.user_properties.append(("executed", record))
+    with runtime.executing(arch, partial(execute_and_record, record=record)):
         yield

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastgpt.kernels.runtime import INTERPRETING
 from fastgpt.kernels.specs import SPECS
 from tests.kernels import conformance
 
@@ -12,15 +13,22 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PROVED = {name: conformance.careful(spec) for name, spec in SPECS.items() if not spec.random}
 
 
+def brief(spec, label, dtype):
+    """Marks the structural problems of an op, in two dtypes."""
+    return [pytest.mark.brief] * (label in conformance.structural(spec) and dtype != "fp16")
+
+
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
     [
-        pytest.param(name, label, dtype, id=f"{name}-{label}-{short}")
+        pytest.param(
+            name, label, dtype, id=f"{name}-{label}-{short}", marks=brief(spec, label, short)
+        )
         for name, spec in PROVED.items()
         for label in spec.problems
         for short, dtype in DTYPES.items()
-        # the interpreter truncates what it should round to bf16: a few problems show the casts
-        if short != "bf16" or torch.cuda.is_available() or label in conformance.structural(spec)
+        # bf16 differs from fp16 in the casts, which a few problems show; compiled, in the products
+        if short != "bf16" or not INTERPRETING or label in conformance.structural(spec)
     ],
 )
 def test_parity(name, label, dtype, device):

@@ -17,6 +17,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
 from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.execute import FaultError
 from fastgpt.kernels.rows import as_rows
 from fastgpt.kernels.runtime import autocast_dtype, define_op, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
@@ -154,5 +155,7 @@ SEEN = {
 @pytest.mark.parametrize(("fault", "check"), [(f, c) for f, seen in SEEN.items() for c in seen])
 def test_a_fault_is_noticed(fault, check, device, monkeypatch):
     monkeypatch.setattr(f"{__name__}.FAULTS", {fault})
-    with pytest.raises((AssertionError, RuntimeError, OpCheckError, pytest.fail.Exception)):
+    with pytest.raises(
+        (AssertionError, RuntimeError, OpCheckError, FaultError, pytest.fail.Exception)
+    ):
         CHECKS[check](DOUBLE, DOUBLE.problems["typical"], device)

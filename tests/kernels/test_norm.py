@@ -30,7 +30,8 @@ def test_any_shape(data, device):
     spec, dtype = data.draw(st.sampled_from(SPECS)), data.draw(common.DTYPES)
     problem = {
         "M": data.draw(common.sizes(1, 3, 9)),
-        "N": data.draw(st.integers(2, 300)),
+        # of two columns, normalised to -1 and 1, the gradient of x is less than its rounding error
+        "N": data.draw(st.integers(3, 300)),
         "eps": data.draw(st.floats(1e-3, 1)),
         "without": data.draw(st.sampled_from([(), ("bias",), ("weight", "bias")])),
     }

@@ -91,7 +91,20 @@ class SharedMemory:
         data[index] = values
         self.written(lanes, units)
         if (data[index] != values).any():
-            lost = (data[index] != values).any(0)
+            self._lost(lanes, index, data[index] != values)
+
+    def _lost(self, lanes: Array, index: Array, lost: Array) -> None:
+        """Raises where an instruction's write to a place is lost to that of another warp.
+
+        Of threads of a warp any one's value stays (CUDA guide, "SIMT Architecture"), and Triton
+        relies on it: a sum over lanes is stored from every lane that holds it. Where a lane has one
+        term, LLVM fuses its multiplication into the addition, so that lanes round different terms.
+        """
+        warp = self.m.warp[lanes] + self.m.block[lanes] * self.m.warps
+        stays = np.zeros(int(index.max()) + 1, warp.dtype)
+        stays[index] = warp
+        lost = (lost & (stays[index] != warp)).any(0)
+        if lost.any():
             self._race(lanes, lost, "writes what another thread writes in the same instruction")
 
     def _elements(self, offset: Array, dtype: np.dtype, count: int) -> Array:

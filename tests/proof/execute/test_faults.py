@@ -132,6 +132,9 @@ SOUND = {
         and.b32 %r23, %r0, 31; shl.b32 %r24, %r23, 2; add.s32 %r24, %r24, %r21;
         st.shared.b32 [%r24], %r23; bar.sync 0; ld.shared.b32 %r10, [%r24];
         and.b32 %r25, %r0, 32; add.s32 %r10, %r10, %r25;""",
+    "threads of a warp at one place": """
+        and.b32 %r23, %r0, 32; add.s32 %r23, %r23, %r21; st.shared.b32 [%r23], %r0;
+        mov.b32 %r10, %r0;""",
     "a loop of other lengths for other threads": """
         mov.b32 %r10, 0;
         $L_loop:

@@ -1,0 +1,143 @@
+"""Which instructions of the shipped kernels are executed: `python -m tests.proof.execute.coverage`.
+
+Every form that is compiled ahead of time (`Spec.forms`) is launched as it is described, but with
+real tensors of fewer rows or tokens in place of meta tensors: the sizes are no part of the code. An
+instruction is reached once it ran in a thread; one with a guard, once the guard was true. Exits
+with 1 if less than 95 % of a form are reached.
+
+    python -m tests.proof.execute.coverage --arch 90 --only rotary
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fastgpt.kernels import runtime
+from fastgpt.kernels.cross_entropy.spec import EVERY_OPTION, forms_of
+from fastgpt.kernels.proof.compile import Case, collect
+from fastgpt.kernels.proof.execute import compile_launch, execute
+from fastgpt.kernels.proof.execute.launch import built
+from fastgpt.kernels.specs import SPECS
+
+ENOUGH = 0.95
+SIZES: dict[str, tuple[dict[int, int], ...]] = {
+    "attention": ({16: 1, 1024: 330},),
+    "decode_attention": ({64: 1, 4096: 530, 1024: 140, 256: 35}, {64: 22, 4096: 250}),
+    "cross_entropy": ({4096: 9},),
+    "layer_norm": ({4096: 70},),
+    "bias_act": ({4096: 70},),
+    "rotary": ({4: 1, 1024: 37},),
+}
+"""Op -> what takes the place of a leading size of its forms' tensors, in turn."""
+MULTIPROCESSORS = {"decode_attention": 132}
+"""Of the device; 1 elsewhere, so that programs have several rows. Here they decide the splits."""
+
+
+class Reached:
+    """Instructions of a compiled form that have run."""
+
+    def __init__(self, ptx: str) -> None:
+        build = built(ptx)
+        self.instructions = [x for block in build.program.blocks for x in block]
+        self.lines: set[int] = set()
+        for steps, block in zip(build.blocks, build.program.blocks):
+            for i, instruction in enumerate(block):
+                steps[i] = self.noting(steps[i], instruction)
+
+    def noting(self, step: Callable[..., None], instruction: Any) -> Callable[..., None]:
+        guard, negated = instruction.guard, instruction.negated
+        always = guard is None or instruction.op.startswith("bra")
+
+        def run(machine: Any, mask: Any) -> None:
+            if always or machine.active(mask, guard, negated)[0]:
+                self.lines.add(instruction.line)
+            step(machine, mask)
+
+        return run
+
+    @property
+    def share(self) -> float:
+        return sum(x.line in self.lines for x in self.instructions) / len(self.instructions)
+
+    def missed(self) -> str:
+        """Returns the source lines of what was not reached, with the number of instructions."""
+        missed = Counter(x.source for x in self.instructions if x.line not in self.lines)
+        return ", ".join(f"{line} ({count})" for line, count in missed.items())
+
+
+def small(sizes: dict[int, int]) -> Callable[..., torch.Tensor]:
+    """Returns a `torch.empty` whose meta tensors become real ones with smaller leading sizes."""
+    empty = torch.empty
+
+    def make(*size: Any, device: Any = None, dtype: Any = None, **options: Any) -> torch.Tensor:
+        if device != "meta":
+            return empty(*size, device=device, dtype=dtype, **options)
+        shape = list(size if not size or isinstance(size[0], int) else size[0])
+        dtype = dtype or torch.float32
+        # rows of a matrix, batch and tokens of more: a vector belongs to columns
+        leading = max(len(shape) - 2, len(shape) > 1) if dtype.is_floating_point else len(shape)
+        shape[:leading] = [sizes.get(n, n) for n in shape[:leading]]
+        if dtype.is_floating_point:
+            return torch.randn(shape).to(dtype).requires_grad_(options.get("requires_grad", False))
+        if dtype == torch.int32:  # documents, pages
+            return (torch.arange(shape[-1], dtype=dtype) // 300).expand(shape).contiguous()
+        # lengths and targets, some of them impossible; first positions
+        last = 600 if len(shape) == 1 else 20
+        found = torch.randint(last, shape)
+        found.view(-1)[1:2] = -100
+        return found
+
+    return make
+
+
+def cases(name: str, arch: int) -> Iterator[Case]:
+    """Yields an op's forms, at each of its sizes in turn, while these are in force."""
+    for sizes in SIZES[name]:
+        with mock.patch.object(torch, "empty", small(sizes)):
+            yield from SPECS[name].forms(arch)
+            if name == "cross_entropy":  # the same code, with columns left over after whole blocks
+                for V, dtype in itertools.product((240, 2032), (torch.bfloat16, torch.float32)):
+                    yield from forms_of(V, dtype, **EVERY_OPTION)
+
+
+def coverage(name: str, arch: int) -> Iterator[tuple[str, Reached]]:
+    """Executes the forms of an op; yields each one's name and what of it was reached."""
+    torch.manual_seed(0)
+    configs = list(collect([SPECS[name].forms], [arch]))
+    built.cache_clear()
+    forms = {}
+    for config in configs:
+        forms.setdefault(compile_launch(config.launch, arch).ptx, config.key)
+    reached = {ptx: Reached(ptx) for ptx in forms}
+    run = functools.partial(execute, arch=arch)
+    with runtime.executing(arch, run, MULTIPROCESSORS.get(name, 1)):
+        for case in cases(name, arch):
+            case.run()
+    yield from ((key, reached[ptx]) for ptx, key in forms.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--only", choices=SIZES, help="only this op")
+    given = parser.parse_args()
+    low = 0
+    for name in [given.only] if given.only else SIZES:
+        for key, reached in coverage(name, given.arch):
+            low += reached.share < ENOUGH
+            print(f"{reached.share:6.1%} of {len(reached.instructions)} {key}", flush=True)
+            if missed := reached.missed():
+                print(f"       not: {missed}")
+    print(f"sm_{given.arch}: {low} forms below {ENOUGH:.0%}")
+    return low > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
