@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def test_what_is_there_is_not_installed_again(checkout, steps):
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_change_of_the_requirements_installs_again(checkout, name):
     checkout.make("setup")
+    time.sleep(0.02)  # a kernel's clock for files may tick only every 10 ms
     (checkout.root / name).touch()
     (checkout.folder / "pip").write_text(f"sleep 0.1; touch {name}")  # changed during the install
     assert checkout.make("setup") == [DEV]
