@@ -51,6 +51,8 @@ SHORTER = [
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),
     (r"^python -m kernels\.aot.*$", r"\g<0> --arch 90"),
     (r"^(python -m tests.proof.execute.coverage).*$", r"\1 --only rotary"),
+    (r"^(python -m tests.proof.execute.mutants)$", r"\1 --arch 90 --each 0"),
+    (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
