@@ -123,9 +123,9 @@ class Prediction:
     tile: str
     milliseconds: float
     bound: str
-    """What takes most of the time, or why there is none."""
+    """Resource that takes most of the time, or the reason why no time is predicted."""
     flops: float
-    """Of its products and of its 32-bit arithmetic."""
+    """FLOPs of the products and of the 32-bit arithmetic."""
     touched: int
     """Bytes of memory that the kernel reads or writes, each once."""
     measured: float | None

@@ -84,7 +84,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """What takes the place of a CUDA device."""
+    """Stand-in for a CUDA device: records launches or runs them on the CPU."""
 
     arch: int
     multiprocessors: int
@@ -214,7 +214,7 @@ def define_op(
 
 
 def undisturbed(*args: Any) -> bool:
-    """Returns True if only autograd would see a call with these arguments at torch's dispatcher.
+    """Returns True if a call may skip torch's dispatcher: only autograd would act on it there.
 
     While launches are recorded this is True: a recording is of the code that runs without a
     listener.

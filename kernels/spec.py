@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .parity import TERMS
 from .proof.compile import Case
 
 Problem = Mapping[str, Any]
@@ -44,6 +45,10 @@ def whole(name: str, x: Tensor) -> Tensor:
 
 def same(problem: Problem) -> Problem:
     return problem
+
+
+def few_terms(problem: Problem) -> int:
+    return TERMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,8 @@ class Spec:
 
     The rows are the first dimension of size 3 that is not the last.
     """
+    terms: Callable[[Problem], int] = few_terms
+    """Length of the longest sum that is added one term after the other: see `parity.complaints`."""
     differentiable: bool = True
     cpu: Callable[..., Any] | None = None
     """Function that the model calls on a CPU instead of `op`, if another is faster there."""

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastgpt.kernels.parity import Op, complaints, outputs_and_gradients
+from fastgpt.kernels.parity import TERMS, Op, complaints, outputs_and_gradients
 from fastgpt.kernels.runtime import LAUNCHES
 
 
@@ -39,6 +39,7 @@ def assert_parity(
     eager: Op | None = None,
     truth_dtype: torch.dtype = torch.float64,
     gradients: bool = True,
+    terms: int = TERMS,
     **options: object,
 ) -> None:
     """Asserts that outputs and gradients of `op` keep the tolerance rule.
@@ -50,6 +51,7 @@ def assert_parity(
         eager: PyTorch's own op, or its plain operations, in the inputs' dtype; `ref` by default.
         truth_dtype: float64, or float32 where the inputs are narrower and large.
         gradients: False where the op has none.
+        terms: see `complaints`.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
 
@@ -67,7 +69,7 @@ def assert_parity(
     for name, a in got.items():
         b = torchs[name]
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name}: {a.shape} {a.dtype}"
-    wrong = complaints(got, torchs, truth, dtype)
+    wrong = complaints(got, torchs, truth, dtype, terms)
     assert not wrong, "\n".join(wrong)
 
 

@@ -169,6 +169,7 @@ DECODE_ATTENTION = Spec(
     launches=lambda s: (SPLIT,),  # COMBINE too, where there are several splits
     forms=forms,
     work=flops_and_bytes,
+    terms=lambda s: s["D"],  # in fp32 a score is one chain of multiply-adds
     problems={
         "three-heads": problem(40, 6, 16, (40, 17, 1), Tq=4, K=3),
         "pages-and-starts": problem(9, 6, 16, (9, 2), Tq=4, K=3, page=7, **STARTS),

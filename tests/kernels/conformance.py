@@ -109,7 +109,10 @@ def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch
     inputs = make_inputs(spec, problem, device, dtype)
     op, ref, eager = (spec.call(f, problem, device) for f in (spec.op, spec.ref, spec.eager))
     with launches(*spec.launches(problem)), guarded():
-        assert_parity(op, ref, inputs, eager=eager, gradients=spec.differentiable)
+        assert_parity(
+            op, ref, inputs,
+            eager=eager, gradients=spec.differentiable, terms=spec.terms(problem),
+        )  # fmt: skip
 
 
 def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:

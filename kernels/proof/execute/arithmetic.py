@@ -128,7 +128,7 @@ def _plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
 
 
 def _view(slot: np.dtype, dtype: np.dtype) -> Callable[[Any], Any] | None:
-    """What makes a register a `dtype`: a wider one gives its low bits (9.4.1); None for nothing."""
+    """Returns the cast of a register to a `dtype` (9.4.1: low bits of a wider one), or None."""
     if slot == dtype:
         return None
     if slot.itemsize > dtype.itemsize:

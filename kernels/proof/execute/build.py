@@ -29,7 +29,7 @@ WARP = 32
 Mask = Array | None
 """Lanes that take part, bool (lanes,); None for all of them."""
 Step = Callable[["Machine", Mask], None]
-"""What an instruction does."""
+"""Function that carries out one instruction on the lanes that take part."""
 Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
 """Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""

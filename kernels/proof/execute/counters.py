@@ -24,7 +24,7 @@ SECTOR, BANKS, WORD = 32, 32, 4
 """Bytes of a sector of global memory; banks of shared memory; bytes of a bank's word."""
 FIELDS = ("warps", "sectors", "least_sectors", "bytes", "wavefronts", "least_wavefronts",
           "multiply_adds", "touched")  # fmt: skip
-"""What is counted in each basic block: warps that ran it; 32-byte sectors of global memory that
+"""Counts of each basic block: warps that ran it; 32-byte sectors of global memory that
 each warp's access touches, the fewest that hold its bytes, and these bytes; passes over shared
 memory's banks, and the fewest without a conflict; multiply-adds of tensor cores. `touched` is of a
 whole launch and kept with its first block: the bytes of global memory that it reads or writes, each

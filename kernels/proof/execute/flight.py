@@ -1,4 +1,4 @@
-"""What is under way while the threads go on: copies to shared memory, registers to be written.
+"""Asynchronous work: copies to shared memory, and registers that will be written later.
 
 Nothing asynchronous happens before something waits for it, as late as the ISA allows. Code that
 waits too little meets memory that is still being copied to, or registers that hold NaN.

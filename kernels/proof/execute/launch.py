@@ -114,7 +114,7 @@ def _bits(value: Any, dtype: np.dtype) -> Any:
 
 
 def region(name: str, tensor: Any) -> Region:
-    """What a kernel may touch through a torch tensor."""
+    """Returns the memory that a kernel may touch through a torch tensor."""
     storage = tensor.untyped_storage()
     item = tensor.element_size()
     return Region(

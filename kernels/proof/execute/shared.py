@@ -98,7 +98,7 @@ class SharedMemory:
 
         Of threads of a warp any one's value stays (CUDA guide, "SIMT Architecture"), and Triton
         relies on it: a sum over lanes is stored from every lane that holds it. Where a lane has one
-        term, LLVM fuses its multiplication into the addition, so that lanes round different terms.
+        term, LLVM may fuse its multiplication into the addition, so that lanes round differently.
         """
         warp = self.m.warp[lanes] + self.m.block[lanes] * self.m.warps
         stays = np.zeros(int(index.max()) + 1, warp.dtype)

@@ -247,13 +247,13 @@ def _wait_st(b: Build, i: Instruction) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an instruction descriptor asks for (9.7.16.4.2)."""
+    """Shape and number format of a product, from its instruction descriptor (9.7.16.4.2)."""
 
     rows: int
     columns: int
     kind: str
     transposed: tuple[bool, bool]
-    """Of A and B."""
+    """Flags of A and of B."""
 
     @property
     def lanes(self) -> Array:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .build import Build, Mask, Step, opcode, unknown
+from .errors import UnknownPtxError
 from .ptx import Array, Instruction
 
 if TYPE_CHECKING:
@@ -142,9 +143,7 @@ def read_descriptor(values: Array, tcgen05: bool) -> tuple[Array, Array, Array, 
     kinds = np.unique(values >> np.uint64(61) if tcgen05 else values >> np.uint64(62))
     bases = np.unique((values >> np.uint64(49)) & np.uint64(7))
     if len(kinds) > 1 or bases.tolist() != [0]:
-        raise NotImplementedError(
-            "descriptors of several swizzles at a time, or with a base offset"
-        )
+        raise UnknownPtxError("descriptors of several swizzles at a time, or with a base offset")
     table = TCGEN05_SWIZZLES if tcgen05 else WGMMA_SWIZZLES
     return fields[0], fields[1], fields[2], table[int(kinds[0])]
 

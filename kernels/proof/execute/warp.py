@@ -62,7 +62,7 @@ def _redux(b: Build, i: Instruction) -> Step:
         m.whole_warps(mask, "redux.sync")
         named = m.full(who)
         if (named != 0xFFFFFFFF).any():
-            raise NotImplementedError(f"{i.text}: some threads of a warp")
+            raise unknown(i)
         values = m.full(of).view(dtype).reshape(-1, WARP)
         m.put(to, np.repeat(f.reduce(values, 1), WARP).view(np.uint32), mask)
 

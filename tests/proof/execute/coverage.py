@@ -1,4 +1,4 @@
-"""Which instructions of the shipped kernels are executed: `python -m tests.proof.execute.coverage`.
+"""Share of the shipped instructions that are executed: `python -m tests.proof.execute.coverage`.
 
 Every form that is compiled ahead of time (`Spec.forms`) is launched as it is described, but with
 real tensors of fewer rows or tokens in place of meta tensors: the sizes are no part of the code. An
@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[dict[int, int], ...]] = {
 }
 """Op -> what takes the place of a leading size of its forms' tensors, in turn."""
 MULTIPROCESSORS = {"decode_attention": 132}
-"""Of the device; 1 elsewhere, so that programs have several rows. Here they decide the splits."""
+"""Op -> multiprocessors of the device, which decide the splits; others have 1, for long loops."""
 
 
 class Reached:
