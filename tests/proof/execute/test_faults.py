@@ -50,6 +50,11 @@ FAULTS = {
     "two threads at one place": (
         "st.shared.b32 [%r21], %r0;", "race: writes what another thread writes in the same instruc",
     ),
+    "two threads of a warp at one place": (
+        """and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; cvt.rn.f32.u32 %r23, %r0;
+        st.shared.b32 [%r22], %r23;""",
+        "race: writes what another thread writes in the same instruc",
+    ),
     "two blocks at one place": ("st.global.b32 [%rd20], %r1;", "race: writes what another"),
     "a copy that nobody waited for": (
         """cp.async.ca.shared.global [%r20], [%rd20], 4; cp.async.commit_group;
@@ -132,9 +137,9 @@ SOUND = {
         and.b32 %r23, %r0, 31; shl.b32 %r24, %r23, 2; add.s32 %r24, %r24, %r21;
         st.shared.b32 [%r24], %r23; bar.sync 0; ld.shared.b32 %r10, [%r24];
         and.b32 %r25, %r0, 32; add.s32 %r10, %r10, %r25;""",
-    "threads of a warp at one place": """
-        and.b32 %r23, %r0, 32; add.s32 %r23, %r23, %r21; st.shared.b32 [%r23], %r0;
-        mov.b32 %r10, %r0;""",
+    "two threads of a warp that round differently": """
+        and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
+        add.s32 %r23, %r23, 0x3f800000; st.shared.b32 [%r22], %r23; mov.b32 %r10, %r0;""",
     "a loop of other lengths for other threads": """
         mov.b32 %r10, 0;
         $L_loop:
