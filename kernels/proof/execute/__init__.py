@@ -1,10 +1,10 @@
 """Executes the PTX of compiled Triton kernels on a CPU, and finds the faults in it.
 
 Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
-Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `arithmetic`, `warp`,
-`memory` (global), `shared`, `tensor` (fragments, descriptors), `flight` (copies, registers under
-way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `counters` (a profile), `machine` (thread blocks
-in lockstep), `launch` (compiling, binding, running).
+Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `formats` (numbers),
+`arithmetic`, `warp`, `memory` (global), `shared`, `tensor` (fragments, descriptors), `flight`
+(copies, registers under way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `counters` (a profile),
+`machine` (thread blocks in lockstep), `launch` (compiling, binding, running).
 
 A kernel of yours:
 
