@@ -135,6 +135,10 @@ class StopSignal:
                 f" saving; {again} again to stop at once, without saving"
             )
 
+    def ask(self) -> None:
+        """Asks the run to stop, as a signal does, without a line about it."""
+        self.received = self.received or signal.SIGTERM
+
     def restore(self) -> None:
         """Restores the signal handlers that were set before."""
         self._set(self._before)

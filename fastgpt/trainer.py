@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.metrics import MFU_CONVENTION, MetricsLog
 from fastgpt.recipes import expected, sample_prompt
+from fastgpt.saver import Saver
 from fastgpt.storage import cache_dir, write_atomically
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
@@ -72,6 +74,12 @@ class Trainer:
         """Creates or reopens the run directory, and prints the header."""
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir = self.world.on_main(self._open_run_dir)
+        self.saver = Saver(
+            self.run_dir / "checkpoints",
+            to_json(self.config),
+            self.engine.data.tokenizer.save,
+            self.config.train.keep_checkpoints,
+        )
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
         self.display.header(self._header())
@@ -219,19 +227,20 @@ class Trainer:
         finally:
             # after a failure, torchrun sends SIGTERM to the other ranks: no line about that
             self.stop.say = lambda _: None
+            self._settle(self.saver.close)
             self.display.stop()
             self.engine.loader.close()
-            self._close_log()
+            if self.log is not None:
+                self._settle(self.log.close)
             self._unlock()
             self.stop.restore()
         for line in ending:
             self.display.line(line)
 
-    def _close_log(self) -> None:
-        """Closes the log; an error there is only a warning, so as not to hide an earlier one."""
+    def _settle(self, end: Callable[[], None]) -> None:
+        """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
         try:
-            if self.log is not None:
-                self.log.close()
+            end()
         except UserError as error:
             self.display.warn(str(error))
 
@@ -260,7 +269,11 @@ class Trainer:
         self.clock, self.logged_step = time.perf_counter(), engine.step
         self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
+            if self.saver.failed:  # all ranks leave together, and raise its error there
+                self.stop.ask()
             engine.train_step(self.stop)
+            if not self.saver.reserved and self.world.is_main:
+                self.saver.reserve(engine.model.state_dict(), engine.state())
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
@@ -273,6 +286,7 @@ class Trainer:
                     self._evaluate()
                 self.display.doing()
                 self.clock += time.perf_counter() - pause
+        self._publish()
 
     def _lacks_evaluation(self) -> bool:
         """Returns True before the first step, and if a resumed run lost its step's evaluation."""
@@ -284,6 +298,7 @@ class Trainer:
 
     def _way_back(self) -> str:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
+        self._settle(self.saver.wait)
         command = run.resume_command(self.run_dir, self.world.size)
         return f"{checkpoint.last_good(self.run_dir)}; to resume: {command}"
 
@@ -316,22 +331,20 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _save(self) -> None:
-        """Writes a checkpoint on the main rank; raises if loss or weights are not finite."""
+        """Starts a checkpoint on the main rank; raises if loss or weights are not finite."""
         engine = self.engine
         self.display.doing("saving")
         engine.finite_loss()
         engine.check_weights()
         self.world.on_main(
-            lambda: checkpoint.save(
-                self.run_dir / "checkpoints",
-                engine.step,
-                weights=engine.model.state_dict(),
-                state=engine.state(),
-                config_json=to_json(self.config),
-                save_tokenizer=engine.data.tokenizer.save,
-                keep=self.config.train.keep_checkpoints,
-            )
+            lambda: self.saver.save(engine.step, engine.model.state_dict(), engine.state())
         )
+
+    def _publish(self) -> None:
+        """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
+        self.display.doing("saving")
+        self.world.on_main(self.saver.wait)
+        self.display.doing()
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
@@ -362,9 +375,8 @@ class Trainer:
         if step and self.config.train.sample_tokens and not self.stop.received:
             self.display.doing("sampling")
             self._sample()
-        saved = checkpoint.step_path(self.run_dir / "checkpoints", step)
-        if loss < self.best and saved.exists():
-            checkpoint.mark_best(saved)
+        if loss < self.best and self.saver.has(step):
+            self.saver.mark_best(step)
             self.best = loss
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
@@ -396,8 +408,9 @@ class Trainer:
         step = self.engine.step
         self.engine.optimizers.zero_grad()
         saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
-        if not self.world.from_main(saved.exists()):
+        if not self.world.from_main(self.saver.has(step)):
             self._save()
+        self._publish()
         resume = run.resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 

@@ -1,0 +1,174 @@
+"""Checkpoints written by a thread, from a copy of weights and optimizer state in host memory.
+
+Training waits only for the copy. Serialising, hashing and publishing take place beside the next
+steps and evaluations.
+"""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fastgpt import checkpoint
+from fastgpt.errors import UserError, reason
+
+T = TypeVar("T")
+
+
+class Snapshot:
+    """Copy of tensors in host memory, which is pinned for tensors on CUDA and reused.
+
+    It takes as many bytes as the tensors; PyTorch rounds each pinned buffer up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def reserve(self, tree: Any) -> None:
+        """Allocates the memory for copies of `tree`, and touches each page of it.
+
+        Raises:
+            UserError: there is not enough memory.
+        """
+        tensors = _tensors(tree)
+        try:
+            for number, tensor in enumerate(tensors):
+                self._buffer(number, tensor).zero_()
+        except RuntimeError as error:
+            size = sum(tensor.nbytes for tensor in tensors) / 2**30
+            raise UserError(
+                f"no host memory for a copy of weights and optimizer state ({size:.1f} GiB), from"
+                f" which checkpoints are written: {reason(error)}"
+            ) from error
+
+    @torch.no_grad()
+    def take(self, tree: T) -> T:
+        """Returns `tree` with its tensors copied to host memory; the next call overwrites them."""
+        copies, waits = {}, False
+        for number, tensor in enumerate(_tensors(tree)):
+            buffer = copies[id(tensor)] = self._buffer(number, tensor)
+            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+            waits |= tensor.is_cuda
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        return copy.deepcopy(tree, copies)  # pyright: ignore[reportArgumentType]
+
+    def _buffer(self, number: int, like: Tensor) -> Tensor:
+        """Returns the buffer of the tensor `number`, a new one where shape or dtype changed."""
+        key = (number, like.shape, like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+        return self._buffers[key]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Publisher:
+    """Runs jobs in a thread, one after the other; after an error it runs no more of them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "publisher")
+        self._jobs: list[Future[None]] = []
+        self.failed = False
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Queues `job`; its error is raised by the next `wait`."""
+        self._jobs.append(self._thread.submit(self._run, job))
+
+    def _run(self, job: Callable[[], object]) -> None:
+        if self.failed:
+            return
+        try:
+            job()
+        except BaseException:
+            self.failed = True
+            raise
+
+    def wait(self) -> None:
+        """Waits for all jobs, and raises the error of the one that failed, the first time."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Ends the thread after its last job."""
+        self._thread.shutdown()
+
+
+class Saver:
+    """Writes the checkpoints of a run, in a thread.
+
+    Args:
+        folder: folder of the checkpoints.
+        config_json: the run's settings.
+        save_tokenizer: writes the tokenizer to the path that it is given.
+        keep: number of newest checkpoints to keep.
+    """
+
+    def __init__(
+        self, folder: Path, config_json: str, save_tokenizer: Callable[[Path], None], keep: int
+    ) -> None:
+        self.folder = folder
+        self._write = partial(
+            checkpoint.save,
+            folder,
+            config_json=config_json,
+            save_tokenizer=save_tokenizer,
+            keep=keep,
+        )
+        self._snapshot, self._publisher = Snapshot(), Publisher()
+        self._started: int | None = None
+        self.reserved = False
+
+    def reserve(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Allocates the host memory in the thread, so that the first save need not."""
+        self.reserved = True
+        self._publisher.start(lambda: self._snapshot.reserve([weights, state]))
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Copies weights and state, and starts to write them as the checkpoint of `step`.
+
+        Raises:
+            UserError: an earlier checkpoint could not be written.
+        """
+        self._publisher.wait()  # it reads the copies that are overwritten here
+        weights, state = self._snapshot.take([weights, state])
+        self._started = step
+        self._publisher.start(partial(self._write, step, weights=weights, state=state))
+
+    def has(self, step: int) -> bool:
+        """Returns True if the checkpoint of `step` exists or is being written."""
+        return step == self._started or checkpoint.step_path(self.folder, step).exists()
+
+    def mark_best(self, step: int) -> None:
+        """Starts to copy the checkpoint of `step` to `best`, once it is written."""
+        path = checkpoint.step_path(self.folder, step)
+        self._publisher.start(lambda: checkpoint.mark_best(path))
+
+    @property
+    def failed(self) -> bool:
+        """True after an error that `wait` raises, or has raised."""
+        return self._publisher.failed
+
+    def wait(self) -> None:
+        """Waits until all checkpoints are written.
+
+        Raises:
+            UserError: one could not be written; raised once.
+        """
+        self._publisher.wait()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._publisher.close()
