@@ -45,6 +45,14 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Joins the ranks' `x` (n, ...), any dtype, along the first dimension in their order."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out
+
     def from_main(self, value: Any, group: Any = None) -> Any:
         """Broadcasts the main rank's `value` to every rank."""
         box = [value]

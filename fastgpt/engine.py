@@ -107,7 +107,7 @@ class Engine:
         losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
         self.model = build_model(config.model, self.ops, **losses).to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
-        self.optimizers = Optimizers(self.model, config.optim, scaler)
+        self.optimizers = Optimizers(self.model, config.optim, scaler, self.world)
         self.loss: Callable[..., Tensor] = self.model
         if self.compiled:
             torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt.config import OptimConfig
+from fastgpt.distributed import World
 from fastgpt.model import GPT
+from fastgpt.muon import Muon
 
 
 class Optimizers:
@@ -15,9 +17,16 @@ class Optimizers:
     Args:
         model: only its parameters with two dimensions have weight decay.
         scaler: enabled for fp16 only.
+        world: the ranks, which share out Muon's work.
     """
 
-    def __init__(self, model: GPT, config: OptimConfig, scaler: torch.amp.GradScaler) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        config: OptimConfig,
+        scaler: torch.amp.GradScaler,
+        world: World = World(),  # noqa: B008
+    ) -> None:
         self.config, self.scaler = config, scaler
         self.parameters = list(model.parameters())
         matrices = (
@@ -37,8 +46,9 @@ class Optimizers:
         )
         self.all: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            muon = torch.optim.Muon(
+            muon = Muon(
                 matrices,
+                world,
                 lr=config.muon_lr,
                 momentum=config.muon_momentum,
                 weight_decay=config.weight_decay,

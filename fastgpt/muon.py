@@ -1,0 +1,102 @@
+"""Muon with matrices of one shape orthogonalised together, shared out among ranks."""
+# pyright: reportPrivateImportUsage=false
+# (the _foreach_ functions have no other name)
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgpt.distributed import World
+
+MOST = 2**27
+"""Number of elements that a rank orthogonalises at once, at most: 0.5 GB in fp32."""
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon, with the same equations, settings and state, in fewer and larger operations.
+
+    Each rank orthogonalises its share of the matrices and gets the other updates from the others.
+
+    Args:
+        matrices: parameters, each with a gradient at every step that is the same on all ranks.
+        world: the ranks.
+        settings: those of `torch.optim.Muon`, but for `nesterov` and `adjust_lr_fn`.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], world: World, **settings: Any) -> None:
+        super().__init__(list(matrices), **settings)
+        self._world = world
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates all matrices; a collective operation of all ranks."""
+        for group in self.param_groups:
+            weights = group["params"]
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+            torch._foreach_lerp_(momenta, [w.grad for w in weights], 1 - group["momentum"])
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            for alike in self._batches(weights):
+                updates = self._updates(alike, group).to(
+                    alike[0].dtype, memory_format=torch.contiguous_format
+                )
+                rows, columns = alike[0].shape
+                lr = group["lr"] * math.sqrt(max(1, rows / columns))
+                torch._foreach_add_(alike, updates.unbind()[: len(alike)], alpha=-lr)
+
+    def _batches(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yields the matrices in groups of one shape, as many as the ranks take at once."""
+        shapes: dict[torch.Size, list[Tensor]] = {}
+        for weight in weights:
+            shapes.setdefault(weight.shape, []).append(weight)
+        for shape, alike in shapes.items():
+            most = self._world.size * max(1, MOST // shape.numel())
+            for first in range(0, len(alike), most):
+                yield alike[first : first + most]
+
+    def _updates(self, alike: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """Returns the updates of matrices of one shape: bf16, (n or a little more, rows, columns).
+
+        Each rank computes as many; beyond the last matrix, these are the last one again.
+        """
+        share = -(-len(alike) // self._world.size)
+        first = self._world.rank * share
+        own = [alike[min(i, len(alike) - 1)] for i in range(first, first + share)]
+        grads = [cast(Tensor, weight.grad) for weight in own]
+        momenta = [self.state[weight]["momentum_buffer"] for weight in own]
+        nesterov = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+        return self._world.gather(
+            orthogonalised(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        )
+
+
+def orthogonalised(
+    x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Turns the singular values of each matrix of a batch into numbers near 1 (0.5 to 1.5).
+
+    This is the Newton-Schulz iteration of `torch.optim.Muon`. Its results are the same bit for bit
+    where batched products round as single ones do.
+
+    Args:
+        x: (n, rows, columns), any float dtype.
+        coefficients: factors of X, (X X^T) X and (X X^T)^2 X.
+        steps: number of iterations.
+        eps: least norm to divide by.
+
+    Returns:
+        Tensor: (n, rows, columns), bf16.
+    """
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
+    y = x.bfloat16().mT if tall else x.bfloat16()
+    y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(y, y.mT)
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if tall else y

@@ -1,0 +1,99 @@
+"""Muon: what PyTorch's computes, in batches that ranks share out."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgpt import distributed, muon
+from fastgpt.distributed import World
+from fastgpt.muon import Muon
+from tests.trainer.runs import finish, torchrun
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+SHAPES = 3 * [(96, 32), (32, 32), (128, 32), (32, 128)] + [(20, 12)]
+VIEWS = ("permute.default", "transpose.int", "unbind.int")
+
+
+def matrices(shapes=SHAPES, **options):
+    return [torch.nn.Parameter(torch.randn(shape, **options)) for shape in shapes]
+
+
+def twins(weights):
+    return [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+
+
+def advance(optimizer, weights, step):
+    generator = torch.Generator().manual_seed(step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    optimizer.step()
+
+
+def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch):
+    monkeypatch.setattr(muon, "MOST", 2 * 128 * 32)  # two of the largest at once, of three
+    weights = matrices()
+    others = twins(weights)
+    pair = Muon(weights, World(), **SETTINGS), torch.optim.Muon(others, **SETTINGS)
+    for step in range(4):
+        if step == 2:  # checkpoints of before are read, and those of now by others
+            states = [optimizer.state_dict() for optimizer in pair]
+            for optimizer, state in zip(pair, reversed(states)):
+                optimizer.load_state_dict(state)
+        before = [weight.detach().clone() for weight in weights]
+        for optimizer, own in zip(pair, (weights, others)):
+            advance(optimizer, own, step)
+        for old, ours, theirs in zip(before, weights, others):
+            # equal bits on x86; batched products of other libraries may round another way
+            assert (ours - theirs).norm() < 0.01 * (theirs - old).norm()
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def count(optimizer):
+    """Returns the number of ops in a step, without views and the profiler's marks."""
+    optimizer.step()
+    with Ops() as ops:
+        optimizer.step()
+    return sum(not (name in VIEWS or "record" in name) for name in ops.names)
+
+
+def test_a_step_takes_a_tenth_of_the_ops():
+    weights = matrices([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, device="meta")
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    assert count(torch.optim.Muon(weights, **SETTINGS)) == 1104
+    assert count(Muon(weights, World(), **SETTINGS)) == 94
+
+
+def as_rank():
+    """Compares this rank's weights with those of Muon on one rank, bit by bit."""
+    world = distributed.start("cpu")
+    torch.manual_seed(0)
+    weights = matrices()
+    alone = twins(weights)
+    together, single = Muon(weights, world, **SETTINGS), Muon(alone, World(), **SETTINGS)
+    orthogonalised, taken = muon.orthogonalised, []
+    for step in range(3):
+        muon.orthogonalised = lambda x, *rest: taken.append(len(x)) or orthogonalised(x, *rest)
+        advance(together, weights, step)
+        muon.orthogonalised = orthogonalised
+        advance(single, alone, step)
+    assert all(torch.equal(a, b) for a, b in zip(weights, alone))
+    assert taken == 3 * [2, 2, 2, 2, 1], "half of each three, rounded up, and half of one"
+    distributed.stop()
+    print("agrees")
+
+
+def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text("from tests.trainer.test_muon import as_rank\nas_rank()\n")
+    assert finish(torchrun(2, str(script))).count("agrees") == 2
