@@ -283,6 +283,12 @@ class TrainConfig:
     """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compilation of the model and the loss with torch.compile. `auto` compiles on CUDA."""
+    ddp_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which ranks exchange gradients. bf16 halves the traffic and rounds each
+    rank's gradients and their sum."""
+    ddp_bucket_mb: int = 25
+    """Size of the pieces in which ranks exchange gradients, in MiB. The exchange of a piece begins
+    when its gradients are computed; with torch.compile that is after the whole backward."""
     label_smoothing: float = 0.0
     """Label smoothing: the share of each target's probability that is spread evenly over the
     vocabulary, between 0 and 1. It applies to the training loss only."""
@@ -299,6 +305,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
+        check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
         check(self, NOT_NEGATIVE, "train.z_loss")
         most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)

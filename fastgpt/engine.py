@@ -4,7 +4,6 @@ A step does not wait for the device: losses and norms stay there, and only `Engi
 syncs, once per log interval (with fp16, every step).
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt import checkpoint, choose, device, distributed, ops, run
 from fastgpt.config import Config
@@ -29,6 +27,7 @@ from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token
 from fastgpt.optim import Optimizers
+from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
 
@@ -115,10 +114,7 @@ class Engine:
             self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.replica = None
         if self.world.size > 1:
-            module = cast(nn.Module, self.loss)
-            self.replica = DistributedDataParallel(
-                module, gradient_as_bucket_view=True, **_without_buffer_sync()
-            )
+            self.replica = replicate(cast(nn.Module, self.loss), config.train)
 
     def _restore(self) -> dict[str, list[int]] | None:
         """Loads the checkpoint that `config.resume` names, if any; returns the loader's state."""
@@ -343,13 +339,6 @@ class Engine:
         for name, weight in self.model.named_parameters():
             if not weight.isfinite().all():
                 raise UserError(f"step {self.step}: first tensor that is not finite: {name}")
-
-
-def _without_buffer_sync() -> dict[str, Any]:
-    """Returns DDP's option to not sync buffers, which newer versions of PyTorch renamed."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return {name: False}
 
 
 def _reported(

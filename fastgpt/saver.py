@@ -99,39 +99,32 @@ class Publisher:
             job.result()
 
     def close(self) -> None:
-        """Ends the thread after its last job."""
-        self._thread.shutdown()
+        """Waits as `wait` does, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
 
 
-class Saver:
+class Saver(Publisher):
     """Writes the checkpoints of a run, in a thread.
 
     Args:
         folder: folder of the checkpoints.
-        config_json: the run's settings.
-        save_tokenizer: writes the tokenizer to the path that it is given.
-        keep: number of newest checkpoints to keep.
+        fixed: what `checkpoint.save` is given each time: `config_json`, `save_tokenizer`, `keep`.
     """
 
-    def __init__(
-        self, folder: Path, config_json: str, save_tokenizer: Callable[[Path], None], keep: int
-    ) -> None:
-        self.folder = folder
-        self._write = partial(
-            checkpoint.save,
-            folder,
-            config_json=config_json,
-            save_tokenizer=save_tokenizer,
-            keep=keep,
-        )
-        self._snapshot, self._publisher = Snapshot(), Publisher()
+    def __init__(self, folder: Path, **fixed: Any) -> None:
+        super().__init__()
+        self.folder, self._write = folder, partial(checkpoint.save, folder, **fixed)
+        self._snapshot = Snapshot()
         self._started: int | None = None
         self.reserved = False
 
     def reserve(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Allocates the host memory in the thread, so that the first save need not."""
         self.reserved = True
-        self._publisher.start(lambda: self._snapshot.reserve([weights, state]))
+        self.start(lambda: self._snapshot.reserve([weights, state]))
 
     def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Copies weights and state, and starts to write them as the checkpoint of `step`.
@@ -139,10 +132,10 @@ class Saver:
         Raises:
             UserError: an earlier checkpoint could not be written.
         """
-        self._publisher.wait()  # it reads the copies that are overwritten here
+        self.wait()  # it reads the copies that are overwritten here
         weights, state = self._snapshot.take([weights, state])
         self._started = step
-        self._publisher.start(partial(self._write, step, weights=weights, state=state))
+        self.start(partial(self._write, step, weights=weights, state=state))
 
     def has(self, step: int) -> bool:
         """Returns True if the checkpoint of `step` exists or is being written."""
@@ -151,24 +144,4 @@ class Saver:
     def mark_best(self, step: int) -> None:
         """Starts to copy the checkpoint of `step` to `best`, once it is written."""
         path = checkpoint.step_path(self.folder, step)
-        self._publisher.start(lambda: checkpoint.mark_best(path))
-
-    @property
-    def failed(self) -> bool:
-        """True after an error that `wait` raises, or has raised."""
-        return self._publisher.failed
-
-    def wait(self) -> None:
-        """Waits until all checkpoints are written.
-
-        Raises:
-            UserError: one could not be written; raised once.
-        """
-        self._publisher.wait()
-
-    def close(self) -> None:
-        """Waits as `wait` does, and ends the thread."""
-        try:
-            self.wait()
-        finally:
-            self._publisher.close()
+        self.start(lambda: checkpoint.mark_best(path))

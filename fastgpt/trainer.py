@@ -76,9 +76,9 @@ class Trainer:
         self.run_dir = self.world.on_main(self._open_run_dir)
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            to_json(self.config),
-            self.engine.data.tokenizer.save,
-            self.config.train.keep_checkpoints,
+            config_json=to_json(self.config),
+            save_tokenizer=self.engine.data.tokenizer.save,
+            keep=self.config.train.keep_checkpoints,
         )
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)

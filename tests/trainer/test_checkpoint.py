@@ -27,7 +27,7 @@ from fastgpt.saver import Saver
 from fastgpt.trainer import Trainer
 from tests.trainer.runs import files_of_at_most, series
 
-TOKENIZER = ByteTokenizer().save
+FIXED = {"config_json": "{}", "save_tokenizer": ByteTokenizer().save}
 
 
 def content_of(step, numbers=8):
@@ -39,8 +39,7 @@ def content_of(step, numbers=8):
 
 def save(folder, step, *, keep=3, numbers=8):
     weights, state = content_of(step, numbers)
-    written = {"weights": weights, "state": state, "config_json": "{}"}
-    return checkpoint.save(folder, step, **written, save_tokenizer=TOKENIZER, keep=keep)
+    return checkpoint.save(folder, step, weights=weights, state=state, **FIXED, keep=keep)
 
 
 def content(folder):
@@ -132,7 +131,7 @@ def crashes(folder):
         for step in (1, 2):
             checkpoint.mark_best(save(folder, step))
         try:
-            with killed_at_line(number), closing(Saver(folder, "{}", TOKENIZER, 2)) as thread:
+            with killed_at_line(number), closing(Saver(folder, **FIXED, keep=2)) as thread:
                 thread.save(3, *content_of(3))
                 thread.mark_best(3)
         except Killed:

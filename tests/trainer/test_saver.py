@@ -103,18 +103,6 @@ def test_no_memory_for_the_copies_is_said_in_one_line():
         Snapshot().reserve([torch.empty(2**30, dtype=torch.uint8)])
 
 
-def test_error_ends_the_jobs_and_is_raised_once():
-    ran = []
-    with closing(Publisher()) as publisher:
-        for number, job in enumerate((ran.append, ran.index, ran.append)):
-            publisher.start(lambda job=job, number=number: job(number))
-        with pytest.raises(ValueError, match="1 is not in list"):
-            publisher.wait()
-        publisher.wait()
-        assert publisher.failed
-    assert ran == [0]
-
-
 # --- the trainer ----------------------------------------------------------------------------------
 
 
