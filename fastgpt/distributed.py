@@ -50,7 +50,9 @@ class World:
         if self.size == 1:
             return x
         out = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous())
+        # renamed in PyTorch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, x.contiguous())
         return out
 
     def from_main(self, value: Any, group: Any = None) -> Any:

@@ -15,9 +15,9 @@ from fastgpt.config import TrainConfig
 def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel:
     """Wraps `module`, so that its backward averages the gradients of all ranks."""
     known = inspect.signature(DistributedDataParallel).parameters
-    options: dict[str, Any] = {"gradient_as_bucket_view": True}
     # newer versions of PyTorch renamed the option to not sync buffers
-    options[next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known)] = False
+    syncs = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, syncs: False}
     if "batched_grad_copy" in known:  # two kernels for a bucket instead of one for each gradient
         options["batched_grad_copy"] = True
     replica = DistributedDataParallel(module, bucket_cap_mb=config.ddp_bucket_mb, **options)

@@ -39,7 +39,7 @@ def starts(events, name):
 @pytest.mark.parametrize(("bucket", "pieces"), [(1, 8), (2, 4), (25, 1)])
 def test_exchange_of_a_bucket_begins_before_the_backward_ends(alone, bucket, pieces):
     events, _ = traced(ddp_bucket_mb=bucket)
-    exchanges, products = starts(events, "gloo:all_reduce"), starts(events, "MmBackward0")
+    exchanges, products = starts(events, "c10d::allreduce_"), starts(events, "MmBackward0")
     assert (len(exchanges), len(products)) == (pieces, 8)
     early = sum(exchange < max(products) for exchange in exchanges)
     assert early == pieces - 1
@@ -48,7 +48,7 @@ def test_exchange_of_a_bucket_begins_before_the_backward_ends(alone, bucket, pie
 @torch._dynamo.config.patch(optimize_ddp=False)  # as the engine does
 def test_compiled_backward_is_over_before_the_first_exchange(alone):
     events, _ = traced(compiled=True, ddp_bucket_mb=1)
-    assert len(exchanges := starts(events, "gloo:all_reduce")) == 8
+    assert len(exchanges := starts(events, "c10d::allreduce_")) == 8
     assert min(exchanges) > max(starts(events, "aten::mm"))
 
 
