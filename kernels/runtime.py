@@ -33,21 +33,26 @@ LAUNCHES: Counter[str] = Counter()
 
 def runs_kernels(device: torch.device) -> bool:
     """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
-    return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _stand_in is not None
+    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _stand_in is not None
 
 
 def arch(device: torch.device) -> int:
     """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
     if _stand_in is not None:
         return _stand_in.arch
-    return _cuda(device.index)[0] if device.type == "cuda" else 0
+    return _cuda(device.index)[0] if _is_cuda(device) else 0
 
 
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
     if _stand_in is not None:
         return _stand_in.multiprocessors
-    return _cuda(device.index)[1] if device.type == "cuda" else 2
+    return _cuda(device.index)[1] if _is_cuda(device) else 2
+
+
+def _is_cuda(device: torch.device) -> bool:
+    """Returns False for AMD GPUs, which builds of torch for ROCm call `cuda`, too."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache
