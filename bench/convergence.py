@@ -105,7 +105,7 @@ def run(asked: Convergence) -> dict:
     Raises:
         UserError: kernels do not run here, or the steps are too few to compare.
     """
-    on: Any = device.pick_device("auto")
+    on: Any = device.pick_device("auto", "--device", ("cuda", "cpu"))
     if not runs_kernels(torch.device(on)):
         raise UserError("Triton kernels need CUDA; on a CPU set TRITON_INTERPRET=1")
     if asked.steps < 2 * LAST:

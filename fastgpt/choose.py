@@ -11,10 +11,12 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from fastgpt import device
 from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError
 from fastgpt.kernels import parity, runtime
 from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.trials import TRIALS, Sizes, Trial
@@ -109,7 +112,15 @@ def _do_bench(step: Callable[[], object]) -> float:
     return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process once `parent` has ended, however that happened."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     asked = json.load(sys.stdin)
     sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
     for name in asked["ops"]:
@@ -120,19 +131,39 @@ def main() -> None:
 # --- the parent -----------------------------------------------------------------------------------
 
 
+def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = TRIALS) -> None:
+    """Raises `UserError` if Triton cannot build the kernels that `config` asks for on CUDA.
+
+    Args:
+        undecided: ops for which `auto` would try our kernels.
+    """
+    if not device.kind_of(on).kernels or importlib.util.find_spec("triton") is None:
+        return
+    asked = [
+        op
+        for op, name in asdict(config).items()
+        if name in ("triton", "chunked") or (name == "auto" and op in undecided)
+    ]
+    if asked and (missing := device.missing_for_triton()):
+        without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)
+        raise UserError(
+            f"{missing}; to run without our kernels, pass --train.compile off {without}"
+        )
+
+
 def choose(
     config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> tuple[OpsConfig, dict[str, Verdict]]:
     """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
 
     Args:
-        on: device type; on `cpu` there are no trials.
+        on: device type; there are trials on CUDA only.
         warn: called with one line for each error that a trial found.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
         asked = [name for name in asked if name != "rotary"]
-    if on == "cpu" or not asked or importlib.util.find_spec("triton") is None:
+    if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
         return config, {}
     verdicts = _remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():

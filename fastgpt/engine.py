@@ -27,7 +27,7 @@ from fastgpt.distributed import StopSignal
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
-from fastgpt.metrics import flops_per_token
+from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.optim import Optimizers
 from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
@@ -54,6 +54,7 @@ class Engine:
         self.world = distributed.start(self.device)
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
+        choose.require_toolchain(config.ops, self.device)
         self.warn = warn if self.world.is_main else _say_nothing
         if note:
             self.warn(note)
@@ -66,6 +67,7 @@ class Engine:
         config = run.with_vocabulary(config, self.data.tokenizer)
         self.config = run.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
+        device.check_free_memory(self.device, least_bytes(self.config))
         self._build_model()
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)

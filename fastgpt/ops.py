@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastgpt import kernels
 from fastgpt.config import OpsConfig
+from fastgpt.device import kind_of
 from fastgpt.errors import UserError
 from fastgpt.kernels.attention.op import attention_mask
 from fastgpt.kernels.runtime import runs_kernels
@@ -359,7 +360,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     fast_cpu = on_cpu and not compiled
     automatic = {
         "attention": "blocked" if fast_cpu else "sdpa",
-        "loss": "torch" if runs_kernels(device) else "chunked",
+        "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
         "dropout": "lanes" if fast_cpu else "torch",
     }
     names: dict[str, str] = asdict(config)
@@ -372,7 +373,10 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
                 f"--ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
             )
         if name == "triton" and not runs_kernels(device):
-            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {device.type}")
+            where = "cpu" if on_cpu else kind_of(device).name
+            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")
+        if name == "chunked" and device.type not in ("cpu", "cuda"):
+            raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
             raise UserError(
                 "--ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
