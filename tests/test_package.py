@@ -6,6 +6,7 @@ stands for `fastgpt.kernels` and leads to the other distribution for names that 
 """
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -48,6 +49,12 @@ assert sys.modules["kernels.proof.compile"] is fastgpt.kernels.proof.compile
 assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.compile"
 assert not hasattr(ours, "get_kernel")
 print(hasattr(kernels, "nothing"), fastgpt.__file__)
+"""
+TRANSFORMERS = """
+import fastgpt.kernels
+import transformers.modeling_utils
+from transformers.integrations import hub_kernels
+print(hub_kernels.CUDAProperties.__module__, fastgpt.kernels.attention.__module__)
 """
 ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
 
@@ -123,6 +130,39 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
     assert answer == ["False", str(source / "fastgpt" / "__init__.py")]
     module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
     assert module.startswith("usage: python -m kernels.aot")
+
+
+def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
+    """Its version is one that transformers accepts, so that it imports names from `kernels`."""
+    wanted = pytest.importorskip("transformers.utils.import_utils").KERNELS_MIN_VERSION
+    files = {
+        f"kernels-{wanted}.dist-info/METADATA": f"Name: kernels\nVersion: {wanted}\n",
+        f"kernels-{wanted}.dist-info/top_level.txt": "kernels\n",
+        "kernels/__init__.py": "from .names import *\n",
+        "kernels/names.py": "".join(map(_definition, _taken_from_kernels())),
+        "kernels/layer/__init__.py": "",
+        "kernels/layer/mode.py": "class Mode: pass\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    said = finish(sys.executable, "-c", TRANSFORMERS, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert said.split() == ["kernels.names", "fastgpt.kernels.attention.op"]
+
+
+def _definition(name: str) -> str:
+    """Defines a class, or for a name in lower case a decorator with arguments."""
+    return f"class {name}: pass\n" if name[0].isupper() else f"def {name}(*_): return lambda x: x\n"
+
+
+def _taken_from_kernels() -> set[str]:
+    """Reads in transformers' source which names it imports from `kernels`."""
+    spec = importlib.util.find_spec("transformers.integrations.hub_kernels")
+    assert spec is not None
+    assert spec.origin is not None
+    nodes = ast.walk(ast.parse(Path(spec.origin).read_text()))
+    imports = (n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "kernels")
+    return {alias.name for node in imports for alias in node.names}
 
 
 @pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")

@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from fastgpt import checkpoint
+from fastgpt import checkpoint, engine
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.metrics import read_records
@@ -73,6 +77,17 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
         expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
     pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
     assert [row for pair in pairs for batch in pair for row in batch] == expected
+
+
+def test_ddp_that_syncs_no_buffers_prints_no_warning():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            replica = DistributedDataParallel(nn.BatchNorm1d(2), **engine._without_buffer_sync())
+    finally:
+        dist.destroy_process_group()
+    assert replica.broadcast_buffers is False
 
 
 def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
