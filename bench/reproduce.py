@@ -140,7 +140,7 @@ def chosen(only: tuple[str, ...]) -> list[System]:
 def commands(system: System, options: Reproduce) -> list[list[str]]:
     """Returns the arguments of `python train.py` for each run, except the run directory."""
     shorter = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
-    on = ["--train.device", device.pick_device(options.device, "--device", ("cuda", "cpu"))]
+    on = ["--train.device", device.pick_device(options.device, "--device")]
     return [[system.recipe, *shorter, *on, "--seed", str(seed)] for seed in system.seeds]
 
 
@@ -309,10 +309,7 @@ def _judged(target: Target, found: list[float]) -> tuple[str, str]:
 
 def main(argv: list[str]) -> None:
     options = flags.parse(Reproduce, argv, prog="python -m bench.reproduce")
-    console, on = (
-        Console(highlight=False),
-        device.pick_device(options.device, "--device", ("cuda", "cpu")),
-    )
+    console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     name = records.described(on)["device"]
     page = records.RESULTS / records.LOCAL / PAGE.name
     write_page(options, page)  # shows a problem before hours of training

@@ -11,10 +11,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -112,15 +110,7 @@ def _do_bench(step: Callable[[], object]) -> float:
     return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process once `parent` has ended, however that happened."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 def main() -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     asked = json.load(sys.stdin)
     sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
     for name in asked["ops"]:
@@ -137,12 +127,13 @@ def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = T
     Args:
         undecided: ops for which `auto` would try our kernels.
     """
-    if not device.kind_of(on).kernels or importlib.util.find_spec("triton") is None:
+    if not device.kind_of(on).kernels:
         return
+    there = importlib.util.find_spec("triton") is not None  # without it `auto` is PyTorch's
     asked = [
         op
         for op, name in asdict(config).items()
-        if name in ("triton", "chunked") or (name == "auto" and op in undecided)
+        if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
     ]
     if asked and (missing := device.missing_for_triton()):
         without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -39,8 +39,6 @@ class Kind:
     fast_bf16: Callable[[], bool]
     """Returns True if the hardware multiplies bf16 natively, so that `auto` uses it."""
     has_bf16: Callable[[], bool] = lambda: True
-    has_fp16: bool = True
-    """True if fp16 autocast trains."""
     has_fp64: bool = True
     compiles: Literal["by default", "on request", "never"] = "never"
     """When a run uses torch.compile."""
@@ -71,32 +69,24 @@ def _cpu_has_fast_bf16() -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
 
 
-CPU = Kind(
-    "CPU", lambda: True, _cpu_name, _cpu_has_fast_bf16, has_fp16=False, compiles="on request"
-)
-CUDA = Kind(
-    "CUDA",
-    lambda: torch.cuda.is_available(),
-    lambda: torch.cuda.get_device_name(),
-    lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-    compiles="by default",
-    kernels=True,
-    pins=True,
-    backend="cpu:gloo,cuda:nccl",
-    peak_memory=lambda: torch.cuda.max_memory_allocated(),
-    free_memory=lambda: torch.cuda.mem_get_info(),
-)
+def _gpu(name: str, module: Any, **rest: Any) -> Kind:
+    """Makes the kind of device whose module of torch has the functions of torch.cuda."""
+    return Kind(
+        name,
+        lambda: module.is_available(),
+        lambda: module.get_device_name(),
+        lambda: module.is_bf16_supported(including_emulation=False),
+        pins=True,
+        peak_memory=lambda: module.max_memory_allocated(),
+        free_memory=lambda: module.mem_get_info(),
+        **rest,
+    )
+
+
+CPU = Kind("CPU", lambda: True, _cpu_name, _cpu_has_fast_bf16, compiles="on request")
+CUDA = _gpu("CUDA", torch.cuda, compiles="by default", kernels=True, backend="cpu:gloo,cuda:nccl")
 ROCM = replace(CUDA, name="ROCm", kernels=False)  # RCCL goes by the name of NCCL
-XPU = Kind(
-    "XPU",
-    lambda: torch.xpu.is_available(),
-    lambda: torch.xpu.get_device_name(),
-    lambda: torch.xpu.is_bf16_supported(including_emulation=False),
-    pins=True,
-    backend="cpu:gloo,xpu:xccl",
-    peak_memory=lambda: torch.xpu.max_memory_allocated(),
-    free_memory=lambda: torch.xpu.mem_get_info(),
-)
+XPU = _gpu("XPU", torch.xpu, backend="cpu:gloo,xpu:xccl")
 MPS = Kind(
     "MPS",
     lambda: torch.backends.mps.is_available(),
@@ -131,17 +121,15 @@ def pick_device(
     Raises:
         UserError: the device asked for is missing, or `auto` would leave an NVIDIA GPU unused.
     """
-    if asked != "auto" and not KINDS[asked].is_there():
-        why = why_no_cuda() if asked == "cuda" else None
+    wanted = among if asked == "auto" else [asked]
+    found = next((type for type in KINDS if type in wanted and KINDS[type].is_there()), None)
+    why = why_no_cuda() if asked in ("auto", "cuda") and found in ("cpu", None) else None
+    if found is None:
         raise UserError(
             f"{flag} is {asked}, but torch {torch.__version__} sees no {KINDS[asked].name} device"
-            f" here: {why or 'expected one with its driver, and a build of torch for it'}; or pass"
-            f" {flag} cpu"
+            f" here: {why or 'expected one, its driver and a torch for it'}; or pass {flag} cpu"
         )
-    if asked != "auto":
-        return asked
-    found = next(type for type in KINDS if type in among and KINDS[type].is_there())
-    if found == "cpu" and (why := why_no_cuda()):
+    if why:
         raise UserError(f"{why}; or pass {flag} cpu to use the CPU")
     return found
 
@@ -165,9 +153,7 @@ def peak_memory(device: str) -> dict[str, float]:
 def check_free_memory(device: str, needed: int) -> None:
     """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
     memory = kind_of(device).free_memory
-    if memory is None:
-        return
-    free, total = memory()
+    free, total = memory() if memory is not None else (needed, needed)
     if free < needed:
         raise UserError(
             f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
@@ -187,7 +173,7 @@ def pick_precision(asked: str, device: str) -> str:
     kind = kind_of(device)
     if asked == "auto":
         return "bf16" if has_fast_bf16(device) else "fp32"
-    if asked == "fp16" and not kind.has_fp16:
+    if asked == "fp16" and kind is CPU:
         raise UserError("--train.precision is fp16, which needs CUDA: expected fp32 or bf16")
     if asked == "bf16" and not kind.has_bf16():
         raise UserError(
@@ -213,23 +199,22 @@ def has_compiler() -> bool:
 
 
 def missing_for_triton() -> str:
-    """Names what Triton lacks to build the launchers of its kernels; empty if nothing.
+    """Names what Triton's kernels lack to run here; empty if nothing.
 
-    It builds them in C when a kernel runs first, and looks for the compiler and for Python.h where
-    this function does (triton/runtime/build.py).
+    Triton builds their launchers in C when they first run, and looks for the compiler and for
+    Python.h where this function does (triton/runtime/build.py).
     """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it is not made for Windows)"
     given = os.environ.get("CC")
     if not any(map(shutil.which, ["gcc", "clang"] if given is None else [given])):
         where = "CC, gcc, clang" if given is None else f"CC is {given}"
-        return f"no C compiler was found ({where}): install gcc (apt install gcc, dnf install gcc)"
+        return f"no C compiler was found ({where}): install gcc"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     if not header.exists():
-        version = sysconfig.get_python_version()
-        return (
-            f"{header} is missing: install Python's headers (apt install python{version}-dev,"
-            f" dnf install python{version}-devel)"
-        )
+        python = f"python{sysconfig.get_python_version()}"
+        return f"{header} is missing: install it (apt install {python}-dev, dnf: {python}-devel)"
     return ""
 
 
@@ -246,8 +231,6 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
         return False, ""
     if not has_compiler():
         return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
-    if kind is not CPU and importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed: torch.compile is off"
     if kind is not CPU and (missing := missing_for_triton()):
         return False, f"{missing}; torch.compile is off"
     return True, ""

@@ -110,8 +110,7 @@ def start(device_type: str) -> World:
         backend, store = kind_of(device_type).backend, _meeting(world)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         if world.size > 1:
-            host = os.environ["MASTER_ADDR"]
-            _lifeline = Lifeline(world.rank, world.size, host, world.from_main)
+            _lifeline = Lifeline(world.rank, world.size, world.from_main)
     return world
 
 
@@ -139,22 +138,16 @@ def _meeting(world: World) -> Any:
         UserError: one has not arrived in time. PyTorch itself waits for half an hour.
     """
     seconds = float(os.environ.get("FASTGPT_ARRIVAL_S") or ARRIVAL_S)
-    longer = "look there for the reason, or set FASTGPT_ARRIVAL_S to more seconds"
+    longer = "look for the reason there, or set FASTGPT_ARRIVAL_S to more seconds"
     try:
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
-        host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"the ranks did not meet at {host} within {seconds:g} s: {longer}"
-        ) from error
+        raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
     store.set(f"arrived/{world.rank}", "")
     until = time.monotonic() + seconds
     while late := [rank for rank in range(world.size) if not store.check([f"arrived/{rank}"])]:
         if time.monotonic() > until:
-            raise UserError(
-                f"rank {', '.join(map(str, late))} did not arrive within {seconds:g} s after this"
-                f" one: {longer}"
-            )
+            raise UserError(f"rank {late[0]} did not arrive within {seconds:g} s: {longer}")
         time.sleep(0.05)  # the store's own wait prints warnings
     return store
 
@@ -181,14 +174,12 @@ def ending_together() -> Iterator[None]:
 def _leave(error: BaseException) -> None:
     """Ends this process after `error`, which `SystemExit` says has been shown already."""
     cause = error.__context__ if isinstance(error, SystemExit) else error
-    consequence = isinstance(cause, OtherRankError)
-    if (
-        _lifeline is not None
-        and (consequence or _is_collective(error))
-        and (_lifeline.found_loss.wait(GRACE_S) or consequence)
-    ):
-        # the rank that failed first speaks, and the thread of the lifeline ends this one
-        time.sleep(2 * GRACE_S)
+    # of gloo, whose errors have no class of their own, or of NCCL: the end of another rank
+    collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+    told = isinstance(cause, OtherRankError)  # the main rank prints it, once it has tidied up
+    if _lifeline is not None and (collective or told):
+        # the rank that failed first speaks, and the lifeline's thread ends this one
+        time.sleep(2 * GRACE_S if _lifeline.loss.wait(ARRIVAL_S if told else GRACE_S) else 0)
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         tell_torchrun("".join(traceback.format_exception_only(error)).strip())
@@ -197,11 +188,6 @@ def _leave(error: BaseException) -> None:
     if _lifeline is not None:
         _lifeline.say(FAILED)
     os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-
-
-def _is_collective(error: BaseException) -> bool:
-    """Returns True for an error of a collective operation, as after the end of another rank."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class Stopped(Exception):  # noqa: N818
@@ -222,7 +208,7 @@ class StopSignal:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._set(self.DEFAULTS)
-        if _lifeline is not None and _lifeline.lost:  # torchrun ends the ranks that are left
+        if _lifeline is not None and _lifeline.loss.is_set():  # torchrun ends the other ranks
             return
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
             again = "press Ctrl-C" if number == signal.SIGINT else "send it"

@@ -16,8 +16,6 @@ LOADED = Path("/proc/driver/nvidia/version")
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI's number of the vendor, and the first digits of the class of graphics devices."""
-HIDDEN = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
 
 def why_no_cuda() -> str | None:
@@ -26,7 +24,7 @@ def why_no_cuda() -> str | None:
     Returns:
         str | None: None if there is no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides all of them.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in HIDDEN:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     driver, built = loaded_driver(), torch.version.cuda
     if driver is None and not _has_gpu():
@@ -45,7 +43,7 @@ def why_no_cuda() -> str | None:
         usable = [known for known, oldest in NEEDED.items() if oldest <= branch]
         older = f", or a torch for CUDA {max(usable)}" if usable else ""
         return f"{here}: install {least} or newer{older}"
-    return f"{here} and cannot use it ({_reason()}): check it with nvidia-smi"
+    return f"{here} and cannot use it: see nvidia-smi; a container must be given its GPUs"
 
 
 def loaded_driver() -> str | None:
@@ -68,19 +66,5 @@ def loaded_driver() -> str | None:
 
 def _has_gpu() -> bool:
     """Returns True if the PCI bus has a graphics device of NVIDIA."""
-    for vendor in PCI.glob("*/vendor"):
-        with suppress(OSError):
-            if vendor.read_text().strip() != NVIDIA:
-                continue
-            if vendor.with_name("class").read_text().startswith(DISPLAY):
-                return True
-    return False
-
-
-def _reason() -> str:
-    """Returns the first line of the error with which torch initializes CUDA."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).split("\n")[0]
-    return "it sees no device: in a container, pass the GPUs to it"
+    cards = (path for path in PCI.glob("*/class") if path.read_text().startswith(DISPLAY))
+    return any(path.with_name("vendor").read_text().strip() == NVIDIA for path in cards)

@@ -39,7 +39,7 @@ def mean_loss(
     Raises:
         Stopped: on all ranks, if one was asked to stop before its last batch.
     """
-    # one sum for each batch; without fp64 there, on the CPU, at the price of a sync
+    # without fp64 on the device they are on the CPU, at the price of a sync for each batch
     held = device if kind_of(device).has_fp64 else "cpu"
     totals = torch.zeros(3, dtype=torch.float64, device=held)
     for x, y in batches:
@@ -49,8 +49,8 @@ def mean_loss(
         count = int((y != IGNORED).sum())
         with autocast:
             loss = model(x.to(device), y.to(device))
-        loss = loss.to(held).double()
-        totals[:2] += torch.stack((loss * count, torch.tensor(count, device=held)))
+        loss = loss.to(held).double() * count
+        totals[:2] += torch.stack((loss, torch.tensor(count, device=held)))
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped

@@ -28,17 +28,15 @@ class Lifeline:
     Args:
         rank: rank of this process; 0 is the main rank.
         size: number of ranks.
-        host: name of the main rank's host.
         from_main: broadcasts the main rank's value to every rank.
 
     Raises:
         OSError: the main rank cannot be reached.
     """
 
-    def __init__(self, rank: int, size: int, host: str, from_main: Callable) -> None:
-        self.lost: tuple[int, bytes] | None = None
-        """The rank that ended first, and how."""
-        self.found_loss = threading.Event()
+    def __init__(self, rank: int, size: int, from_main: Callable) -> None:
+        self.loss = threading.Event()
+        """Set when another rank has ended without being done."""
         self.links: dict[socket.socket, int] = {}
         self.rank, server, mine = rank, None, None
         if rank == 0:
@@ -46,8 +44,7 @@ class Lifeline:
             mine = server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)
         port, self.token = from_main(mine)
         if server is None:
-            link = socket.create_connection((host, port), timeout=30)
-            link.settimeout(None)
+            link = socket.create_connection((os.environ["MASTER_ADDR"], port))
             link.sendall(self.token + rank.to_bytes(RANK_BYTES))
             self.links[link] = 0
         threading.Thread(target=self._watch, args=(server,), name="lifeline", daemon=True).start()
@@ -81,18 +78,15 @@ class Lifeline:
 
     def _end_after(self, rank: int, word: bytes) -> None:
         """Ends this process, and tells the others to, after `rank` has ended as `word` says."""
-        self.lost = rank, word
-        self.found_loss.set()
+        self.loss.set()
         for link, other in self.links.items():
             if other != rank:
                 with suppress(OSError):
                     link.sendall(word + rank.to_bytes(RANK_BYTES))
         if word == KILLED and self.rank == (1 if rank == 0 else 0):
-            print(
+            sys.stderr.write(
                 f"error: rank {rank} ended without an error message, as if it was killed (was"
-                " memory short?): all ranks end",
-                file=sys.stderr,
-                flush=True,
+                " memory short?): all ranks end\n"
             )
         threading.Event().wait(GRACE_S)
         os._exit(1)

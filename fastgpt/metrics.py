@@ -51,8 +51,7 @@ def flops_per_token(config: ModelConfig) -> float:
 
 def least_bytes(config: Config) -> int:
     """Counts the bytes of matrix weights, their gradients and their optimizer state, in fp32."""
-    copies = {"adamw": 4, "muon": 3}[config.optim.kind]
-    return 4 * copies * matrix_weights(config.model)
+    return 4 * {"adamw": 4, "muon": 3}[config.optim.kind] * matrix_weights(config.model)
 
 
 class MetricsLog:

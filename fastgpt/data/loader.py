@@ -77,7 +77,10 @@ class Loader:
         """Total seconds that `next` has waited for batches."""
         self.device = torch.device(device)
         self._state = samples.state()
-        self._pinned = kind_of(self.device).pins
+        self._pinned, pin_for = kind_of(self.device).pins, None
+        if self._pinned:
+            gpu = torch.get_device_module(self.device).current_device()
+            pin_for = torch.device(self.device.type, gpu)
         self._ready: queue.Queue[_Micro | Exception] = queue.Queue(PREFETCHED)
         producer = _Producer(
             corpora=tuple(corpora),
@@ -86,7 +89,7 @@ class Loader:
             grid=(self.accumulation, world_size, micro_batch),
             rank=rank,
             pad_id=pad_id,
-            pin_for=self._current_device() if self._pinned else None,
+            pin_for=pin_for,
         )
         # The thread must not hold the loader, or a forgotten loader could never be collected.
         stop = threading.Event()
@@ -95,9 +98,6 @@ class Loader:
         )
         self._finalizer = weakref.finalize(self, _shut_down, thread, self._ready, stop)
         thread.start()
-
-    def _current_device(self) -> torch.device:
-        return torch.device(self.device.type, torch.get_device_module(self.device).current_device())
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.

@@ -82,8 +82,7 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
 def test_ddp_that_syncs_no_buffers_prints_no_warning():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             replica = DistributedDataParallel(nn.BatchNorm1d(2), **engine._without_buffer_sync())
     finally:
         dist.destroy_process_group()

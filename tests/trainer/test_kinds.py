@@ -19,7 +19,6 @@ from fastgpt.trainer import Trainer
 from tests.trainer.runs import series
 
 PLAIN = "--ops.attention sdpa --ops.loss torch --ops.dropout torch"
-GIB = 2**30
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -58,10 +57,10 @@ def seen(monkeypatch, request):
 
     if name == "mps":
         patch(torch.backends.mps, is_available=True, get_name="a GPU", is_macos_or_newer=False)
-        patch(torch.mps, driver_allocated_memory=3 * GIB)
+        patch(torch.mps, driver_allocated_memory=3 << 30)
     else:
         patch(module, is_available=True, get_device_name="a GPU", is_bf16_supported=True)
-        patch(module, max_memory_allocated=3 * GIB, mem_get_info=(GIB, 2 * GIB), current_device=1)
+        patch(module, max_memory_allocated=3 << 30, mem_get_info=(2**30, 2**31), current_device=1)
         thread = threading.current_thread
         monkeypatch.setattr(module, "set_device", lambda on: calls.append((thread().name, on)))
     monkeypatch.setattr(torch.version, "hip", "7.1" if name == "rocm" else None)
