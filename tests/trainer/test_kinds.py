@@ -60,6 +60,7 @@ def seen(monkeypatch, request):
         patch(torch.mps, driver_allocated_memory=3 << 30)
     else:
         patch(module, is_available=True, get_device_name="a GPU", is_bf16_supported=True)
+        patch(module, is_current_stream_capturing=False)
         patch(module, max_memory_allocated=3 << 30, mem_get_info=(2**30, 2**31), current_device=1)
         thread = threading.current_thread
         monkeypatch.setattr(module, "set_device", lambda on: calls.append((thread().name, on)))

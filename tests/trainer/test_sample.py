@@ -87,7 +87,7 @@ def test_texts_end_before_the_end_of_text_token():
 
 def test_a_device_that_is_not_there_is_named_by_its_own_flag(sample, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^--device is cuda, .* or --device cpu$"):
+    with pytest.raises(UserError, match=r"^--device is cuda, .* or pass --device cpu$"):
         sample("--device", "cuda")
 
 

@@ -17,8 +17,7 @@ sys.modules["triton"] = None
 imported = builtins.__import__
 
 def without_posix(name, namespace=None, *rest, **options):
-    ours = (namespace or {}).get("__name__", "").startswith(("fastgpt", "kernels"))
-    if ours and name in ("fcntl", "grp", "posix", "pwd", "resource", "termios"):
+    if name in ("fcntl", "pwd", "resource") and "fastgpt" in (namespace or {}).get("__name__", ""):
         raise ModuleNotFoundError(name)
     return imported(name, namespace, *rest, **options)
 
