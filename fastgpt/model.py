@@ -121,10 +121,8 @@ class Attention(nn.Module):
             return self.ops.attention(
                 q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
-        cache, (keys, values) = layer_cache.cache, layer_cache.used()
-        return self.ops.decode(
-            q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
-        )
+        keys, values = layer_cache.read()
+        return self.ops.decode(q, keys, values, layer_cache.cache, scale=self.scale)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q and k by the angles of T positions, or of B T if each row has its own."""
