@@ -117,7 +117,7 @@ bench: $(call env,core) ## time ops and training steps beside peers (~3 min); AR
 bench-regress: $(call env,dev) ## are the ops slower than this machine's baseline? (ARGS=--save makes it)
 	$(PY) -m bench.regress $(ARGS)
 
-gpu: $(call env,dev) ## all that needs CUDA, under 10 minutes; STAGES="parity bench" OUT=dir FULL=1
+gpu: $(call env,dev) ## all that needs CUDA, in about 14 minutes; STAGES="parity bench" OUT=dir FULL=1
 	$(PY) -m bench.gpu $(ARGS)
 
 reproduce: $(call env,core) ## train the lecture's systems as published (~25 min); ARGS='--only B' for one

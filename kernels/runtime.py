@@ -43,6 +43,14 @@ def arch(device: torch.device) -> int:
     return _cuda(device.index)[0] if device.type == "cuda" else 0
 
 
+def family(arch: int | str) -> int:
+    """Returns the arch by which tables know `arch`: 100 for 103, 120 for 121, else its own.
+
+    A GPU has the instructions, registers and shared memory of an older one of its family.
+    """
+    return {103: 100, 121: 120}.get(int(arch), int(arch))
+
+
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
     if _stand_in is not None:

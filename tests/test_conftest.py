@@ -12,12 +12,12 @@ torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 sys.exit(pytest.main(["-p", "tests.conftest", "-c", "/dev/null", "-q", "-rs", *sys.argv[1:]]))
 """
 TESTS = """
-import pytest
+from pytest import mark
 def state(device):
     from fastgpt.kernels.runtime import INTERPRETING
     return device, INTERPRETING
 def test_plain(device): assert state(device) == ("cpu", True)
-@pytest.mark.gpu
+@mark.gpu
 def test_gpu(device): assert state(device) == ("cuda", False)
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 from bench.records import RESULTS
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
-from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
+from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
 
 L2 = 40.0
 """Bytes per clock and multiprocessor: an A100's 5120 for 108 (white paper), used for all GPUs."""
@@ -54,7 +54,7 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
         meta: the constexprs of its launch.
         bits: width of the dtype.
     """
-    device = DEVICES.get(row.arch)
+    device = device_of(row.arch)
     # The two loops with most instructions; the masked one has more than the other.
     main = sorted(row.loops, key=lambda x: sum(x.units.values()))[-2:]
     if device is None or not main:

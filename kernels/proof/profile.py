@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..aot import aligned
-from ..runtime import INTERPRETING, Launch, executing
+from ..runtime import INTERPRETING, Launch, executing, family
 from ..spec import Problem, Spec
 from ..specs import SPECS
 from .compile import Config, specialised
@@ -329,7 +329,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that name what is profiled."""
     add = parser.add_argument
     add("op", choices=SPECS, metavar="OP", help=f"one of {', '.join(SPECS)}")
-    add("--arch", type=int, default=90, choices=DEVICES, help="GPU arch [90]")
+    add("--arch", type=family, default=90, choices=DEVICES, help="GPU arch [90]")
     add("--shape", default="", metavar="LABEL", help="the problem, as the Spec has it [its first]")
     add("--dtype", default="bf16", choices=DTYPES, help="dtype of the tensors [bf16]")
 

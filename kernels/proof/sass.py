@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..runtime import family
+
 
 def disassemble(cubin: bytes) -> str:
     """Returns resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
@@ -76,6 +78,11 @@ DEVICES = {
     100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 8000),  # B200
     120: Device(170, 2.41, 48, 102_400, 4.0, 512, 1792),  # RTX 5090
 }
+def device_of(arch: int) -> Device | None:
+    """Returns the figures of an arch, or of its family; None for one without figures here."""
+    return DEVICES.get(family(arch))
+
+
 ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
 DEPENDENT = 2.0
 """GPU cycles between two instructions of a warp: a result takes 4, and about 2 do not need it."""
@@ -179,7 +186,7 @@ def _flops(op: str) -> int:
 
 def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
     """Computes the upper bound of a loop's speed; None for an architecture without figures here."""
-    device = DEVICES.get(arch)
+    device = device_of(arch)
     if device is None:
         return None
     per_warp = 8 * -(-registers // 8) * 32

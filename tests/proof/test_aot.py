@@ -154,7 +154,7 @@ def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
     assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
     assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
     assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
-    assert ceiling(loop, 121, warps=4, registers=100, shared=0) is None
+    assert ceiling(loop, 77, warps=4, registers=100, shared=0) is None
 
 
 def test_less_than_the_budget_is_no_fault():
