@@ -29,6 +29,7 @@ from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token
 from fastgpt.optim import Optimizers
+from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
 
@@ -165,6 +166,10 @@ class Engine:
                 f"most (--train.micro-batch is {config.train.micro_batch}): another "
                 "--train.batch-tokens would be faster"
             )
+        if self.device in REHEARSED:
+            self.micro_batch = fitting(
+                self.micro_batch, share, self._rehearse, self.world, self.warn
+            )
         least = config.model.context + 1 if config.data.eval_batches else 2
         for corpus in self.data.corpora:
             held = len(corpus.val)
@@ -191,6 +196,18 @@ class Engine:
             pad_id=self.data.pad_id,
             device=self.device,
         )
+
+    def _rehearse(self, size: int) -> None:
+        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are."""
+        tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
+        # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
+        loaded = any(optimizer.state for optimizer in self.optimizers.all)
+        room = 0 if loaded else sum(8 * weight.numel() for weight in self.optimizers.parameters)
+        try:
+            with nullcontext() if self.replica is None else self.replica.no_sync():
+                rehearse(self.replica or self.loss, tokens, self.autocast(), room)
+        finally:
+            self.optimizers.zero_grad()
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -226,8 +243,11 @@ class Engine:
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
-        # kept on the device: the first step with a gradient that is not finite, and its norms
+        # kept on the device: the first step with a gradient that is not finite (with fp16 the
+        # first since a finite one), and its norms
         fine = self.first_norms.isfinite().all()
+        if self.optimizers.scaler.is_enabled():  # which skips a step now and then: no failure
+            fine |= self.optimizers.norms.isfinite().all()
         self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
         self.first_step = torch.where(fine, self.step + 1, self.first_step)
         self.train_loss = self.world.average(total)

@@ -78,6 +78,8 @@ DEVICES = {
     100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 8000),  # B200
     120: Device(170, 2.41, 48, 102_400, 4.0, 512, 1792),  # RTX 5090
 }
+
+
 def device_of(arch: int) -> Device | None:
     """Returns the figures of an arch, or of its family; None for one without figures here."""
     return DEVICES.get(family(arch))
