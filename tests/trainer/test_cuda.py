@@ -121,8 +121,8 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     said = []
     sizes = Sizes(model, 4, precision, True)
     _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() == TRIALS.keys()
+    assert verdicts.keys() - {"layer"} == TRIALS.keys()
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
-        assert len(verdict["milliseconds"]) == 2
+        assert len(verdict["milliseconds"]) >= 2
     assert len(said) == 1
