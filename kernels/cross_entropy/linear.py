@@ -160,7 +160,7 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> 
     elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:  # on a CPU a bf16 product is bf16: a few rows at a time stay in cache
-        memory = torch.empty((min(8192, total.shape[0]), total.shape[1]), dtype=a.dtype)
+        memory = a.new_empty((min(8192, total.shape[0]), total.shape[1]))
         for start in range(0, total.shape[0], 8192):
             part = total[start : start + 8192]
             product = torch.mm(a[start : start + 8192], b, out=memory[: part.shape[0]])
