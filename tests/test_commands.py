@@ -56,6 +56,7 @@ SHORTER = [
     (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
+    (r"^python -m bench.account --publish$", r"\g<0> --gpus A100"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
     (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
