@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.account.steps import TRAINERS, sizes_of
+from bench.account.steps import TRAINERS
 from bench.account.time import ASSUMED, GPUS, RECIPE, Account, Gpu, account, recipe
 from bench.report import DOCS
 from fastgpt.errors import UserError, run_command
@@ -52,8 +52,8 @@ def part_rows(x: Account) -> list[tuple[str, ...]]:
 
 def page(gpus: Sequence[Gpu]) -> str:
     """Returns the page, in Markdown."""
-    sizes = sizes_of(*recipe(RECIPE))
-    accounts = {(name, gpu.name): account(name, gpu, sizes) for name in TRAINERS for gpu in gpus}
+    model, tokens = recipe(RECIPE)
+    accounts = {(x, gpu.name): account(x, gpu, model, tokens) for x in TRAINERS for gpu in gpus}
     summary, errors = [], []
     for (name, gpu), x in accounts.items():
         known = PUBLISHED.get((name, gpu))
@@ -76,11 +76,11 @@ def page(gpus: Sequence[Gpu]) -> str:
 
 Written by `python -m bench.account --publish`. **Predicted, not measured**: no GPU has run this.
 
-One micro-batch of {sizes.M:,} tokens of `{RECIPE}` ({sizes.M // sizes.T} sequences of {sizes.T}),
-forward, backward and one update, on one GPU. A part's floor is its FLOPs at the tensor cores' peak
-or its bytes at the memory's bandwidth, whichever takes longer. The prediction takes the shares of
-these rates that are assumed below; attention's time, and that of our other kernels where they are
-not bound by memory, follows from their machine code.
+One micro-batch of `{RECIPE}`, {tokens:,} tokens in sequences of {model.context}, forward, backward
+and one update, on one GPU. A part's floor is its FLOPs at the tensor cores' peak or its bytes at
+the memory's bandwidth, whichever takes longer. The prediction takes the shares of these rates that
+are assumed below; attention's time, and that of our other kernels where they are not bound by
+memory, follows from their machine code.
 
 ## Summary
 
@@ -112,7 +112,7 @@ def beside(rows: list[dict[str, Any]], gpus: Iterable[Gpu]) -> list[dict[str, An
         if gpu is None or "parts" not in row or not row["implementation"].startswith("fastgpt"):
             continue
         tokens = row["shape"]["B"] * row["shape"]["T"]
-        said = account("fastgpt", gpu, sizes_of(RECIPES[row["recipe"]][1].model, tokens)).by_group()
+        said = account("fastgpt", gpu, RECIPES[row["recipe"]][1].model, tokens).by_group()
         about = {name: row[name] for name in ("case", "implementation")}
         measured = {part: row["parts"].get(part, 0.0) for part in said} | {
             "step": 1e3 * row["seconds"]["p50"]

@@ -8,10 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from fastgpt.config import ModelConfig
-from fastgpt.kernels.cross_entropy.linear import tokens_at_a_time
+from fastgpt.kernels.cross_entropy.linear import chunk_on_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model and of its step: M tokens in sequences of T."""
+    """Sizes of a model and of its step, M tokens in sequences of T, and of the GPU."""
 
     M: int
     T: int
@@ -46,6 +44,7 @@ class Sizes:
     H: int
     V: int
     L: int
+    processors: int
 
     @property
     def D(self) -> int:  # noqa: N802 - as the other sizes
@@ -62,9 +61,10 @@ class Sizes:
         return self.L * self.block + (self.V + self.T) * self.C
 
 
-def sizes_of(config: ModelConfig, tokens: int) -> Sizes:
+def sizes_of(config: ModelConfig, tokens: int, processors: int) -> Sizes:
     c = config
-    return Sizes(tokens, c.context, c.dim, c.ffn_width, c.num_heads, c.padded_vocab, c.num_layers)
+    network = (c.context, c.dim, c.ffn_width, c.num_heads, c.padded_vocab, c.num_layers)
+    return Sizes(tokens, *network, processors)
 
 
 def products(s: Sizes) -> Iterator[Part]:
@@ -119,8 +119,7 @@ def fastgpt(s: Sizes) -> Iterator[Part]:
     causal = f"D={s.D} bfloat16 causal"
     norm = f"layer N={s.C} bf16 weight=fp32 bias residual=fp32"
     gelu = f"gelu_tanh F={s.F} bf16 bias=fp32"
-    chunk = tokens_at_a_time(s.M, s.V, torch.bfloat16, torch.device("cuda"), 0)
-    chunks = math.ceil(s.M / chunk)
+    chunks = math.ceil(s.M / chunk_on_gpu(s.M, s.V, s.C, 2, s.processors))
     yield from products(s)
     yield from head(s, chunks)
     forward = (f"_attention_fwd_kernel {causal}",)

@@ -82,7 +82,7 @@ def rate_of_tiles(product: tuple[int, int], multiprocessors: int) -> float:
 @cache
 def compiled(arch: int) -> dict[str, tuple[Row, dict[str, Any]]]:
     """Compiles the forms of ours that a step runs; returns (machine code, constexprs) by key."""
-    sizes = sizes_of(*recipe(RECIPE))
+    sizes = sizes_of(*recipe(RECIPE), processors=1)
     wanted = {key for part in fastgpt(sizes) for key in part.kernels}
     with warnings.catch_warnings(action="ignore"):  # of GPUs without a table of their own
         configs = list(collect([spec.forms for spec in SPECS.values()], [arch]))
@@ -156,8 +156,9 @@ class Account:
         return found
 
 
-def account(trainer: str, gpu: Gpu, sizes: Sizes) -> Account:
-    """Accounts for one step of a trainer."""
+def account(trainer: str, gpu: Gpu, config: ModelConfig, tokens: int) -> Account:
+    """Accounts for one step of a trainer, of so many tokens."""
+    sizes = sizes_of(config, tokens, gpu.device.multiprocessors)
     parts = tuple(TRAINERS[trainer](sizes))
     lines = tuple((part, floor(part, gpu), predicted(part, gpu, sizes)) for part in parts)
     return Account(trainer, gpu, sizes.M, lines)

@@ -21,7 +21,8 @@ SMALL = replace(
     RECIPES["gpt2-124m"][1].model, vocab_size=256, num_layers=3, dim=64, num_heads=2, context=32
 )
 B = 2
-SIZES = sizes_of(SMALL, B * SMALL.context)
+TOKENS = B * SMALL.context
+SIZES = sizes_of(SMALL, TOKENS, processors=2)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_wave_that_is_not_full_leaves_multiprocessors_idle(product, processors
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_no_part_is_predicted_below_its_floor(static, trainer):
     for gpu in GPUS:
-        x = account(trainer, gpu, SIZES)
+        x = account(trainer, gpu, SMALL, TOKENS)
         assert all(seconds >= least > 0 for _, least, seconds in x.lines)
         assert sum(x.by_group().values()) == pytest.approx(1e3 * x.seconds)
         assert x.floor == pytest.approx(sum(floor(part, gpu) for part, *_ in x.lines))
@@ -81,7 +82,7 @@ def test_no_part_is_predicted_below_its_floor(static, trainer):
 def test_predicted_stands_beside_measured_with_its_error(static):
     gpu = next(gpu for gpu in GPUS if gpu.name == "H100")
     config = RECIPES["gpt2-124m"][1].model
-    said = account("fastgpt", gpu, sizes_of(config, 4 * config.context)).by_group()
+    said = account("fastgpt", gpu, config, 4 * config.context).by_group()
     row = {
         "device": "NVIDIA H100 80GB HBM3", "implementation": "fastgpt", "recipe": "gpt2-124m",
         "case": "step/gpt2-124m/B=4", "shape": {"B": 4, "T": config.context},
