@@ -98,15 +98,20 @@ class Engine:
         config = self.config
         if config.ops.attention == "flash_attn" and self.precision == "fp32":
             raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+        narrow = config.train.residual == "bf16"
+        if narrow and self.precision != "bf16":
+            expected = "expected --train.precision bf16"
+            raise UserError(f"--train.residual is bf16: {expected}, which is {self.precision} here")
         most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
-        sizes = Sizes(config.model, most, self.precision, self.compiled)
+        sizes = Sizes(config.model, most, self.precision, self.compiled, narrow)
         asked, self.trials = self.world.on_main(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
         torch.manual_seed(config.seed)
         losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
-        self.model = build_model(config.model, self.ops, **losses).to(self.device)
+        model = build_model(config.model, self.ops, narrow_residual=narrow, **losses)
+        self.model = model.to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler)
         self.loss: Callable[..., Tensor] = self.model

@@ -24,8 +24,8 @@ from fastgpt.positions import Rotary
 
 Inputs = Callable[[int, int], dict[str, Tensor]]
 """Function that makes inputs from the number of sequences and their length."""
-WEIGHTS = ("weight", "bias", "residual")
-"""Inputs that stay in fp32 under autocast."""
+WEIGHTS = ("weight", "bias")
+"""Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Sizes:
     """Number of sequences in a micro-batch."""
     precision: str
     compiled: bool
+    narrow_residual: bool = False
+    """True if the residual stream has autocast's dtype instead of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,11 @@ class Trial:
     """Largest time of ours, relative to PyTorch's, at which ours is chosen."""
 
 
-def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
+def _inputs(
+    name: str, problem: Problem, on: str, dtype: torch.dtype, narrow_residual: bool = False
+) -> Inputs:
     """Returns a function that makes the spec's inputs for B sequences of T tokens."""
+    wide = WEIGHTS if narrow_residual else (*WEIGHTS, "residual")
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         if below:
@@ -63,7 +68,7 @@ def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
     def inputs(B: int, T: int) -> dict[str, Tensor]:
         made = SPECS[name].inputs({"B": B, "T": T, "M": (B, T), **problem}, make)
         return {
-            name: x if name in WEIGHTS or not x.is_floating_point() else x.to(dtype)
+            name: x if name in wide or not x.is_floating_point() else x.to(dtype)
             for name, x in made.items()
         }
 
@@ -117,7 +122,8 @@ def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     problem = {"N": model.dim, "without": () if model.bias else ("bias",)}
     both = {name: partial(getattr(norms, op), **options) for name, norms in ops.NORMS.items()}
     ref = partial(SPECS[op].ref, **options)
-    return Trial("torch", "triton", both, ref, _inputs(op, problem, on, dtype))
+    inputs = _inputs(op, problem, on, dtype, sizes.narrow_residual)
+    return Trial("torch", "triton", both, ref, inputs)
 
 
 def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -195,7 +201,8 @@ def layer(
     def inputs(B: int, T: int) -> dict[str, Tensor]:
         found = {"x": torch.randn(B, T, model.dim, device=on, dtype=dtype)}
         if pre_norm:
-            found["residual"] = torch.randn(B, T, model.dim, device=on)
+            residual = torch.randn(B, T, model.dim, device=on)
+            found["residual"] = residual.to(dtype) if sizes.narrow_residual else residual
         return found | {name: weight.detach().clone() for name, weight in weights.items()}
 
     def op_of(block: Block) -> parity.Op:

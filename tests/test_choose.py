@@ -12,7 +12,7 @@ from fastgpt import choose, ops
 from fastgpt.choose import judge
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.model import GPT
-from fastgpt.trials import TRIALS, Sizes, Trial
+from fastgpt.trials import TRIALS, Sizes, Trial, layer
 from tests.parity import backward_only, launches
 
 TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
@@ -117,6 +117,14 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     assert called.call_count == 2 * packed
     (qkv,) = trial.inputs(2, 16).values()  # its gradient is one tensor for PyTorch's op as well
     assert qkv.shape == (2, 16, 6, 16)
+
+
+@pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+    _, of_layer = layer(sizes, "cpu", torch.bfloat16, {"torch": OpsConfig()})
+    of_norm = TRIALS["norm"](sizes, "cpu", torch.bfloat16).inputs
+    assert [inputs(2, 16)["residual"].dtype for inputs in (of_layer, of_norm)] == [dtype] * 2
 
 
 @pytest.mark.parametrize(
@@ -237,15 +245,15 @@ def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
     assert "no such kernel" in said[1]
 
 
-@pytest.mark.parametrize("layer", ["chosen", "torch"])
-def test_ops_that_win_alone_may_lose_together(on_cuda, layer):
+@pytest.mark.parametrize("together", ["chosen", "torch"])
+def test_ops_that_win_alone_may_lose_together(on_cuda, together):
     asked = OpsConfig(loss="torch", activation="torch")
-    chosen, verdicts, said = on_cuda(FASTER.replace("LAYER", repr(layer)), asked)
-    expected = ("triton", "triton") if layer == "chosen" else ("sdpa", "torch")
+    chosen, verdicts, said = on_cuda(FASTER.replace("LAYER", repr(together)), asked)
+    expected = ("triton", "triton") if together == "chosen" else ("sdpa", "torch")
     assert (chosen.attention, chosen.norm) == expected
-    assert verdicts["layer"]["chosen"] == layer
-    assert len(said) == 1 + (layer == "torch")
-    assert layer == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
+    assert verdicts["layer"]["chosen"] == together
+    assert len(said) == 1 + (together == "torch")
+    assert together == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
 
 
 def test_a_layer_whose_trial_fails_leaves_pytorchs_ops(on_cuda):

@@ -204,7 +204,8 @@ class Extrapolation:
             self.counts[sizes] = {}
             call.observe(self.counts[sizes])
         if key not in self.counts[sizes]:
-            raise NotExactError(f"{call.problem} runs other code than the full problem")
+            what = "runs other code than the full problem, so it cannot stand for it"
+            raise NotExactError(f"{call.spec.name}: {call.problem} {what}")
         return self.counts[sizes][key].table
 
     def predicted(self, of: Callable[[Key, Point], np.ndarray], key: Key, n: Point) -> np.ndarray:

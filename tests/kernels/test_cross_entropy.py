@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
-from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref, tokens_at_a_time
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
 from tests.kernels import common, conformance
@@ -365,25 +365,6 @@ def test_the_logits_of_all_tokens_never_exist(kernels, device):
     with guarded() as allocated:
         linear_step(tensors, chunk_tokens=10)
     assert [t.shape for t in allocated if t.numel() >= 10 * 100] == [(10, 100)]
-
-
-@pytest.mark.parametrize(
-    ("M", "dtype", "kind", "tokens", "chunks"),
-    [
-        (16_384, torch.bfloat16, "cuda", 4096, 4),
-        (65_536, torch.bfloat16, "cuda", 4096, 16),
-        (16_384, torch.float32, "cuda", 2048, 8),
-        (5000, torch.bfloat16, "cuda", 2560, 2),  # and not 4096 and 904
-        (100, torch.bfloat16, "cuda", 128, 1),
-        (4096, torch.float32, "cpu", 256, 16),
-        (4096, torch.bfloat16, "cpu", 256, 16),
-    ],
-)
-def test_chunks_follow_from_a_budget(M, dtype, kind, tokens, chunks):
-    got = tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 0)
-    assert (got, -(-M // got)) == (tokens, chunks)
-    assert tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 77) == 77
-    assert tokens_at_a_time(M, 10**9, dtype, torch.device(kind), 0) == 1
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["no-grad", "nothing-requires-grad"])

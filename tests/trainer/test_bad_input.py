@@ -131,6 +131,7 @@ def test_a_wrong_or_missing_value_is_named_with_what_was_expected(error, argv, s
     [
         ("--train.device cuda", ("sees no CUDA device", "--train.device cpu")),
         ("--train.precision fp16", ("fp16",)),
+        ("--train.residual bf16", ("expected --train.precision bf16, which is fp32 here",)),
         ("--ops.attention blocked --train.compile on", ("--ops.attention is blocked",)),
         ("--data.tokenizer chars --train.sample-prompt the€", ("prompt", "'€'", "offset 3")),
         ("--train.sample-prompt ''", ("--train.sample-prompt is empty: expected some text",)),

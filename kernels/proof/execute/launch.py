@@ -4,13 +4,16 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from ...runtime import INTERPRETING, Launch
 from . import arithmetic, warp  # noqa: F401  (they register their instructions)
 from .build import Build
 from .counters import Counters
@@ -127,7 +130,7 @@ def region(name: str, tensor: Any) -> Region:
     )
 
 
-def compile_launch(launch: Any, arch: int) -> Compiled:
+def compile_launch(launch: Launch, arch: int) -> Compiled:
     """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache."""
     from triton import __version__, knobs
     from triton.backends.compiler import GPUTarget
@@ -171,12 +174,12 @@ def _to_ptx(source: Any, target: Any, backend: Any, options: Any) -> Compiled:
     return Compiled(module, metadata["num_warps"], metadata["shared"])
 
 
-def execute(launch: Any, arch: int, **options: Any) -> None:
+def execute(launch: Launch, arch: int, **options: Any) -> None:
     """Compiles a recorded launch and runs it on its tensors, which are on the CPU."""
     run_launch(compile_launch(launch, arch), launch, **options)
 
 
-def run_launch(kernel: Compiled, launch: Any, **options: Any) -> None:
+def run_launch(kernel: Compiled, launch: Launch, **options: Any) -> None:
     """Runs compiled code on the tensors of the launch that it was compiled for."""
     from ..compile import specialised
 
@@ -186,3 +189,36 @@ def run_launch(kernel: Compiled, launch: Any, **options: Any) -> None:
     values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in passed]
     regions = [region(name, value) for name, value in passed if hasattr(value, "data_ptr")]
     run_ptx(kernel, launch.grid, values, regions=regions, **options)
+
+
+def launch_of(kernel: Any, grid: Any, args: Sequence[Any], given: dict[str, Any]) -> Launch:
+    """Returns the launch that `kernel[grid](*args, **given)` means."""
+    rest = dict(given)
+    values = dict(zip(kernel.arg_names, args))
+    for param in kernel.params[len(args) :]:
+        values[param.name] = rest.pop(param.name) if param.name in rest else param.default
+    whole = grid(values) if callable(grid) else grid
+    return Launch(kernel, tuple(values.values()), rest, tuple(whole))
+
+
+@contextmanager
+def executed_on_cpu(arch: int, **options: Any) -> Iterator[list[Launch]]:
+    """Executes what Triton launches inside it, `kernel[grid](...)` on CPU tensors.
+
+    Yields the list that the launches are noted in. Takes the options of `run_ptx`.
+
+    Raises:
+        RuntimeError: Triton interprets kernels, so that it compiles none.
+    """
+    from triton.runtime.jit import JITFunction
+
+    if INTERPRETING:
+        raise RuntimeError("TRITON_INTERPRET is set, so no kernel is compiled; expected it unset")
+    launches: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
+        launches.append(launch_of(kernel, grid, args, given))
+        execute(launches[-1], arch, **options)
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield launches

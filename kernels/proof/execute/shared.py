@@ -105,7 +105,8 @@ class SharedMemory:
         lost = stays_here != values
         if values.dtype == np.uint32:
             mine, other = values.view(np.float32), stays_here.view(np.float32)
-            near = np.abs(mine - other) <= 2.0**-20 * np.abs(mine).max()
+            near = np.abs(mine - other) <= 2.0**-20 * np.fmax.reduce(np.abs(mine), axis=None)
+            near |= np.isnan(mine) & np.isnan(other)
         else:
             near = np.zeros(lost.shape, bool)
         warp = self.m.warp[lanes] + self.m.block[lanes] * self.m.warps
@@ -192,7 +193,6 @@ class SharedMemory:
         )
 
     def _trouble(self, lane: int, what: str) -> None:
-
         raise LaneError(lane, what)
 
 
