@@ -43,8 +43,7 @@ REHEARSED = "layer_norm and errors_are_seen"
 FORM_S = 3.0
 """Seconds of a core to compile a kernel: 0.6 on an EPYC that does nothing else, with a margin."""
 TEST_S = 6.0
-"""Seconds of a core for a test of CUDA without Triton's cache: some forms to compile, and the run;
-an estimate."""
+"""Seconds of a core for a test of CUDA that compiles its kernels first: an estimate."""
 Row = dict[str, Any]
 
 
@@ -303,7 +302,8 @@ def run_stage(stage: Stage, context: Context) -> Row:
         printed = ["no output", *(line.strip() for line in file if line.strip())]
     rows = rows_since(began, context, stage.kind)
     key = stage.key(rows) if rows else printed[-1]
-    key += "".join(f"; {text}" for text in left_out(stage, context, began, rows, status is None))
+    stopped = stage.kind == "test" and status is None
+    key += "".join(left_out(context, began, tests_to_run(context) - len(rows) if stopped else 0))
     if status is None:
         key = f"stopped after {seconds} s; {key}"
     elif status:
@@ -314,16 +314,13 @@ def run_stage(stage: Stage, context: Context) -> Row:
     }  # fmt: skip
 
 
-def left_out(
-    stage: Stage, context: Context, began: str, rows: list[Row], stopped: bool
-) -> Iterator[str]:
-    """Yields what the budget of a stage cut off, in words."""
-    if stage.kind == "test" and stopped:
-        tests = tests_to_run(context)
-        yield f"{tests - len(rows)} of {tests} tests not run"
+def left_out(context: Context, began: str, tests: int) -> Iterator[str]:
+    """Yields what a budget cut off, in words; `tests` is the number of tests not run."""
+    if tests > 0:
+        yield f"; {tests} of {tests_to_run(context)} tests not run"
     missing = rows_since(began, context, "missing")
     if late := sum(row["reason"].startswith("over the budget") for row in missing):
-        yield f"{late} of the cases not run: over the budget"
+        yield f"; {late} of the cases not run: over the budget"
 
 
 def _end(process: subprocess.Popen) -> None:
