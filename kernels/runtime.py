@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from . import fences
 from .interpreter import mend_bf16
 
 # Triton itself reads the variable when it is imported, so a later change has no effect.
@@ -136,12 +137,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     if INTERPRETING:
         mend_bf16()
-    device = args[0].device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*args, **meta)
-    else:
-        with torch.cuda.device(device):
+        return
+    device = args[0].device
+    with fences.added(kernel, arch(device)):
+        if device.index == torch.cuda.current_device():
             kernel[grid](*args, **meta)
+        else:
+            with torch.cuda.device(device):
+                kernel[grid](*args, **meta)
 
 
 # --- registration ---------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class SharedMemory:
 
     def async_reads(self, lanes: Array, units: Array, who: str) -> None:
         """Like `reads`, by tensor cores, which see what threads wrote only after a fence."""
-        if self.m.fences and self.unfenced[units].any():
+        if self.unfenced[units].any():
             n = self._first(self.unfenced[units])
             what = f"{who} reads what threads wrote, without a fence.proxy.async between"
             self._trouble(lanes[n], what)
