@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Kernel:
         from triton import knobs
 
         stages = {"ptx": lambda source, metadata: self.ptx}
-        hook = knobs.runtime.add_stages_inspection_hook
+        hook: Any = knobs.runtime.add_stages_inspection_hook
         self.key = hook() if hook else ("", "")
         if hook:
             hook(None, stages, None, None, None)
