@@ -304,8 +304,11 @@ COMPARE = {
 @opcode("setp")
 def _setp(b: Build, instruction: Instruction) -> Step:
     _, compare, *mods, kind = instruction.mods
-    if any(mod != "ftz" for mod in mods) or isinstance(instruction.args[0], Vector):
+    pair = isinstance(instruction.args[0], Vector)
+    if any(mod != "ftz" for mod in mods) or pair != (kind in ("f16x2", "bf16x2")):
         raise unknown(instruction)
+    if pair:
+        return _setp_pair(b, instruction, COMPARE[compare], kind)
     f, dtype = COMPARE[compare], TYPES.get(kind, U16)
     if kind in ("f16", "bf16"):
         seen: Callable[[Any], Any] = lambda x: from_half(x, kind)  # noqa: E731
@@ -313,6 +316,18 @@ def _setp(b: Build, instruction: Instruction) -> Step:
     else:
         seen = flushed if mods else lambda x: x
     return _plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
+
+
+def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: str) -> Step:
+    """setp of pairs of 16-bit floats (9.7.7.2): a predicate for the low and one for the high."""
+    to, *args = (b.vector(arg, BOOL if n == 0 else U32) for n, arg in enumerate(instruction.args))
+
+    def step(m: Machine, mask: Mask) -> None:
+        for slot, *x in zip(to, *(halves(m.R[one], kind) for (one,) in args)):
+            if slot is not None:
+                m.put(slot, f(*x), mask)
+
+    return step
 
 
 @opcode("mov")
