@@ -226,6 +226,7 @@ def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
         "@%p1 st.global.b32 [%rd20], %r10;",
         "selp.b32 %r11, %r10, %r0, %p1; st.global.b32 [%rd20], %r11;",
         "mov.b64 %rd21, {%r10, %r0}; mov.b64 {_, %r11}, %rd21; st.global.b32 [%rd20], %r11;",
+        "mov.b64 %rd21, {%r0, %r10}; cvt.u32.u64 %r11, %rd21; st.global.b32 [%rd20], %r11;",
         "shfl.sync.idx.b32 %r11, %r10, 3, 31, -1; @%p1 st.global.b32 [%rd20], %r11;",
         "add.s32 %r11, %r10, 1; @%p1 st.global.b32 [%rd20], %r11;",
     ],
