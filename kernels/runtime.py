@@ -139,13 +139,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         mend_bf16()
         kernel[grid](*args, **meta)
         return
-    device = args[0].device
-    with fences.added(kernel, arch(device)):
-        if device.index == torch.cuda.current_device():
+    sm = arch(args[0].device)
+    if fences.forgotten(sm):
+        with fences.added(kernel, sm):
+            _launch_on(args[0].device, kernel, grid, args, meta)
+    else:
+        _launch_on(args[0].device, kernel, grid, args, meta)
+
+
+def _launch_on(
+    device: torch.device, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Any
+) -> None:
+    if device.index == torch.cuda.current_device():
+        kernel[grid](*args, **meta)
+    else:
+        with torch.cuda.device(device):
             kernel[grid](*args, **meta)
-        else:
-            with torch.cuda.device(device):
-                kernel[grid](*args, **meta)
 
 
 # --- registration ---------------------------------------------------------------------------------
