@@ -48,7 +48,7 @@ def added(kernel: Any, arch: int) -> Iterator[str]:
         return
     from triton import knobs
 
-    knobs.runtime.add_stages_inspection_hook = _hook
+    knobs.runtime.add_stages_inspection_hook = _hook  # pyright: ignore[reportAttributeAccessIssue]
     _ours.compiling = True
     try:
         yield _hook()[0]

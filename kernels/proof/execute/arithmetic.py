@@ -320,10 +320,11 @@ def _setp(b: Build, instruction: Instruction) -> Step:
 
 def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: str) -> Step:
     """setp of pairs of 16-bit floats (9.7.7.2): a predicate for the low and one for the high."""
-    to, *args = (b.vector(arg, BOOL if n == 0 else U32) for n, arg in enumerate(instruction.args))
+    to, *sources = instruction.args
+    to, sources = b.vector(to, BOOL), [b.slot(source, U32) for source in sources]
 
     def step(m: Machine, mask: Mask) -> None:
-        for slot, *x in zip(to, *(halves(m.R[one], kind) for (one,) in args)):
+        for slot, *x in zip(to, *(halves(m.R[source], kind) for source in sources)):
             if slot is not None:
                 m.put(slot, f(*x), mask)
 

@@ -137,7 +137,7 @@ class SharedMemory:
             n = self._first(self.pinned[units] > 0)
             self._trouble(lanes[n], "writes shared memory that a product under way still reads")
         clash = self.warps.clashes(self.mark[lanes], units)
-        return clash.reshape(-1, len(lanes)).any(0) if clash.any() else None
+        return np.any(clash.reshape(-1, len(lanes)), axis=0) if clash.any() else None
 
     def refuse_clashes(self, lanes: Array, units: Array, does: str) -> None:
         """A fault if another warp touched since the last barrier what the lanes will write."""
