@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 from contextlib import contextmanager
 
@@ -56,6 +57,29 @@ def before_each(monkeypatch, owner, name, action):
         return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
+
+
+@contextmanager
+def raised_at_line(number, error, *files):
+    """Raises `error` before the `number`th line that runs in any of the source files."""
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise error
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 @contextmanager

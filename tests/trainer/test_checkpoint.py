@@ -6,8 +6,6 @@ import math
 import os
 import re
 import shutil
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +20,7 @@ from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.trainer import Trainer
-from tests.trainer.runs import files_of_at_most, series
+from tests.trainer.runs import files_of_at_most, raised_at_line, series
 
 
 def save(folder, step, *, keep=3, numbers=8):
@@ -80,48 +78,24 @@ class Killed(BaseException):
     pass
 
 
-@contextmanager
-def killed_at_line(number):
-    """Ends the block before the `number`th line that runs in checkpoint.py or shutil.py."""
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename not in (checkpoint.__file__, shutil.__file__):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Killed
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    except BaseException:
-        if left >= 0:
-            raise
-        # the dead raise nothing: what shutil's cleaning up after Killed said is of no interest
-        raise Killed from None
-    finally:
-        sys.settrace(before)
-
-
 def crashes(folder):
     """Interrupts a save at each of its lines in turn; yields after each interruption.
 
     Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written.
     """
-    for number in range(10_000):
+    for number in range(1, 10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):
             checkpoint.mark_best(save(folder, step))
         try:
-            with killed_at_line(number):
+            with raised_at_line(number, Killed, checkpoint.__file__, shutil.__file__):
                 checkpoint.mark_best(save(folder, 3, keep=2))
-        except Killed:
+        except BaseException as error:
+            # the dead raise nothing: what was said in cleaning up after Killed is of no interest
+            while error and not isinstance(error, Killed):
+                error = error.__context__
+            if error is None:
+                raise
             yield number
         else:
             break
