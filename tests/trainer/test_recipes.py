@@ -23,7 +23,7 @@ from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
 from tests.data.sets import prepared
-from tests.trainer.models import each_attention, initial, on_cpu, plain_logits
+from tests.trainer.models import each_attention, initial, on_cpu, plain_logits, shrunk
 from tests.trainer.runs import series
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]
@@ -33,6 +33,10 @@ WRITTEN_TWICE = [*(x for x in LADDER if not x.startswith("lecture-gpt")), "tinys
 
 def build(config: ModelConfig, attention: str = "auto") -> GPT:
     return initial(config, chosen=on_cpu(attention=attention))
+
+
+LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
+"""Larger recipes with gpt2-124m's network."""
 
 
 def recipe(name: str, **changes) -> ModelConfig:
@@ -152,22 +156,6 @@ def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
     return loss.item()
 
 
-SHRUNK = {"num_layers": 2, "num_heads": 2, "dim": 64, "context": 16}
-LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
-"""Larger recipes with gpt2-124m's network."""
-
-
-def shrunk(name: str) -> ModelConfig:
-    """Returns a recipe's settings with a smaller network and the same options."""
-    model = RECIPES[name][1].model
-    if model.dim > 64:
-        model = replace(model, **SHRUNK)
-    return replace(model, vocab_size=65, document_mask=False, **NO_DROPOUT)
-
-
-NO_DROPOUT = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
-
-
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in LARGER])
 def test_one_batch_is_learnt_to_its_floor(name, corpus, one_thread):
     config = shrunk(name)
@@ -178,16 +166,6 @@ def test_one_batch_is_learnt_to_its_floor(name, corpus, one_thread):
     lowest = floor(tokens, targets, 1 if config.architecture == "bigram" else T)
     reached = overfit(build(config), tokens, targets, below=lowest + 0.04)
     assert lowest - 1e-3 < reached < lowest + 0.05
-
-
-def test_the_floor_of_a_batch():
-    tokens = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 1, 2]])
-    targets = torch.tensor([[1, 2, 5], [1, 3, 5], [1, 2, 6]])
-    # after 0: 1 twice; after 0 1: 2 or 3; the rest is certain
-    assert floor(tokens, targets, 3) == pytest.approx(2 * math.log(2) / 9)
-    # after a 1 anywhere: 2, 3, 2; after a 2: 5, 6
-    blind = math.log(3) - 2 / 3 * math.log(2)
-    assert floor(tokens, targets, 1) == pytest.approx((3 * blind + 2 * math.log(2)) / 9)
 
 
 # --- O and P: abstracts ---------------------------------------------------------------------------
