@@ -1,7 +1,6 @@
 """Helpers of the kernels' CUDA tests, which call a step and compare its tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -112,20 +111,3 @@ def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
     torch.cuda.synchronize()
     for a, b in zip(after, step(), strict=True):
         assert torch.equal(a, b)
-
-
-def assert_compiles_nothing_new(
-    kernels: Iterable[Any], run: Callable[[int], object], others: Iterable[int]
-) -> None:
-    """Asserts that `run` compiles no kernel for any of `others` that `run(0)` has not compiled."""
-
-    def compiled() -> list[int]:
-        device = torch.cuda.current_device()
-        return [len(kernel.device_caches[device][0]) for kernel in kernels]
-
-    kernels = list(kernels)
-    run(0)
-    before = compiled()
-    for other in others:
-        run(other)
-    assert compiled() == before
