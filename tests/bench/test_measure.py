@@ -166,6 +166,13 @@ def test_names_are_patterns():
         [*cases("cuda", only=("nothing/*",))]
 
 
+def test_every_gpt2_size_and_long_sequences_are_there():
+    sizes = [f"gpt2-{size}" for size in ("124m", "355m", "774m", "1558m")]
+    expected = {f"{op}/{size}/bf16" for op in ("attention", "layer_norm") for size in sizes}
+    expected |= {f"attention/{T}k-d{D}/bf16" for T in (4, 16) for D in (64, 128)}
+    assert expected <= {case.name for case in cases("cuda")}
+
+
 def test_a_run_writes_a_record_that_the_report_reads(tmp_path, capsys):
     out = str(tmp_path / "results" / "machine")
     command.main([*TINY, out, "--only", "attention/*/fp32", "--only", "layer_norm/*/fp32"])

@@ -2,13 +2,14 @@
 
 import multiprocessing
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bench import contenders, parts, records, step, trainers
-from bench.contenders import Contender, write_text
+from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
@@ -186,6 +187,13 @@ def test_a_process_that_dies_is_noticed(no_process):
     there.close()
     assert contender.ask("turn") == {}
     assert "ended early" in contender.failed
+
+
+def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
+    ops = TRITON_OPS
+    assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
+    assert ops.dropout == "auto"
+    assert set(asdict(PLAIN_OPS).values()) == {"torch"}
 
 
 @pytest.mark.parametrize("vocab", [65, 50_257])

@@ -11,8 +11,10 @@ import sys
 import sysconfig
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 from safetensors.torch import load_file
 
 from fastgpt import checkpoint
@@ -120,6 +122,13 @@ def outcome(run):
     ]
     weights = checkpoint.steps_on_disk(run / "checkpoints")[-1] / "model.safetensors"
     return records, hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def assert_shows_two_curves(png):
+    """Asserts that an image has the blue and the orange of Matplotlib's first two lines."""
+    colours = np.unique(imread(png)[..., :3].reshape(-1, 3).round(2), axis=0)
+    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):
+        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
 
 
 def assert_same_up_to_rounding(run, expected):

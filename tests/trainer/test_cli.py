@@ -49,11 +49,6 @@ def test_top_level_flags(name):
         assert str(getattr(dashes, name)) == value
 
 
-@pytest.mark.parametrize("spelling", ["--model.num-layers 3", "--model.num_layers=3"])
-def test_spellings_of_a_field(spelling):
-    assert parse(["baby", *spelling.split()]).model.num_layers == 3
-
-
 def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
     """Without prepared data gpt2-124m warns and trains on bytes, with GPT-2's vocabulary."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))

@@ -32,10 +32,10 @@ def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
 
 
 def test_samples_of_each_prompt_stand_together(sample):
-    texts = sample("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    texts = sample(*flags)
     assert [text[:3] for text in texts] == ["the"] * 3 + ["cat"] * 3
     assert len(set(texts)) == 6
-    flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
     assert sample(*flags) == texts
     assert sample(*flags, "--seed", "1") != texts
 
