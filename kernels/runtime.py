@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from . import fences
 from .interpreter import mend_bf16
 
 # Triton itself reads the variable when it is imported, so a later change has no effect.
@@ -144,8 +145,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     if INTERPRETING:
         mend_bf16()
-    device = args[0].device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, **meta)
+        return
+    sm = arch(args[0].device)
+    if fences.forgotten(sm):
+        with fences.added(kernel, sm):
+            _launch_on(args[0].device, kernel, grid, args, meta)
+    else:
+        _launch_on(args[0].device, kernel, grid, args, meta)
+
+
+def _launch_on(
+    device: torch.device, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Any
+) -> None:
+    if device.index == torch.cuda.current_device():
         kernel[grid](*args, **meta)
     else:
         with torch.cuda.device(device):

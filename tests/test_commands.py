@@ -5,18 +5,19 @@
 
 import gzip
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fastgpt import cli
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
+from tests.processes import ended
 from tests.proof.execute.test_launch import SCRIPT
 
 pytestmark = pytest.mark.slow
@@ -121,15 +122,7 @@ def run(command: str) -> str:
         words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
     elif words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        words,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
+    done = ended(*words, cwd=Path.cwd(), TRITON_INTERPRET=None)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
 

@@ -77,7 +77,7 @@ class Call:
             found.setdefault(key, []).append(launch)
             if counters is not None:
                 counter = counters.setdefault(key, Counters())
-                execute(launch, self.arch, counters=counter, fences=False)  # tests look for faults
+                execute(launch, self.arch, counters=counter)
 
         with executing(self.arch, take, DEVICES[self.arch].multiprocessors):
             self._run("meta" if counters is None else "cpu")

@@ -134,16 +134,6 @@ def test_on_a_cpu_documents_are_kept_apart(name, lengths, options):
     assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 20}, {"dropout_p": 0.4}], ids=str)
-def test_blocked_passes_gradcheck(options):
-    def op(*qkv):
-        torch.manual_seed(0)
-        return attention_blocked(*qkv, **options)
-
-    inputs = (x.requires_grad_() for x in make(1, 66, 1, 2, dtype=torch.float64).values())
-    assert torch.autograd.gradcheck(op, tuple(inputs), fast_mode=True)
-
-
 def dropped_weights(op, q: Tensor, k: Tensor, p: float, seed: int, **options) -> Tensor:
     """Returns the attention weights (B, H, T, T) after dropout: the output where v is the identity.
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -16,7 +14,7 @@ from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from tests.parity import launches
-from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp
+from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp, shrunk
 
 PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
 PADDED = pad_sequence(PROMPTS, batch_first=True)
@@ -235,16 +233,9 @@ def test_logits_equal_those_of_the_whole_at_every_position(options):
 def test_logits_of_every_recipe_equal_those_of_the_whole(name):
     """For every recipe, logits computed with the cache equal those of a whole forward pass.
 
-    Recipes are cut to two layers; the lecture's steps are models of their own.
+    The lecture's steps are models of their own.
     """
-    config = RECIPES[name][1].model
-    heads = min(4, config.num_heads)
-    config = replace(
-        config, num_layers=min(2, config.num_layers), num_heads=heads, dim=8 * heads,
-        num_kv_heads=None if config.num_kv_heads is None else min(2, heads),
-        ffn_dim=None, context=16, vocab_size=50, window=config.window and 5,
-    )  # fmt: skip
-    model, tokens = initial(config).eval(), draw_tokens()
+    model, tokens = initial(shrunk(name), context=16).eval(), draw_tokens()
     got = step_by_step(model, tokens, [5, 1, 1, 4, 5])
     torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
 

@@ -48,7 +48,6 @@ def run_ptx(
     *,
     regions: Sequence[Region] = (),
     lanes: int = LANES,
-    fences: bool = True,
     counters: Counters | None = None,
 ) -> None:
     """Executes a launch of compiled PTX; tensors are changed in place.
@@ -60,7 +59,6 @@ def run_ptx(
             has beyond them (scratch memory) are 0.
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
-        fences: see `Machine`.
         counters: what the launch's instructions and memory accesses are added to.
 
     Raises:
@@ -93,7 +91,6 @@ def run_ptx(
                 shared=kernel.shared,
                 unit=smallest_access(program, "shared"),
                 memory=memory,
-                fences=fences,
                 counters=counters,
             )
             build.fill(machine)
@@ -131,11 +128,15 @@ def region(name: str, tensor: Any) -> Region:
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache."""
+    """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache.
+
+    Kernels of ours get the fences that they are launched with (`kernels.fences`).
+    """
     from triton import __version__, knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
 
+    from ... import fences
     from ..compile import specialised
 
     signature, constexprs, attributes, given = specialised(launch)
@@ -143,15 +144,16 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options: Any = backend.parse_options({**given, **source.parse_options()})
-    key = "-".join((__version__, source.hash(), backend.hash(), options.hash()))
-    name = hashlib.sha256(key.encode()).hexdigest()
-    path = Path(knobs.cache.dir) / "executed" / f"{name}.json"
-    if not path.exists():
-        compiled = _to_ptx(source, target, backend, options)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
-        whole.replace(path)  # other processes see all of it or nothing
+    with fences.added(launch.kernel, arch) as added:
+        key = "-".join((__version__, source.hash(), backend.hash(), options.hash())) + added
+        name = hashlib.sha256(key.encode()).hexdigest()
+        path = Path(knobs.cache.dir) / "executed" / f"{name}.json"
+        if not path.exists():
+            compiled = _to_ptx(source, target, backend, options)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = path.with_suffix(f".{os.getpid()}")
+            whole.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
+            whole.replace(path)  # other processes see all of it or nothing
     return Compiled(**json.loads(path.read_text(encoding="utf-8")))
 
 
