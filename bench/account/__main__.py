@@ -16,6 +16,7 @@ from typing import Any
 from bench import records
 from bench.account.steps import TRAINERS
 from bench.account.time import ASSUMED, GPUS, RECIPE, Account, Gpu, account, recipe
+from bench.goals import is_ours
 from bench.report import DOCS
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import INTERPRETING
@@ -100,6 +101,10 @@ them, expect the same of ours: clocks fall under load, and eight GPUs wait for e
 {chr(10).join(f"{x}{chr(10)}" for x in parts)}"""
 
 
+def names_of(gpus: Iterable[Gpu]) -> list[str]:
+    return [gpu.name for gpu in gpus]
+
+
 def beside(rows: list[dict[str, Any]], gpus: Iterable[Gpu]) -> list[dict[str, Any]]:
     """Returns a row for each part of fastgpt's measured steps, with its prediction and error.
 
@@ -109,7 +114,7 @@ def beside(rows: list[dict[str, Any]], gpus: Iterable[Gpu]) -> list[dict[str, An
     found = []
     for row in rows:
         gpu = next((gpu for gpu in gpus if gpu.name in row["device"]), None)
-        if gpu is None or "parts" not in row or not row["implementation"].startswith("fastgpt"):
+        if gpu is None or "parts" not in row or not is_ours(row):
             continue
         tokens = row["shape"]["B"] * row["shape"]["T"]
         said = account("fastgpt", gpu, RECIPES[row["recipe"]][1].model, tokens).by_group()
@@ -128,13 +133,15 @@ def show_beside(folder: Path) -> None:
     """Prints predicted beside measured for the steps recorded in a folder, and records it.
 
     Raises:
-        UserError: none of them is of a GPU that is accounted for.
+        UserError: there is no step of fastgpt with its parts.
     """
-    steps = [row for row in records.read(folder) if row["kind"] == "step"]
+    steps = [row for row in records.read(folder) if row["kind"] == "step" and is_ours(row)]
+    if not any("parts" in row for row in steps):
+        raise UserError(f"{folder} has no step of fastgpt that bench.step measured part by part")
     rows = beside(steps, GPUS)
     if not rows:
-        names = ", ".join(gpu.name for gpu in GPUS)
-        raise UserError(f"{folder} has no measured step of fastgpt in parts on one of {names}")
+        print(f"no account of {steps[0]['device']}: there is one of {', '.join(names_of(GPUS))}")
+        return
     writer = records.Writer("cuda", folder)
     for row in rows:
         writer.write("account", row)
@@ -152,7 +159,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--publish", action="store_true", help=f"write docs/{PAGE.name}")
     text = "print predicted beside measured for the steps recorded there"
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help=text)
-    names = [gpu.name for gpu in GPUS]
+    names = names_of(GPUS)
     parser.add_argument("--gpus", nargs="+", choices=names, default=names, help="only these GPUs")
     args = parser.parse_args(argv)
     gpus = [gpu for gpu in GPUS if gpu.name in args.gpus]

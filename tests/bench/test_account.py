@@ -1,5 +1,6 @@
 """The account of a step counts what a step of this machine really does."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.account import time
-from bench.account.__main__ import beside
+from bench.account.__main__ import beside, show_beside
 from bench.account.steps import TRAINERS, sizes_of
 from bench.account.time import GPUS, account, floor, rate_of_tiles
 from bench.parts import PARTS
 from fastgpt.config import OpsConfig
+from fastgpt.errors import UserError
 from fastgpt.kernels import runtime
 from fastgpt.lecture import build_model
 from fastgpt.ops import select
@@ -77,6 +79,23 @@ def test_no_part_is_predicted_below_its_floor(static, trainer):
         assert all(seconds >= least > 0 for _, least, seconds in x.lines)
         assert sum(x.by_group().values()) == pytest.approx(1e3 * x.seconds)
         assert x.floor == pytest.approx(sum(floor(part, gpu) for part, *_ in x.lines))
+
+
+@pytest.mark.parametrize(
+    ("device", "parts", "says"),
+    [
+        ("NVIDIA T4", {"parts": {}}, "no account of NVIDIA T4: there is one of A100, "),
+        ("NVIDIA H100", {}, "has no step of fastgpt that bench.step measured part by part"),
+    ],
+)
+def test_steps_without_an_account_are_said(tmp_path, capsys, device, parts, says):
+    row = {"kind": "step", "implementation": "fastgpt", "device": device, **parts}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(row))
+    try:
+        show_beside(tmp_path)
+    except UserError as error:
+        print(error)
+    assert says in capsys.readouterr().out
 
 
 def test_predicted_stands_beside_measured_with_its_error(static):
