@@ -9,7 +9,6 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 import fastgpt
 from fastgpt import run
+from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "-m torch.distributed.run --nproc_per_node=2"
@@ -67,8 +67,7 @@ ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get
 
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
     """Returns the output of a process that starts in `cwd` and must succeed."""
-    env = {**os.environ, "PYTHONPATH": "", **env}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    done = ended(*command, cwd=cwd, **{"PYTHONPATH": "", **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
