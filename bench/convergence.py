@@ -105,7 +105,7 @@ def run(asked: Convergence) -> dict:
     Raises:
         UserError: kernels do not run here, or the steps are too few to compare.
     """
-    on: Any = device.pick_device("auto")
+    on: Any = device.pick_device("auto", "--device", ("cuda", "cpu"))
     if not runs_kernels(torch.device(on)):
         raise UserError("Triton kernels need CUDA; on a CPU set TRITON_INTERPRET=1")
     if asked.steps < 2 * LAST:
@@ -120,11 +120,13 @@ def run(asked: Convergence) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    row = run(flags.parse(Convergence, argv, prog="python -m bench.convergence"))
+    asked = flags.parse(Convergence, argv, prog="python -m bench.convergence")
+    row = run(asked)
     last = row["last"]
     print(
-        f"loss after {row['steps']} steps: triton {last['triton']:.5f}, torch {last['torch']:.5f};"
-        f" relative difference {row['relative_difference']:.1e}, bound {row['bound']:.0e}"
+        f"loss after {row['steps']} of {asked.steps} steps: triton {last['triton']:.5f},"
+        f" torch {last['torch']:.5f}; relative difference {row['relative_difference']:.1e},"
+        f" bound {row['bound']:.0e}"
     )
     return 0 if row["passed"] else 1
 

@@ -6,23 +6,26 @@
     FULL=1                  no budgets: every test, case and batch size, two starts of each step
     FASTGPT_COMMIT=...      the commit, where there is no .git
 
-The stages are env, aot, parity, bench, step and convergence. Each is a process with a time budget
-of its own, and its outcome is recorded at once, so that a later failure loses nothing. Without CUDA
-nothing runs and the exit status is 2; `--rehearse` runs every stage on a CPU, at tiny shapes, with
-the kernels in Triton's interpreter.
+The stages are env, aot, parity, bench, step, account and convergence. Each is a process with a
+time budget of its own, which for aot and parity follows from the kernels and tests counted, and
+its outcome is recorded at once, so that a later failure loses nothing. The figure of a stage says
+what its budget cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs
+every stage on a CPU, at tiny shapes, with the kernels in Triton's interpreter.
 """
 
 import argparse
 import functools
 import importlib.util
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,10 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
 REHEARSED = "layer_norm and errors_are_seen"
 """pytest's `-k` expression for the tests that a trial run without a GPU selects."""
+FORM_S = 3.0
+"""Seconds of a core to compile a kernel: 0.6 on an EPYC that does nothing else, with a margin."""
+TEST_S = 6.0
+"""Seconds of a core for a test of CUDA that compiles its kernels first: an estimate."""
 Row = dict[str, Any]
 
 
@@ -68,14 +75,14 @@ class Stage:
     """A stage of the run: a command with a time budget.
 
     Args:
-        budget: seconds after which the stage is stopped.
+        budget: computes the seconds after which the stage is stopped.
         command: builds the arguments of Python, given the seconds that the stage may take.
         kind: kind of the records that give the key figure.
         key: computes the key figure from those records; without any, it is the last line printed.
     """
 
     name: str
-    budget: int
+    budget: Callable[[Context], int]
     command: Callable[[Context, float], list[str]]
     kind: str = ""
     key: Callable[[list[Row]], str] = str
@@ -97,6 +104,15 @@ def _aot(context: Context, _: float) -> list[str]:
     return [*command, *narrow, "--json", str(context.out / "aot.json")]
 
 
+def _aot_budget(_: Context) -> int:
+    """Returns the seconds to compile one form of each recorded kernel, on all cores."""
+    budgets = json.loads((ROOT / "kernels/proof/budget.json").read_text("utf-8"))
+    kernels = {
+        key.split()[0] for archs in budgets.values() for rows in archs.values() for key in rows
+    }
+    return 15 + math.ceil(len(kernels) * FORM_S / (os.cpu_count() or 1))
+
+
 def parity_files() -> list[str]:
     """Lists the files with tests that need CUDA, those of the kernels first."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -105,15 +121,36 @@ def parity_files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-def _parity(context: Context, _: float) -> list[str]:
-    command = _myself(context, "--pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider")
-    command += ["--continue-on-collection-errors"]  # for tests that need no more than torch
+def _selected_tests(context: Context) -> list[str]:
+    # the option is for tests that need no more than torch
+    options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
     if context.rehearse:
-        return [*command, "-k", REHEARSED, "tests/kernels/test_conformance.py"]
-    if importlib.util.find_spec("xdist"):  # most tests wait for the compiler, not for the GPU
-        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadgroup"]
-    marked = "gpu" if context.full else "gpu and not slow"
-    return [*command, "-m", marked, *parity_files()]
+        return [*options, "-k", REHEARSED, "tests/kernels/test_conformance.py"]
+    return [*options, "-m", "gpu" if context.full else "gpu and not slow", *parity_files()]
+
+
+def _workers() -> int:
+    """Returns how many tests run at once: most wait for the compiler, not for the GPU."""
+    return min(8, os.cpu_count() or 1) if importlib.util.find_spec("xdist") else 1
+
+
+def _parity(context: Context, _: float) -> list[str]:
+    command = _myself(context, "--pytest", "-v", "-rfE", "--tb=short", *_selected_tests(context))
+    parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
+    return command if context.rehearse or _workers() == 1 else [*command, *parallel]
+
+
+@functools.cache
+def tests_to_run(context: Context) -> int:
+    """Counts the tests of the stage parity, by collecting them; 0 if that fails."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *_selected_tests(context)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = re.search(r"(\d+)(?:/\d+)? tests? collected", done.stdout)
+    return int(found[1]) if found else 0
+
+
+def _parity_budget(context: Context) -> int:
+    return 30 + math.ceil(tests_to_run(context) * TEST_S / _workers())
 
 
 def _bench(context: Context, seconds: float) -> list[str]:
@@ -136,6 +173,11 @@ def _step(context: Context, seconds: float) -> list[str]:
     names = ["fastgpt triton", "compiled", "eager", *(["nanogpt"] if given["nanogpt"] else [])]
     command += ["--budget", f"{0.4 * seconds:.0f}", "--rounds", "2", "--parallel-start"]
     return [*command, "--contenders", *names]
+
+
+def _account(context: Context, _: float) -> list[str]:
+    where = ["--gpus", "A100"] if context.rehearse else ["--beside", str(context.out)]
+    return ["-m", "bench.account", *where]
 
 
 def _convergence(context: Context, seconds: float) -> list[str]:
@@ -169,14 +211,15 @@ def _steps(rows: list[Row]) -> str:
 
 
 STAGES = (
-    Stage("env", 15, lambda context, _: _myself(context, "--environment")),
-    Stage("aot", 25, _aot),
-    Stage("parity", 150, _parity, "test", _tests),
-    Stage("bench", 150, _bench, "op", _measured),
-    Stage("step", 180, _step, "step", _steps),
-    Stage("convergence", 60, _convergence),
+    Stage("env", lambda _: 15, lambda context, _: _myself(context, "--environment")),
+    Stage("aot", _aot_budget, _aot),
+    Stage("parity", _parity_budget, _parity, "test", _tests),
+    Stage("bench", lambda _: 150, _bench, "op", _measured),
+    Stage("step", lambda _: 180, _step, "step", _steps),
+    Stage("account", lambda _: 60, _account),
+    Stage("convergence", lambda _: 60, _convergence),
 )
-"""Stages of `make gpu`, whose budgets add up to 580 s."""
+"""Stages of `make gpu`."""
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -240,10 +283,10 @@ class Outcomes:
 
 def run_stage(stage: Stage, context: Context) -> Row:
     """Runs one stage of `make gpu` within its time budget and returns its record."""
-    seconds = 24 * 3600 if context.full else stage.budget
+    seconds = 24 * 3600 if context.full else stage.budget(context)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)
-    if context.rehearse and stage.name != "aot":  # aot compiles
+    if context.rehearse and stage.name not in ("aot", "account"):  # these compile
         environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
     command = [sys.executable, *stage.command(context, seconds)]
@@ -265,14 +308,25 @@ def run_stage(stage: Stage, context: Context) -> Row:
         printed = ["no output", *(line.strip() for line in file if line.strip())]
     rows = rows_since(began, context, stage.kind)
     key = stage.key(rows) if rows else printed[-1]
+    stopped = stage.kind == "test" and status is None
+    key += "".join(left_out(context, began, tests_to_run(context) - len(rows) if stopped else 0))
     if status is None:
         key = f"stopped after {seconds} s; {key}"
     elif status:
         key = f"exit status {status}; {key}"
     return {
         "stage": stage.name, "passed": status == 0, "key": key[:300], "seconds": took,
-        "budget": None if context.full else stage.budget, "command": command[1:],
+        "budget": None if context.full else seconds, "command": command[1:],
     }  # fmt: skip
+
+
+def left_out(context: Context, began: str, tests: int) -> Iterator[str]:
+    """Yields what a budget cut off, in words; `tests` is the number of tests not run."""
+    if tests > 0:
+        yield f"; {tests} of {tests_to_run(context)} tests not run"
+    missing = rows_since(began, context, "missing")
+    if late := sum(row["reason"].startswith("over the budget") for row in missing):
+        yield f"; {late} of the cases not run: over the budget"
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -333,15 +387,17 @@ def main(argv: list[str]) -> int:
         import pytest
 
         return pytest.main(args.pytest, plugins=[Outcomes(context)])
+    stages = [stage for stage in STAGES if stage.name in args.stages]
+    if not context.full:
+        print(f"at most {sum(stage.budget(context) for stage in stages) / 60:.0f} minutes")
     print(f"{'stage':12} {'passed':7} {'seconds':>7}  key figure")
     passed = True
-    for stage in STAGES:
-        if stage.name in args.stages:
-            print(f"{stage.name:12} ", end="", flush=True)
-            row = run_stage(stage, context)
-            save(context, "stage", row)
-            passed &= row["passed"]
-            print(f"{'yes' if row['passed'] else 'NO':7} {row['seconds']:7.0f}  {row['key']}")
+    for stage in stages:
+        print(f"{stage.name:12} ", end="", flush=True)
+        row = run_stage(stage, context)
+        save(context, "stage", row)
+        passed &= row["passed"]
+        print(f"{'yes' if row['passed'] else 'NO':7} {row['seconds']:7.0f}  {row['key']}")
     print(f"records and log: {out}")
     return 0 if passed else 1
 

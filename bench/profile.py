@@ -33,7 +33,7 @@ from rich.table import Table
 from bench import plots
 from bench.records import LOCAL, RESULTS
 from bench.report import DOCS
-from bench.tune.predict import FIRST_TILE, L2, STEP_OF, identity, records
+from bench.tune.predict import FIRST_TILE, STEP_OF, identity, records
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.attention.config import trying
 from fastgpt.kernels.attention.spec import SHAPES, STEPS
@@ -99,7 +99,7 @@ def predict(row: Row, x: Profile) -> tuple[float, str]:
         clocks = {
             top.bound: top.clocks,
             "in turn": top.alone / resident,
-            "L2": 32 * c.total("sectors", part.blocks) / passes / L2,
+            "L2": 32 * c.total("sectors", part.blocks) / passes / device.l2,
             "banks": c.total("wavefronts", part.blocks) / passes,
         }
         bound, most = max(clocks.items(), key=lambda item: item[1])
@@ -195,7 +195,7 @@ def write_plots(found: list[Prediction], arch: int, folder: Path, slug: str) -> 
     device = DEVICES[arch]
     clocks = device.multiprocessors * device.ghz / 1e3
     roofs = {"fp32": 64 * device.fp32 * clocks, "tensor cores": device.flops * clocks}
-    slopes = {"memory": device.bandwidth / 1e3, "L2": L2 * clocks}
+    slopes = {"memory": device.bandwidth / 1e3, "L2": device.l2 * clocks}
     folder.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(x.name for x in found):
         mine = (x for x in found if x.name == name and x.tflops)
@@ -222,8 +222,9 @@ def main(argv: list[str]) -> None:
     console = Console(width=None if Console().is_terminal else 130)
     console.print(shown(found, f"{name}: predicted, not measured"))
     print(
-        f"Assumed: {device.multiprocessors} multiprocessors at {device.ghz} GHz, {L2:.0f} bytes of"
-        f" L2 a clock each, {device.bandwidth} GB/s; a first tile takes {FIRST_TILE:.0f} clocks;"
+        f"Assumed: {device.multiprocessors} multiprocessors at {device.ghz} GHz,"
+        f" {device.l2:.0f} bytes of L2 a clock each, {device.bandwidth} GB/s;"
+        f" a first tile takes {FIRST_TILE:.0f} clocks;"
         " see --help"
     )
     if not any(x.measured for x in found):

@@ -26,7 +26,7 @@ from fastgpt.storage import cache_dir
 SLOWER = "min:10%"
 ROUNDS, WARMUP_ROUNDS = 40, 3
 BASELINE = "baseline"
-ON = device.pick_device("auto")
+ON = device.pick_device("auto", "--device", ("cuda", "cpu"))
 
 
 # --- what pytest runs -----------------------------------------------------------------------------

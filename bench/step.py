@@ -263,7 +263,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def run(bench: StepBench) -> Path:
     """Measures, records and prints; returns the path of the record."""
-    on = device.pick_device(bench.device, "--device")
+    on = device.pick_device(bench.device, "--device", ("cuda", "cpu"))
     settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
     writer = records.Writer(on, bench.out, **settings)
     rows: list[dict[str, Any]] = []

@@ -2,9 +2,13 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if not Path(__file__).with_name("kernels").is_dir():  # checked out without symbolic links
+    __path__.append(str(Path(__file__).parents[1]))  # where kernels/ itself is
 
 if sys.argv[:1] == ["-m"]:  # a module of this package, or of bench, is about to run as a command
     from fastgpt.interpreter import require_torch

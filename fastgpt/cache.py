@@ -36,12 +36,14 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.used = 0
         """Upper bound of `lengths`, known without a host sync."""
+        self.on_cpu = torch.device(device).type == "cpu"
         self.fresh = True
         """True if the new tokens are the first ones, which attend only to each other."""
         self.positions = self.lengths[:, None]
         """(B, T), position of each new token."""
         self.starts: Tensor | None = None
         """(B, T), first position that each new token attends to; None: position 0."""
+        self._hidden: Tensor | None = None
         self.layers = [LayerCache(self) for _ in range(config.num_layers)]
         # start of the document at each position; all 0 until the first end-of-text token
         self.documents = torch.zeros(rows, size, dtype=torch.int64, device=device)
@@ -59,7 +61,7 @@ class Cache:
         self.used += T
         self.positions = self.lengths[:, None] + torch.arange(T, device=tokens.device)
         self.lengths = self.lengths + T
-        self.starts = None
+        self.starts = self._hidden = None
         if self.eot_id is not None:
             before = self.documents.gather(1, (self.positions[:, :1] - 1).clamp(min=0))
             begins = torch.where(tokens == self.eot_id, self.positions, before)
@@ -68,6 +70,26 @@ class Cache:
             first = self.positions - self.window + 1
             self.starts = first if self.starts is None else torch.maximum(first, self.starts)
         return self.positions
+
+    def span(self) -> int:
+        """Returns the number of positions that attention reads: on a CPU those in use.
+
+        Elsewhere it is all of them, so that attention has the same shape for every token. cuDNN,
+        PyTorch's first choice on sm_90 and sm_100, plans anew for each size and stride of queries,
+        keys, values and mask; each plan takes about 0.4 s.
+        """
+        return self.used if self.on_cpu else self.size
+
+    def hidden(self, dtype: torch.dtype) -> Tensor:
+        """Returns the summand (B, T, `span`) of scores: -inf where a new token does not attend."""
+        if self._hidden is None:  # once for all layers; of bool, SDPA would make it in each
+            places = torch.arange(self.span(), device=self.lengths.device)
+            hidden = places > self.positions[..., None]
+            if self.starts is not None:
+                hidden |= places < self.starts[..., None]
+            zeros = torch.zeros_like(hidden, dtype=dtype)
+            self._hidden = zeros.masked_fill_(hidden, float("-inf"))
+        return self._hidden
 
 
 class LayerCache:
@@ -86,8 +108,8 @@ class LayerCache:
         for kept, new in zip(self.keys_values, (k, v)):
             kept[cache.rows, cache.positions] = new
 
-    def used(self) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of all tokens so far, as views (B, up to Tmax, K, D)."""
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Returns views of keys and values, (B, `Cache.span()`, K, D)."""
         assert self.keys_values is not None
         keys, values = self.keys_values
-        return keys[:, : self.cache.used], values[:, : self.cache.used]
+        return keys[:, : self.cache.span()], values[:, : self.cache.span()]

@@ -1,10 +1,13 @@
 """Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
-PyTorch's, forward and backward, at the run's own sizes. The result is cached by GPU, versions,
-kernel sources and sizes. The trial runs in a child process (`python -m fastgpt.choose`, settings on
-stdin), so that a kernel that crashes or hangs does not end the run. A failed trial is reported, and
-PyTorch's op is used instead.
+PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with PyTorch's
+ops, with the chosen ones and with all of ours that are correct, and the fastest set is used: ops
+that win alone may lose together. The result is cached by GPU, versions, kernel sources and sizes.
+
+The trial runs in a child process (`python -m fastgpt.choose`, settings on stdin), so that a kernel
+that crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used
+instead.
 """
 
 import hashlib
@@ -14,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,9 +28,10 @@ from torch import Tensor
 
 from fastgpt import device
 from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError
 from fastgpt.kernels import parity, runtime
 from fastgpt.storage import cache_dir, write_atomically
-from fastgpt.trials import TRIALS, Sizes, Trial
+from fastgpt.trials import TRIALS, Inputs, Sizes, Trial, layer
 
 ROOT = Path(__file__).parents[1]
 KERNELS = Path(runtime.__file__).parent
@@ -38,6 +42,10 @@ TIMEOUT = 600.0
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.choose"]
+LAYER = "layer "
+"""Beginning of a trial's name, before the sets of ops to compare, as JSON."""
+SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
+IN_LAYER = ("attention", "norm", "rotary", "activation")
 
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
@@ -54,11 +62,8 @@ def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     length = min(sizes.model.context, CHECKED)
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
         wrong += _complaints(trial, length, dtype)
-    times: dict[str, float] = {}
-    if not wrong:
-        for name in (trial.plain, trial.ours):
-            with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
-                times[name] = 1e3 * _seconds(trial, name, sizes, on, timer)
+    timed = () if wrong else (trial.plain, trial.ours)
+    times = _milliseconds({name: trial.ops[name] for name in timed}, trial.inputs, sizes, on, timer)
     mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
     fast = mine < float("inf") and mine <= trial.worth * theirs
     chosen = trial.ours if fast and not wrong else trial.plain
@@ -88,10 +93,28 @@ def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
     return parity.complaints(got, torchs, truth, dtype)
 
 
-def _seconds(trial: Trial, name: str, sizes: Sizes, on: str, timer: Timer) -> float:
-    inputs = trial.inputs(sizes.batch, sizes.model.context)
+def judge_layer(sizes: Sizes, on: str, candidates: dict[str, OpsConfig], timer: Timer) -> Verdict:
+    """Times a layer with each candidate's ops, and chooses the fastest, the first of equals."""
+    layers, inputs = layer(sizes, on, device.DTYPES[sizes.precision], candidates)
+    times = _milliseconds(layers, inputs, sizes, on, timer)
+    chosen = min(times, key=lambda name: times[name], default="chosen")
+    return {"chosen": chosen, "complaints": [], "milliseconds": times}
+
+
+def _milliseconds(
+    both: dict[str, parity.Op], inputs: Inputs, sizes: Sizes, on: str, timer: Timer
+) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for name, op in both.items():
+        with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
+            times[name] = 1e3 * _seconds(op, inputs, sizes, on, timer)
+    return times
+
+
+def _seconds(op: parity.Op, make: Inputs, sizes: Sizes, on: str, timer: Timer) -> float:
+    inputs = make(sizes.batch, sizes.model.context)
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
-    op = torch.compile(trial.ops[name]) if sizes.compiled else trial.ops[name]
+    op = torch.compile(op) if sizes.compiled else op
 
     def step() -> None:
         with device.autocast(on, sizes.precision):
@@ -112,12 +135,40 @@ def _do_bench(step: Callable[[], object]) -> float:
 def main() -> None:
     asked = json.load(sys.stdin)
     sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
+    on = asked["device"]
     for name in asked["ops"]:
-        trial = TRIALS[name](sizes, asked["device"], device.DTYPES[sizes.precision])
-        print(json.dumps({name: judge(trial, sizes, asked["device"], _do_bench)}), flush=True)
+        if name.startswith(LAYER):
+            given = json.loads(name.removeprefix(LAYER))
+            candidates = {key: OpsConfig(**chosen) for key, chosen in given.items()}
+            verdict = judge_layer(sizes, on, candidates, _do_bench)
+        else:
+            trial = TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+            verdict = judge(trial, sizes, on, _do_bench)
+        print(json.dumps({name: verdict}), flush=True)
 
 
 # --- the parent -----------------------------------------------------------------------------------
+
+
+def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = TRIALS) -> None:
+    """Raises `UserError` if Triton cannot build the kernels that `config` asks for on CUDA.
+
+    Args:
+        undecided: ops for which `auto` would try our kernels.
+    """
+    if not device.kind_of(on).kernels:
+        return
+    there = importlib.util.find_spec("triton") is not None  # without it `auto` is PyTorch's
+    asked = [
+        op
+        for op, name in asdict(config).items()
+        if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
+    ]
+    if asked and (missing := device.missing_for_triton()):
+        without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)
+        raise UserError(
+            f"{missing}; to run without our kernels, pass --train.compile off {without}"
+        )
 
 
 def choose(
@@ -126,13 +177,13 @@ def choose(
     """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
 
     Args:
-        on: device type; on `cpu` there are no trials.
+        on: device type; there are trials on CUDA only.
         warn: called with one line for each error that a trial found.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
         asked = [name for name in asked if name != "rotary"]
-    if on == "cpu" or not asked or importlib.util.find_spec("triton") is None:
+    if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
         return config, {}
     verdicts = _remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():
@@ -141,8 +192,32 @@ def choose(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
+    sets = _sets(config, verdicts)
+    if sizes.model.architecture != "gpt" or len(sets) == 1:
+        return sets["chosen"], verdicts
+    asked = [LAYER + json.dumps({name: asdict(ops) for name, ops in sets.items()})]
+    [verdict] = _remembered_or_tried(asked, sizes, on, lambda _: None).values()
+    times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
+    if verdict["chosen"] != "chosen":
+        reason = verdict["complaints"][0] if verdict["complaints"] else f"it takes {times}"
+        warn(
+            f"--ops: not what was faster op by op, but {SETS[verdict['chosen']]}, by the trial of a"
+            f" whole layer: {reason}"
+        )
+    return sets[verdict["chosen"]], {**verdicts, "layer": verdict}
+
+
+def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
+    """Returns sets of ops to time in a layer, of equal ones only the first."""
     chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
-    return replace(config, **chosen), verdicts
+    tried = {name for name in verdicts if name in IN_LAYER}
+    plain = {name: "sdpa" if name == "attention" else "torch" for name in tried}
+    right = {name: "triton" for name in tried if not verdicts[name]["complaints"]}
+    sets: dict[str, OpsConfig] = {}
+    for key, names in (("chosen", {}), ("torch", plain), ("ours", plain | right)):
+        if (ops := replace(config, **chosen | names)) not in sets.values():
+            sets[key] = ops
+    return sets
 
 
 def _remembered_or_tried(
@@ -162,9 +237,16 @@ def _remembered_or_tried(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
         for name, reason in reasons.items():  # not cached: the next run tries again
-            plain = TRIALS[name](sizes, "cpu", torch.float32).plain
-            verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
+            verdicts[name] = {
+                "chosen": _plain(name, sizes), "complaints": [reason], "milliseconds": {}
+            }  # fmt: skip
     return {name: verdicts[name] for name in asked}
+
+
+def _plain(name: str, sizes: Sizes) -> str:
+    if name.startswith(LAYER):
+        return "torch" if "torch" in json.loads(name.removeprefix(LAYER)) else "chosen"
+    return TRIALS[name](sizes, "cpu", torch.float32).plain
 
 
 def _key(sizes: Sizes, on: str) -> str:

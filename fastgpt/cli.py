@@ -33,15 +33,12 @@ speed is not measured first."""
 
 def main() -> None:
     """Runs train.py with the arguments of this process."""
-    try:
-        with shown_in_one_line():
-            config = parse(sys.argv[1:])
-            check_duration(config)
-            from fastgpt.trainer import Trainer  # slow to import: not for --help or wrong flags
+    with distributed.ending_together(), shown_in_one_line():
+        config = parse(sys.argv[1:])
+        check_duration(config)
+        from fastgpt.trainer import Trainer  # slow to import: not for --help or wrong flags
 
-            Trainer(config).fit()
-    finally:
-        distributed.stop()
+        Trainer(config).fit()
 
 
 def parse(argv: Sequence[str]) -> Config:

@@ -275,10 +275,14 @@ class TrainConfig:
     micro_batch: int = 64
     """Sequences computed at once (per process); fewer need less memory. Larger batches use gradient
     accumulation."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
+    """Device to train on: cuda (NVIDIA, AMD), xpu (Intel), mps (Apple), cpu or auto. `auto` uses
+    the first of them that torch sees; AMD's GPUs need a build of torch for ROCm."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Number format of the residual stream, the sum that runs through all layers. bf16 halves what
+    the norms read and write, changes the losses a little, and needs precision bf16."""
     tf32: bool = False
     """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off"] = "auto"

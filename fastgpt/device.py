@@ -1,4 +1,4 @@
-"""Device, precision and compiler of this machine, and its peak speed in matrix products."""
+"""Kinds of devices and what each can do; precision, compilers and peak speed of this machine."""
 
 import ctypes
 import importlib.util
@@ -6,28 +6,237 @@ import json
 import os
 import platform
 import shutil
+import sysconfig
 import time
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from fastgpt.driver import why_no_cuda
 from fastgpt.errors import UserError, counted
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# --- kinds of devices -----------------------------------------------------------------------------
 
-def pick_device(asked: str, flag: str = "--train.device") -> str:
-    """Returns `cpu` or `cuda`; raises `UserError` if `flag` asks for CUDA and there is none."""
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What PyTorch can do on one kind of device, and which of that a run uses.
+
+    Functions are called when the answer is needed: they may initialize the device.
+    """
+
+    name: str
+    """Name in messages."""
+    is_there: Callable[[], bool]
+    device_name: Callable[[], str]
+    fast_bf16: Callable[[], bool]
+    """Returns True if the hardware multiplies bf16 natively, so that `auto` uses it."""
+    has_bf16: Callable[[], bool] = lambda: True
+    has_fp64: bool = True
+    compiles: Literal["by default", "on request", "never"] = "never"
+    """When a run uses torch.compile."""
+    kernels: bool = False
+    """True if our Triton kernels run there."""
+    pins: bool = False
+    """True if copies from pinned host memory do not block."""
+    backend: str | None = "gloo"
+    """Backends of collective operations; None: one process only."""
+    peak_memory: Callable[[], int] | None = None
+    """Returns the largest number of bytes that this process's tensors have taken."""
+    free_memory: Callable[[], tuple[int, int]] | None = None
+    """Returns the bytes that no program uses, and those of the whole device."""
+
+
+def _cpu_name() -> str:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _cpu_has_fast_bf16() -> bool:
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
+
+
+def _gpu(name: str, module: Any, **rest: Any) -> Kind:
+    """Makes the kind of device whose module of torch has the functions of torch.cuda."""
+    return Kind(
+        name,
+        lambda: module.is_available(),
+        lambda: module.get_device_name(),
+        lambda: module.is_bf16_supported(including_emulation=False),
+        pins=True,
+        peak_memory=lambda: module.max_memory_allocated(),
+        free_memory=lambda: module.mem_get_info(),
+        **rest,
+    )
+
+
+CPU = Kind("CPU", lambda: True, _cpu_name, _cpu_has_fast_bf16, compiles="on request")
+CUDA = _gpu("CUDA", torch.cuda, compiles="by default", kernels=True, backend="cpu:gloo,cuda:nccl")
+ROCM = replace(CUDA, name="ROCm", kernels=False)  # RCCL goes by the name of NCCL
+XPU = _gpu("XPU", torch.xpu, backend="cpu:gloo,xpu:xccl")
+MPS = Kind(
+    "MPS",
+    lambda: torch.backends.mps.is_available(),
+    lambda: torch.backends.mps.get_name(),
+    lambda: False,  # M1 and M2 emulate it, and PyTorch does not tell them from later ones
+    has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+    has_fp64=False,
+    backend=None,
+    # there is no figure of the peak: the driver keeps what was freed, until the cache is emptied
+    peak_memory=lambda: torch.mps.driver_allocated_memory(),
+)
+KINDS = {"cuda": CUDA, "xpu": XPU, "mps": MPS, "cpu": CPU}
+"""Kinds by the type that torch gives their devices, in the order in which `auto` looks for them."""
+
+
+def kind_of(device: torch.device | str) -> Kind:
+    """Returns the kind of a device; in builds of PyTorch for ROCm, `cuda` is an AMD GPU."""
+    type = torch.device(device).type
+    return ROCM if type == "cuda" and torch.version.hip is not None else KINDS[type]
+
+
+def pick_device(
+    asked: str, flag: str = "--train.device", among: Collection[str] = tuple(KINDS)
+) -> str:
+    """Returns the type of the device to run on.
+
+    Args:
+        asked: a type, or `auto` for the first of `KINDS` that is there.
+        flag: the flag that `asked` was given with.
+        among: types that the caller supports.
+
+    Raises:
+        UserError: the device asked for is missing, or `auto` would leave an NVIDIA GPU unused.
+    """
+    wanted = among if asked == "auto" else [asked]
+    found = next((type for type in KINDS if type in wanted and KINDS[type].is_there()), None)
+    why = why_no_cuda() if asked in ("auto", "cuda") and found in ("cpu", None) else None
+    if found is None:
         raise UserError(
-            f"{flag} is cuda, but torch {torch.__version__} sees no CUDA device here: "
-            f"expected a GPU with its driver and a CUDA build of torch, or {flag} cpu"
+            f"{flag} is {asked}, but torch {torch.__version__} sees no {KINDS[asked].name} device"
+            f" here: {why or 'expected one, its driver and a torch for it'}; or pass {flag} cpu"
+        )
+    if why:
+        raise UserError(f"{why}; or pass {flag} cpu to use the CPU")
+    return found
+
+
+def device_name(device: str) -> str:
+    """Returns the device's name, with the number of threads on a CPU."""
+    return kind_of(device).device_name()
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done all work that was queued."""
+    torch.get_device_module(device).synchronize()
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """Returns `peak_memory_gib`, the peak memory of tensors on this rank's GPU; empty on a CPU."""
+    peak = kind_of(device).peak_memory
+    return {} if peak is None else {"peak_memory_gib": round(peak() / 2**30, 3)}
+
+
+def check_free_memory(device: str, needed: int) -> None:
+    """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
+    memory = kind_of(device).free_memory
+    free, total = memory() if memory is not None else (needed, needed)
+    if free < needed:
+        raise UserError(
+            f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
+            f" weights, gradients and optimizer state of this model alone need"
+            f" {needed / 2**30:.1f}: end other programs on it (nvidia-smi shows them), pick"
+            " another GPU with CUDA_VISIBLE_DEVICES, or train a smaller model"
+        )
+
+
+def has_fast_bf16(device: str) -> bool:
+    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
+    return kind_of(device).fast_bf16()
+
+
+def pick_precision(asked: str, device: str) -> str:
+    """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
+    kind = kind_of(device)
+    if asked == "auto":
+        return "bf16" if has_fast_bf16(device) else "fp32"
+    if asked == "fp16" and kind is CPU:
+        raise UserError("--train.precision is fp16, which needs CUDA: expected fp32 or bf16")
+    if asked == "bf16" and not kind.has_bf16():
+        raise UserError(
+            f"--train.precision is bf16, which this {kind.name} device lacks (Apple's needs macOS"
+            " 14): expected fp32 or fp16"
         )
     return asked
+
+
+def autocast(device: str, precision: str) -> AbstractContextManager:
+    """Returns an autocast context: matrix products in `precision`, weights and sums in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device, dtype=DTYPES[precision])
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def has_compiler() -> bool:
+    """Returns True if torch.compile finds a C++ compiler."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+
+
+def missing_for_triton() -> str:
+    """Names what Triton's kernels lack to run here; empty if nothing.
+
+    Triton builds their launchers in C when they first run, and looks for the compiler and for
+    Python.h where this function does (triton/runtime/build.py).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it is not made for Windows)"
+    given = os.environ.get("CC")
+    if not any(map(shutil.which, ["gcc", "clang"] if given is None else [given])):
+        where = "CC, gcc, clang" if given is None else f"CC is {given}"
+        return f"no C compiler was found ({where}): install gcc"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    if not header.exists():
+        python = f"python{sysconfig.get_python_version()}"
+        return f"{header} is missing: install it (apt install {python}-dev, dnf: {python}-devel)"
+    return ""
+
+
+def pick_compile(asked: str, device: str) -> tuple[bool, str]:
+    """Returns whether to use torch.compile, and a warning if it cannot be used as asked.
+
+    Raises:
+        UserError: it is asked for on a kind of device where it is never used.
+    """
+    kind = kind_of(device)
+    if asked == "on" and kind.compiles == "never":
+        raise UserError(f"--train.compile is on: expected auto or off on {kind.name}")
+    if asked == "off" or (asked == "auto" and kind.compiles != "by default"):
+        return False, ""
+    if not has_compiler():
+        return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
+    if kind is not CPU and (missing := missing_for_triton()):
+        return False, f"{missing}; torch.compile is off"
+    return True, ""
+
+
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
@@ -46,72 +255,9 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_TOP_PAD, 2**26)
 
 
-def device_name(device: str) -> str:
-    """Returns the device's name, with the number of threads on a CPU."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def has_fast_bf16(device: str) -> bool:
-    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
-
-
-def pick_precision(asked: str, device: str) -> str:
-    """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for fp16 on a CPU."""
-    if asked == "auto":
-        return "bf16" if has_fast_bf16(device) else "fp32"
-    if asked == "fp16" and device == "cpu":
-        raise UserError("--train.precision is fp16, which needs CUDA: expected fp32 or bf16")
-    return asked
-
-
-def autocast(device: str, precision: str) -> AbstractContextManager:
-    """Returns an autocast context: matrix products in `precision`, weights and sums in fp32."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device, dtype=DTYPES[precision])
-
-
-def has_compiler() -> bool:
-    """Returns True if torch.compile finds a C++ compiler."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
-
-
-def pick_compile(asked: str, device: str) -> tuple[bool, str]:
-    """Returns whether to use torch.compile, and a warning if it cannot be used as asked."""
-    if asked == "off" or (asked == "auto" and device == "cpu"):
-        return False, ""
-    if not has_compiler():
-        return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed: torch.compile is off"
-    return True, ""
-
-
-def peak_memory(device: str) -> dict[str, float]:
-    """Returns `peak_memory_gib`, the peak memory of tensors on this rank's GPU; empty on a CPU."""
-    if device == "cpu":
-        return {}
-    return {"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
-
-
 def shares(device: str, ranks: int) -> float:
     """Returns the peak of `ranks` processes relative to one: a GPU each, or shared CPU cores."""
-    if device == "cuda":
+    if device != "cpu":
         return float(ranks)
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
 
@@ -130,7 +276,7 @@ def peak_flops(
 
     Returns:
         tuple[float, float]: the peak, and the share of CPU time that this process's threads got
-        while measuring: well below 1 if other programs use the cores, always 1 on CUDA.
+        while measuring: well below 1 if other programs use the cores, always 1 on a GPU.
     """
     rounded = torch.get_float32_matmul_precision()  # TF32 or not
     key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
@@ -156,14 +302,13 @@ def _remembered(path: Path) -> dict[str, float]:
 
 def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
     """Measures what `peak_flops` returns, without the cache."""
-    n = 8192 if device == "cuda" else 1024
+    n = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 
     def product_seconds() -> float:
         start = time.perf_counter()
         torch.mm(a, b)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return time.perf_counter() - start
 
     product_seconds()  # the first call initializes libraries, which can take longer than the rest
@@ -171,7 +316,7 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[floa
     best = product_seconds()
     while time.perf_counter() - start < seconds:
         best = min(best, product_seconds())
-    if device == "cuda":
+    if device != "cpu":
         return 2 * n**3 / best, 1.0
     wall, used = time.perf_counter() - start, time.process_time() - used
     return 2 * n**3 / best, min(1.0, used / wall / torch.get_num_threads())

@@ -2,8 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -12,12 +15,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from fastgpt.errors import OtherRankError, UserError, counted
+from fastgpt.device import kind_of
+from fastgpt.errors import OtherRankError, UserError, counted, tell_torchrun
+from fastgpt.lifeline import DONE, FAILED, GRACE_S, Lifeline
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)
+ARRIVAL_S = 25.0
+"""Seconds that ranks wait for each other when they start; $FASTGPT_ARRIVAL_S replaces it."""
+_lifeline: Lifeline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,12 @@ class World:
 
 
 def start(device_type: str) -> World:
-    """Joins torchrun's process group, if any: gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Joins torchrun's process group, if any: gloo for CPU tensors, the device's for its own.
+
+    Raises:
+        UserError: there are fewer devices than ranks, or a rank does not arrive.
+    """
+    global _lifeline
     if "RANK" not in os.environ:
         return World()
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -101,23 +115,89 @@ def start(device_type: str) -> World:
         local_rank=int(os.environ["LOCAL_RANK"]),
         size=int(os.environ["WORLD_SIZE"]),
     )
-    if device_type == "cuda":
-        if world.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"{os.environ['LOCAL_WORLD_SIZE']} processes were started on a machine with "
-                f"{counted(torch.cuda.device_count(), 'CUDA device')}: "
-                f"pass torchrun --nproc_per_node={torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(world.local_rank)
+    _take_device(device_type, world)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        backend, store = kind_of(device_type).backend, _meeting(world)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        if world.size > 1:
+            _lifeline = Lifeline(world.rank, world.size, world.from_main)
     return world
 
 
-def stop() -> None:
-    """Leaves the process group, if one was joined."""
+def _take_device(device_type: str, world: World) -> None:
+    """Makes this rank use the device of its local rank; CPUs are shared."""
+    kind = kind_of(device_type)
+    if kind.backend is None and world.size > 1:
+        raise UserError(f"{world.size} processes were started: expected one on {kind.name}")
+    if device_type == "cpu" or kind.backend is None:
+        return
+    devices = torch.get_device_module(device_type)
+    if world.local_rank >= devices.device_count():
+        raise UserError(
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes were started on a machine with "
+            f"{counted(devices.device_count(), f'{kind.name} device')}: "
+            f"pass torchrun --nproc_per_node={devices.device_count()}"
+        )
+    devices.set_device(world.local_rank)
+
+
+def _meeting(world: World) -> Any:
+    """Waits until all ranks have arrived, and returns the store that they share.
+
+    Raises:
+        UserError: one has not arrived in time. PyTorch itself waits for half an hour.
+    """
+    seconds = float(os.environ.get("FASTGPT_ARRIVAL_S") or ARRIVAL_S)
+    longer = "look for the reason there, or set FASTGPT_ARRIVAL_S to more seconds"
+    try:
+        store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except dist.DistError as error:
+        raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
+    store.set(f"arrived/{world.rank}", "")
+    until = time.monotonic() + seconds
+    while late := [rank for rank in range(world.size) if not store.check([f"arrived/{rank}"])]:
+        if time.monotonic() > until:
+            raise UserError(f"rank {late[0]} did not arrive within {seconds:g} s: {longer}")
+        time.sleep(0.05)  # the store's own wait prints warnings
+    return store
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """Makes a failure of any rank end all ranks within seconds, the failed one's message first.
+
+    Without an error it leaves the process group. After one that would wait for other ranks, which
+    may wait for this one, so the process ends at once.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized():
+            _leave(error)
+        raise
+    if _lifeline is not None:
+        _lifeline.say(DONE)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave(error: BaseException) -> None:
+    """Ends this process after `error`, which `SystemExit` says has been shown already."""
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    # of gloo, whose errors have no class of their own, or of NCCL: the end of another rank
+    collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+    told = isinstance(cause, OtherRankError)  # the main rank prints it, once it has tidied up
+    if _lifeline is not None and (collective or told):
+        # the rank that failed first speaks, and the lifeline's thread ends this one
+        time.sleep(2 * GRACE_S if _lifeline.loss.wait(ARRIVAL_S if told else GRACE_S) else 0)
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        tell_torchrun("".join(traceback.format_exception_only(error)).strip())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _lifeline is not None:
+        _lifeline.say(FAILED)
+    os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 class Stopped(Exception):  # noqa: N818
@@ -138,6 +218,8 @@ class StopSignal:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._set(self.DEFAULTS)
+        if _lifeline is not None and _lifeline.loss.is_set():  # torchrun ends the other ranks
+            return
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
             again = "press Ctrl-C" if number == signal.SIGINT else "send it"
             self.say(

@@ -25,8 +25,9 @@ from fastgpt.distributed import StopSignal
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate import mean_loss
 from fastgpt.lecture import build_model
-from fastgpt.metrics import flops_per_token
+from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.optim import Optimizers
+from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
 from fastgpt.trials import Sizes
@@ -53,6 +54,7 @@ class Engine:
         self.world = distributed.start(self.device)
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
+        choose.require_toolchain(config.ops, self.device)
         self.warn = warn if self.world.is_main else _say_nothing
         if note:
             self.warn(note)
@@ -65,6 +67,7 @@ class Engine:
         config = run.with_vocabulary(config, self.data.tokenizer)
         self.config = run.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
+        device.check_free_memory(self.device, least_bytes(self.config))
         self._build_model()
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
@@ -96,15 +99,20 @@ class Engine:
         config = self.config
         if config.ops.attention == "flash_attn" and self.precision == "fp32":
             raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+        narrow = config.train.residual == "bf16"
+        if narrow and self.precision != "bf16":
+            expected = "expected --train.precision bf16"
+            raise UserError(f"--train.residual is bf16: {expected}, which is {self.precision} here")
         most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
-        sizes = Sizes(config.model, most, self.precision, self.compiled)
+        sizes = Sizes(config.model, most, self.precision, self.compiled, narrow)
         asked, self.trials = self.world.on_main(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
         torch.manual_seed(config.seed)
         losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
-        self.model = build_model(config.model, self.ops, **losses).to(self.device)
+        model = build_model(config.model, self.ops, narrow_residual=narrow, **losses)
+        self.model = model.to(self.device)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler, self.world)
         self.loss: Callable[..., Tensor] = self.model
@@ -161,6 +169,10 @@ class Engine:
                 f"most (--train.micro-batch is {config.train.micro_batch}): another "
                 "--train.batch-tokens would be faster"
             )
+        if self.device in REHEARSED:
+            self.micro_batch = fitting(
+                self.micro_batch, share, self._rehearse, self.world, self.warn
+            )
         least = config.model.context + 1 if config.data.eval_batches else 2
         for corpus in self.data.corpora:
             held = len(corpus.val)
@@ -187,6 +199,18 @@ class Engine:
             pad_id=self.data.pad_id,
             device=self.device,
         )
+
+    def _rehearse(self, size: int) -> None:
+        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are."""
+        tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
+        # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
+        loaded = any(optimizer.state for optimizer in self.optimizers.all)
+        room = 0 if loaded else sum(8 * weight.numel() for weight in self.optimizers.parameters)
+        try:
+            with nullcontext() if self.replica is None else self.replica.no_sync():
+                rehearse(self.replica or self.loss, tokens, self.autocast(), room)
+        finally:
+            self.optimizers.zero_grad()
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -222,8 +246,11 @@ class Engine:
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
-        # kept on the device: the first step with a gradient that is not finite, and its norms
+        # kept on the device: the first step with a gradient that is not finite (with fp16 the
+        # first since a finite one), and its norms
         fine = self.first_norms.isfinite().all()
+        if self.optimizers.scaler.is_enabled():  # which skips a step now and then: no failure
+            fine |= self.optimizers.norms.isfinite().all()
         self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
         self.first_step = torch.where(fine, self.step + 1, self.first_step)
         self.train_loss = self.world.average(total)

@@ -50,7 +50,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _tell_torchrun(line: str) -> None:
+def tell_torchrun(line: str) -> None:
     """Makes torchrun end its report of a failure with `line`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -94,7 +94,7 @@ def shown_in_one_line() -> Iterator[None]:
         line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
         if not isinstance(error, OtherRankError):
             print(line, file=sys.stderr)
-        _tell_torchrun(f"error: {error}")
+        tell_torchrun(f"error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.device import kind_of
 from fastgpt.distributed import Stopped, StopSignal, World
 from fastgpt.errors import UserError
 from fastgpt.generate import generate
@@ -38,7 +39,9 @@ def mean_loss(
     Raises:
         Stopped: on all ranks, if one was asked to stop before its last batch.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    # without fp64 on the device they are on the CPU, at the price of a sync for each batch
+    held = device if kind_of(device).has_fp64 else "cpu"
+    totals = torch.zeros(3, dtype=torch.float64, device=held)
     for x, y in batches:
         if stop is not None and stop.received:
             totals[2] = 1
@@ -46,7 +49,8 @@ def mean_loss(
         count = int((y != IGNORED).sum())
         with autocast:
             loss = model(x.to(device), y.to(device))
-        totals[:2] += torch.stack((loss.double() * count, torch.tensor(count, device=device)))
+        loss = loss.to(held).double() * count
+        totals[:2] += torch.stack((loss, torch.tensor(count, device=held)))
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped

@@ -25,7 +25,7 @@ from fastgpt.ops import Ops, cross_entropy
 class Bigram(GPT):
     """A GPT with no layers, no positions and no head: its embeddings are the logits."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, **options: float) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, **options: Any) -> None:
         width = {"dim": config.vocab_size, "vocab_multiple": 1}  # lookups gain nothing from padding
         bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
         bare = replace(bare, position="none", tied=True, head_bias=False)
@@ -105,7 +105,7 @@ LACKS = {
 _PLAIN = ModelConfig(activation="relu")
 
 
-def build_model(config: ModelConfig, ops: Ops, **options: float) -> GPT:
+def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     """Builds the network that `config.architecture` names; the arguments are those of `GPT`.
 
     Raises:

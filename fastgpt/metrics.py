@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgpt.config import ModelConfig
+from fastgpt.config import Config, ModelConfig
 from fastgpt.display import duration
 from fastgpt.errors import writing
 from fastgpt.storage import write_atomically
@@ -16,28 +16,42 @@ LOSSES = ("train_loss", "val_loss")
 MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
 
 
-def flops_per_token(config: ModelConfig) -> float:
-    """Computes the FLOPs of forward and backward per token: 6 N + 12 L H D * (mean keys per query).
+def matrix_weights(config: ModelConfig) -> int:
+    """Counts the weights of matrix products, with the padded output head.
 
-    N counts the weights of matrix products only, with the padded output head, but without
-    embeddings, positions, norms and biases. A causal query attends to (T + 1) / 2 keys on average,
-    fewer with a window.
+    Embeddings of their own, positions, norms and biases do not count.
     """
-    C, D, F, T = config.dim, config.head_dim, config.ffn_width, config.context
+    C, D, F = config.dim, config.head_dim, config.ffn_width
     H, K = config.num_heads, config.kv_heads
     up = 2 * F if config.activation == "swiglu" else F
     qkv, rest = C * (H + 2 * K) * D, H * D * C + C * up + F * C
     match config.architecture:
         case "bigram":
-            return 0.0  # one row is looked up
+            return 0  # one row is looked up
         case "heads":
             rest = 0
         case "feedforward":
             rest = C * C
-    N = config.num_layers * (qkv + rest) + config.padded_vocab * C
+    return config.num_layers * (qkv + rest) + config.padded_vocab * C
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """Computes the FLOPs of forward and backward per token: 6 N + 12 L H D * (mean keys per query).
+
+    N is `matrix_weights`. A causal query attends to (T + 1) / 2 keys on average, fewer with a
+    window.
+    """
+    if config.architecture == "bigram":
+        return 0.0
+    T, width = config.context, config.num_heads * config.head_dim
     window = min(config.window or T, T)
     keys = (window * T - window * (window - 1) / 2) / T
-    return 6 * N + 12 * config.num_layers * H * D * keys
+    return 6 * matrix_weights(config) + 12 * config.num_layers * width * keys
+
+
+def least_bytes(config: Config) -> int:
+    """Counts the bytes of matrix weights, their gradients and their optimizer state, in fp32."""
+    return 4 * {"adamw": 4, "muon": 3}[config.optim.kind] * matrix_weights(config.model)
 
 
 class MetricsLog:

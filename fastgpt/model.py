@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.ops import Ops, head_logits
 from fastgpt.positions import POSITIONS, Rotary
 
@@ -121,10 +122,8 @@ class Attention(nn.Module):
             return self.ops.attention(
                 q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
-        cache, (keys, values) = layer_cache.cache, layer_cache.used()
-        return self.ops.decode(
-            q, keys, values, cache.lengths, starts=cache.starts, scale=self.scale
-        )
+        keys, values = layer_cache.read()
+        return self.ops.decode(q, keys, values, layer_cache.cache, scale=self.scale)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q and k by the angles of T positions, or of B T if each row has its own."""
@@ -195,16 +194,24 @@ class GPT(nn.Module):
         ops: from `fastgpt.ops.select`.
         label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
         z_loss: weight of the z-loss, used in training only.
+        narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
     """
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        narrow_residual: bool = False,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.narrow_residual = narrow_residual
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -257,6 +264,8 @@ class GPT(nn.Module):
         assert cache is None or not self.training
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
+        if self.narrow_residual:
+            x = x.to(autocast_dtype(x))
         cos_sin = None if self.rotary is None else self.rotary(positions)
         residual = doc_ids = None
         if self.config.document_mask:

@@ -21,7 +21,9 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt import kernels
+from fastgpt.cache import Cache
 from fastgpt.config import OpsConfig
+from fastgpt.device import kind_of
 from fastgpt.errors import UserError
 from fastgpt.kernels.attention.op import attention_mask
 from fastgpt.kernels.runtime import runs_kernels
@@ -73,21 +75,13 @@ class PackedAttentionOp(Protocol):
 class DecodeOp(Protocol):
     """Attention of a sequence's last T tokens, q (B, T, H, D), over a cache of K key/value heads.
 
-    The result is (B, T, H, D).
-
-    The caches are (B, Tmax, K, D), of which a row's first `lengths` (B,) positions are in use. A
-    query attends to the positions from `starts` (B, T) up to its own.
+    The result is (B, T, H, D). Keys and values are (B, Tmax, K, D), one layer's part of `cache`,
+    which knows the positions: of each row the first `lengths` are in use, and a query attends to
+    those from `starts` up to its own, which is what the mask `hidden` says.
     """
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        lengths: Tensor,
-        *,
-        starts: Tensor | None = None,
-        scale: float | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
     ) -> Tensor: ...
 
 
@@ -238,29 +232,27 @@ def flash_attn(
 
 
 def decode_sdpa(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
     """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
-    keys = torch.arange(k_cache.shape[1], device=q.device)
-    positions = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-    mask = keys <= positions[..., None]  # (B, T, Tmax)
-    if starts is not None:
-        mask = mask & (keys >= starts[..., None])
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        attn_mask=mask[:, None],
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=cache.hidden(q.dtype)[:, None],
         scale=scale,
-        enable_gqa=q.shape[2] != k_cache.shape[2],
+        enable_gqa=q.shape[2] != keys.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def decode_triton(
+    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
+) -> Tensor:
+    """`DecodeOp` by our kernels."""
+    return kernels.decode_attention(
+        q, keys, values, cache.lengths, starts=cache.starts, scale=scale
+    )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -334,7 +326,7 @@ ATTENTION: dict[str, AttentionOp] = {
     "flash_attn": flash_attn,
 }
 PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
-DECODE: dict[str, DecodeOp] = {"torch": decode_sdpa, "triton": kernels.decode_attention}
+DECODE: dict[str, DecodeOp] = {"torch": decode_sdpa, "triton": decode_triton}
 ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm),
@@ -359,7 +351,7 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
     fast_cpu = on_cpu and not compiled
     automatic = {
         "attention": "blocked" if fast_cpu else "sdpa",
-        "loss": "torch" if runs_kernels(device) else "chunked",
+        "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
         "dropout": "lanes" if fast_cpu else "torch",
     }
     names: dict[str, str] = asdict(config)
@@ -372,7 +364,10 @@ def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> 
                 f"--ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
             )
         if name == "triton" and not runs_kernels(device):
-            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {device.type}")
+            where = "cpu" if on_cpu else kind_of(device).name
+            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")
+        if name == "chunked" and device.type not in ("cpu", "cuda"):
+            raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
             raise UserError(
                 "--ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "

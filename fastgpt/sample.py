@@ -10,6 +10,7 @@ import torch
 import tyro
 
 from fastgpt import checkpoint, device, flags, ops
+from fastgpt.choose import require_toolchain
 from fastgpt.config import INT64, MOST_TOKENS, OpsConfig, check
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
@@ -46,7 +47,7 @@ class SampleConfig:
     reach it are kept; above 0 and at most 1, by default 1."""
     seed: int = 1337
     """Random seed for sampling."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
@@ -72,7 +73,7 @@ def load_run(
 
     Args:
         path: folder of a run, whose newest valid checkpoint is used, or of a checkpoint.
-        on: device, `cpu` or `cuda`.
+        on: device: `cpu`, `cuda`, `xpu` or `mps`.
         asked: implementations of the model's ops; by default those that suit the device.
 
     Raises:
@@ -102,12 +103,14 @@ def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"), first=FIRST)
     on = device.pick_device(config.device, "--device")
+    asked = OpsConfig(decode=config.decode)
     try:
-        model, tokenizer = load_run(config.run, on, OpsConfig(decode=config.decode))
+        require_toolchain(asked, on, undecided=())
+        model, tokenizer = load_run(config.run, on, asked)
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
-    asked = config.prompt or ("\n",)
-    prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in asked]
+    texts = config.prompt or ("\n",)
+    prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
     with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
         texts = sample_text(
             model,

@@ -114,6 +114,7 @@ class Trainer:
             "ranks": self.world.size,
             "precision": engine.precision,
             "compile": engine.compiled,
+            "micro_batch": engine.micro_batch,
             "ops": engine.ops.names,
             "trials": engine.trials,
             "parameters": engine.model.num_params(),

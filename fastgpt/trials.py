@@ -11,19 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
+from torch.func import functional_call
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig
+from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.spec import Problem
 from fastgpt.kernels.specs import SPECS
+from fastgpt.model import Block
 from fastgpt.positions import Rotary
 
 Inputs = Callable[[int, int], dict[str, Tensor]]
 """Function that makes inputs from the number of sequences and their length."""
-WEIGHTS = ("weight", "bias", "residual")
-"""Inputs that stay in fp32 under autocast."""
+WEIGHTS = ("weight", "bias")
+"""Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Sizes:
     """Number of sequences in a micro-batch."""
     precision: str
     compiled: bool
+    narrow_residual: bool = False
+    """True if the residual stream has autocast's dtype instead of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,11 @@ class Trial:
     """Largest time of ours, relative to PyTorch's, at which ours is chosen."""
 
 
-def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
+def _inputs(
+    name: str, problem: Problem, on: str, dtype: torch.dtype, narrow_residual: bool = False
+) -> Inputs:
     """Returns a function that makes the spec's inputs for B sequences of T tokens."""
+    wide = WEIGHTS if narrow_residual else (*WEIGHTS, "residual")
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         if below:
@@ -61,35 +68,49 @@ def _inputs(name: str, problem: Problem, on: str, dtype: torch.dtype) -> Inputs:
     def inputs(B: int, T: int) -> dict[str, Tensor]:
         made = SPECS[name].inputs({"B": B, "T": T, "M": (B, T), **problem}, make)
         return {
-            name: x if name in WEIGHTS or not x.is_floating_point() else x.to(dtype)
+            name: x if name in wide or not x.is_floating_point() else x.to(dtype)
             for name, x in made.items()
         }
 
     return inputs
 
 
+def _projected(model: ModelConfig, on: str, dtype: torch.dtype) -> Inputs:
+    """Returns a function that makes `qkv`, all heads of queries, keys and values in one tensor."""
+    problem = {"H": model.num_heads, "K": model.kv_heads, "D": model.head_dim}
+    return _inputs("attention_packed", problem, on, dtype)
+
+
+def _documents(model: ModelConfig, B: int, T: int, on: str) -> Tensor | None:
+    """Returns the ids of three documents in each row, if the model separates them."""
+    if not model.document_mask:
+        return None
+    return (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
+
+
 def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    """Makes the trial of what the model calls: one tensor of q, k and v, or its three parts.
+
+    Either way the gradient is one tensor again, which costs a concatenation of three.
+    """
     model = sizes.model
     heads = (model.num_heads, model.kv_heads, model.kv_heads)
-    problem = {"H": model.num_heads, "K": model.kv_heads, "D": model.head_dim}
-    packed = _inputs("attention_packed", problem, on, dtype)
+    as_projected = model.position != "rotary" and not model.qk_norm
 
-    def inputs(B: int, T: int) -> dict[str, Tensor]:
-        slices = packed(B, T)["qkv"].split(heads, dim=2)  # views, as in the model
-        return dict(zip("qkv", slices, strict=True))
+    def options(qkv: Tensor) -> dict[str, Any]:
+        ids = _documents(model, qkv.shape[0], qkv.shape[1], on)
+        return {"scale": model.attention_scale, "window": model.window, "doc_ids": ids}
 
-    def with_options(op: Callable[..., Tensor]) -> parity.Op:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            B, T = q.shape[:2]
-            ids = None
-            if model.document_mask:  # three documents
-                ids = (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
-            return op(q, k, v, scale=model.attention_scale, window=model.window, doc_ids=ids)
+    def split(op: Callable[..., Tensor]) -> parity.Op:
+        return lambda qkv: op(*qkv.split(heads, dim=2), **options(qkv))
 
-        return run
+    def packed(qkv: Tensor) -> Tensor:
+        return ops.PACKED_ATTENTION["triton"](qkv, model.num_heads, **options(qkv))
 
-    both = {name: with_options(ops.ATTENTION[name]) for name in ("sdpa", "triton")}
-    return Trial("sdpa", "triton", both, with_options(SPECS["attention"].ref), inputs)
+    ours = packed if as_projected else split(ops.ATTENTION["triton"])
+    both = {"sdpa": split(ops.ATTENTION["sdpa"]), "triton": ours}
+    ref = split(SPECS["attention"].ref)
+    return Trial("sdpa", "triton", both, ref, _projected(model, on, dtype))
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -101,7 +122,8 @@ def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     problem = {"N": model.dim, "without": () if model.bias else ("bias",)}
     both = {name: partial(getattr(norms, op), **options) for name, norms in ops.NORMS.items()}
     ref = partial(SPECS[op].ref, **options)
-    return Trial("torch", "triton", both, ref, _inputs(op, problem, on, dtype))
+    inputs = _inputs(op, problem, on, dtype, sizes.narrow_residual)
+    return Trial("torch", "triton", both, ref, inputs)
 
 
 def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -121,11 +143,13 @@ def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
 
 def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    attention, angles = _attention(sizes, on, dtype), Rotary(sizes.model).to(on)
+    model, angles = sizes.model, Rotary(sizes.model).to(on)
+    heads = (model.num_heads, model.kv_heads, model.kv_heads)
+    projected = _projected(model, on, dtype)
 
     def inputs(B: int, T: int) -> dict[str, Tensor]:
-        qkv = attention.inputs(B, T)
-        return {"q": qkv["q"], "k": qkv["k"]}
+        q, k, _ = projected(B, T)["qkv"].split(heads, dim=2)  # views, as in the model
+        return {"q": q, "k": k}
 
     def with_angles(op: parity.Op) -> parity.Op:
         def run(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -156,6 +180,43 @@ def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
         return bias_act(F.linear(x, weight), bias, kind)
 
     return Trial("torch", "triton", {"torch": plain, "triton": ours}, plain, inputs)
+
+
+def layer(
+    sizes: Sizes, on: str, dtype: torch.dtype, candidates: Mapping[str, OpsConfig]
+) -> tuple[dict[str, parity.Op], Inputs]:
+    """Returns a layer of the model with each candidate's ops, and a function that makes its inputs.
+
+    The weights are inputs, too, so that their gradients are computed.
+    """
+    model = sizes.model
+    layers = {
+        name: Block(model, ops.select(chosen, on, compiled=sizes.compiled)).to(on)
+        for name, chosen in candidates.items()
+    }
+    angles = Rotary(model).to(on) if model.position == "rotary" else None
+    pre_norm = model.norm_position == "pre"
+    weights = dict(next(iter(layers.values())).named_parameters())
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        found = {"x": torch.randn(B, T, model.dim, device=on, dtype=dtype)}
+        if pre_norm:
+            residual = torch.randn(B, T, model.dim, device=on)
+            found["residual"] = residual.to(dtype) if sizes.narrow_residual else residual
+        return found | {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def op_of(block: Block) -> parity.Op:
+        def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            residual, given = (rest[0], rest[1:]) if pre_norm else (None, rest)
+            B, T = x.shape[:2]
+            cos_sin = None if angles is None else angles(slice(T))
+            args = (x, residual, cos_sin, _documents(model, B, T, on), None)
+            out = functional_call(block, dict(zip(weights, given, strict=True)), args)
+            return tuple(y for y in out if y is not None)
+
+        return run
+
+    return {name: op_of(block) for name, block in layers.items()}, inputs
 
 
 TRIALS = {

@@ -14,8 +14,9 @@ The exit status is 1 for a spilled register, more shared memory than the arch ha
 its declared instruction, and more registers or shared memory than recorded in kernels/proof/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
 The budget also keeps a fingerprint of each form's sources and settings: --changed compiles the
-forms whose fingerprint differs, and one form of each kernel and arch. --static adds the load of
-each unit in each main loop and the speed limit that follows (kernels.proof.sass).
+forms whose fingerprint differs, and one form of each kernel and arch; on an arch without recorded
+budgets these alone. --static adds the load of each unit in each main loop and the speed limit that
+follows (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 
 from .proof.compile import Config, Row, collect, compile_all, fingerprint
 from .proof.sass import DEVICES, UNITS, ceiling
-from .runtime import INTERPRETING
+from .runtime import INTERPRETING, family
 from .specs import FORMS
 
 ARCHS = (80, 90, 100)
@@ -55,8 +56,8 @@ def judge(row: Row, budget: Budget) -> list[str]:
     problems = []
     if row.spilled:
         problems.append(f"spills {row.spilled} bytes")
-    if row.shared > SHARED_LIMIT[row.arch]:
-        problems.append(f"{row.shared} bytes of shared memory > {SHARED_LIMIT[row.arch]}")
+    if row.shared > (limit := SHARED_LIMIT[family(row.arch)]):
+        problems.append(f"{row.shared} bytes of shared memory > {limit}")
     if row.declared and not any(name.startswith(row.declared) for name in row.mma):
         problems.append(f"has no {row.declared}")
     registers, shared = budget.get(row.key, (row.registers, row.shared))[:2]
@@ -141,7 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--arch", type=int, nargs="+", default=ARCHS, choices=SHARED_LIMIT, help="GPU archs")
+    add("--arch", type=family, nargs="+", default=ARCHS, choices=SHARED_LIMIT, help="GPU archs")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
     add("--changed", action="store_true", help="what changed, and one form of each kernel")
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
@@ -168,9 +169,9 @@ def select(args: argparse.Namespace) -> list[Config]:
 
 
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
-    """Returns True if a variant is new, or its compiler input has changed since it was recorded."""
-    row = recorded.get(str(config.arch), {}).get(config.key, [])
-    return row[2:] != [fingerprint(config)]
+    """Returns True if a variant of a recorded arch is new or has another input of the compiler."""
+    rows = recorded.get(str(config.arch))
+    return rows is not None and rows.get(config.key, [])[2:] != [fingerprint(config)]
 
 
 def main(argv: list[str] | None = None) -> int:

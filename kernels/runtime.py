@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from . import fences
 from .interpreter import mend_bf16
 
 # Triton itself reads the variable when it is imported, so a later change has no effect.
@@ -33,21 +34,34 @@ LAUNCHES: Counter[str] = Counter()
 
 def runs_kernels(device: torch.device) -> bool:
     """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
-    return device.type == "cuda" or (INTERPRETING and device.type == "cpu") or _stand_in is not None
+    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _stand_in is not None
 
 
 def arch(device: torch.device) -> int:
     """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
     if _stand_in is not None:
         return _stand_in.arch
-    return _cuda(device.index)[0] if device.type == "cuda" else 0
+    return _cuda(device.index)[0] if _is_cuda(device) else 0
+
+
+def family(arch: int | str) -> int:
+    """Returns the arch by which tables know `arch`: 100 for 103, 120 for 121, else its own.
+
+    A GPU has the instructions, registers and shared memory of an older one of its family.
+    """
+    return {103: 100, 121: 120}.get(int(arch), int(arch))
 
 
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
     if _stand_in is not None:
         return _stand_in.multiprocessors
-    return _cuda(device.index)[1] if device.type == "cuda" else 2
+    return _cuda(device.index)[1] if _is_cuda(device) else 2
+
+
+def _is_cuda(device: torch.device) -> bool:
+    """Returns False for AMD GPUs, which builds of torch for ROCm call `cuda`, too."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache
@@ -136,8 +150,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     if INTERPRETING:
         mend_bf16()
-    device = args[0].device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, **meta)
+        return
+    sm = arch(args[0].device)
+    if fences.forgotten(sm):
+        with fences.added(kernel, sm):
+            _launch_on(args[0].device, kernel, grid, args, meta)
+    else:
+        _launch_on(args[0].device, kernel, grid, args, meta)
+
+
+def _launch_on(
+    device: torch.device, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Any
+) -> None:
+    if device.index == torch.cuda.current_device():
         kernel[grid](*args, **meta)
     else:
         with torch.cuda.device(device):

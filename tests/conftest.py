@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -54,12 +55,15 @@ def archs(text: str) -> list[int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not torch.cuda.is_available() and config.getoption("execute") is None:
-        # Triton reads it once, when it is imported: kernels then run, interpreted, on CPU tensors.
-        assert "triton" not in sys.modules
-        os.environ["TRITON_INTERPRET"] = "1"
-        if importlib.util.find_spec("triton"):
-            patch_language_once()
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
+        # a machine with CUDA then tests the same as one without
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if config.getoption("execute") is None:
+            # Triton reads it once, when it is imported: kernels then run, interpreted, on CPUs.
+            assert "triton" not in sys.modules
+            os.environ["TRITON_INTERPRET"] = "1"
+            if importlib.util.find_spec("triton"):
+                patch_language_once()
     if config.getoption("execute") and not IN_XDIST_WORKER:
         config.pluginmanager.register(Recorder(config.getoption("record")))
     if IN_XDIST_WORKER:
@@ -75,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs CUDA, and torch sees no such device")
+        pytest.skip("needs CUDA, and to be asked for by -m gpu")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

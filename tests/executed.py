@@ -42,9 +42,8 @@ def execute_and_record(launch: Any, record: Record) -> None:
 
 def digest(x: torch.Tensor) -> str:
     """Hashes a tensor's numbers."""
-    return hashlib.sha256(
-        x.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    whole = x.detach().flatten().clone(memory_format=torch.contiguous_format)
+    return hashlib.sha256(whole.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def without_names(ptx: str) -> str:

@@ -141,13 +141,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 """Memory layouts of a tensor with three dimensions or more, by name; most keep its values."""
 
 
+def several(outputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Returns the outputs of an op as a list, also where there is one only."""
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
 def forward_backward(
     op: Op, inputs: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
 ) -> list[Tensor]:
     """Returns outputs, and gradients of floating inputs; `inputs` keep their strides."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    ys = op(*leaves)
-    ys = (ys,) if isinstance(ys, Tensor) else ys
+    ys = several(op(*leaves))
     if upstream is None:
         generator = torch.Generator().manual_seed(1)
         upstream = [awkward(*y.shape, generator=generator).to(y.device, y.dtype) for y in ys]

@@ -8,13 +8,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments: object, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments at the root of the repository; None unsets a variable."""
+def ended(
+    *command: object, cwd: Path = ROOT, timeout: float | None = 300, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in seconds at most `timeout`; None unsets a variable."""
     changed = {k: v for k, v in (os.environ | environment).items() if v is not None}
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT, env=changed, capture_output=True, text=True, timeout=300,
+        [*map(str, command)], cwd=cwd, env=changed, timeout=timeout,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
+
+
+def python(*arguments: object, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments at the root of the repository; None unsets a variable."""
+    return ended(sys.executable, *arguments, **environment)
 
 
 def printed_by(script: str, **environment: str) -> str:

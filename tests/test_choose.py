@@ -11,7 +11,8 @@ import torch
 from fastgpt import choose, ops
 from fastgpt.choose import judge
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.trials import TRIALS, Sizes, Trial
+from fastgpt.model import GPT
+from fastgpt.trials import TRIALS, Sizes, Trial, layer
 from tests.parity import backward_only, launches
 
 TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
@@ -97,8 +98,48 @@ def test_timed_as_the_run_calls_it():
     sizes = Sizes(TINY, 2, "bf16", True)
     trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
     with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
-        choose._seconds(trial, "torch", sizes, "cpu", timer_of(1.0))
+        choose._seconds(trial.ops["torch"], trial.inputs, sizes, "cpu", timer_of(1.0))
     assert compiled.called
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"), [({}, 1), ({"position": "rotary"}, 0), ({"qk_norm": True}, 0)]
+)
+def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, options, packed):
+    called = mock.Mock(side_effect=ops.PACKED_ATTENTION["triton"])
+    monkeypatch.setitem(ops.PACKED_ATTENTION, "triton", called)
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    chosen = ops.select(OpsConfig(attention="triton"), "cpu", compiled=False)
+    trial = TRIALS["attention"](sizes, "cpu", torch.float32)
+    choose._seconds(trial.ops["triton"], trial.inputs, sizes, "cpu", timer_of(1.0))
+    assert called.call_count == packed
+    GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
+    assert called.call_count == 2 * packed
+    (qkv,) = trial.inputs(2, 16).values()  # its gradient is one tensor for PyTorch's op as well
+    assert qkv.shape == (2, 16, 6, 16)
+
+
+@pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+    _, of_layer = layer(sizes, "cpu", torch.bfloat16, {"torch": OpsConfig()})
+    of_norm = TRIALS["norm"](sizes, "cpu", torch.bfloat16).inputs
+    assert [inputs(2, 16)["residual"].dtype for inputs in (of_layer, of_norm)] == [dtype] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_position": "post", "position": "rotary", "norm": "rmsnorm"}]
+)
+def test_of_whole_layers_the_fastest_is_chosen(options):
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    ours = OpsConfig(attention="triton", norm="triton", activation="triton", rotary="triton")
+    candidates = {"chosen": OpsConfig(norm="triton"), "torch": OpsConfig(), "ours": ours}
+    with launches(*(KERNELS[name] for name in ("attention", "norm", "activation"))):
+        verdict = choose.judge_layer(sizes, "cpu", candidates, timer_of(3.0, 2.0, 1.0))
+    assert verdict["milliseconds"] == {"chosen": 3000.0, "torch": 2000.0, "ours": 1000.0}
+    assert verdict["chosen"] == "ours"
+    even = choose.judge_layer(sizes, "cpu", candidates, timer_of(1.0, 1.0, 1.0))
+    assert even["chosen"] == "chosen"
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -127,6 +168,22 @@ choose._do_bench = lambda step: 1.0
 sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 choose.main()
 """
+# answers that every op of ours is faster, and what is said of the layer
+FASTER = """
+import json, sys
+for name in json.load(sys.stdin)["ops"]:
+    layer = name.startswith("layer")
+    said = {"chosen": LAYER if layer else "triton", "complaints": [], "milliseconds": {}}
+    print(json.dumps({name: said}))
+"""
+# as it is for a layer, of which nothing is said here
+NO_LAYER = """
+import json, sys
+[name, *_] = json.load(sys.stdin)["ops"]
+if name.startswith("layer"):
+    print(json.dumps({name: {"chosen": "chosen", "complaints": [], "milliseconds": {}}}))
+    raise SystemExit
+"""
 ANSWER = json.dumps({"norm": {"chosen": "triton", "complaints": [], "milliseconds": {}}})
 
 
@@ -134,7 +191,7 @@ def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     asked = OpsConfig(attention="sdpa")
     chosen, verdicts, said = on_cuda(CHILD, asked)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
-    assert verdicts.keys() == {"norm", "loss", "activation"}
+    assert verdicts.keys() == {"norm", "loss", "activation", "layer"}
     (line,) = said
     assert "once" in line
     assert on_cuda("raise SystemExit(1)", asked) == (chosen, verdicts, [])
@@ -162,7 +219,7 @@ def test_other_sizes_or_kernels_are_tried_anew_but_not_other_proofs(on_cuda, mon
 )
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
-    chosen, _, said = on_cuda(f"print({ANSWER!r}, flush=True); {ending}")
+    chosen, _, said = on_cuda(f"{NO_LAYER}\nprint({ANSWER!r}, flush=True); {ending}")
     names = ops.select(chosen, "cuda", compiled=True).names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
     assert len(said) == 4
@@ -178,12 +235,31 @@ def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
         "import json, sys\n"
         "for name in json.load(sys.stdin)['ops']:\n"
         "    assert name != 'norm', 'no such kernel'\n"
-        "    print(json.dumps({name: {'chosen': 'ours', 'complaints': []}}), 5, sep='\\n')\n"
+        "    found = {'chosen': 'ours', 'complaints': [], 'milliseconds': {}}\n"
+        "    found['chosen'] = 'chosen' if name.startswith('layer') else 'ours'\n"
+        "    print(json.dumps({name: found}), 5, sep='\\n')\n"
     )
     chosen, _, said = on_cuda(code)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("ours", "torch", "ours")
     assert [line for line in said if line.startswith("--ops.")] == said[1:2]
     assert "no such kernel" in said[1]
+
+
+@pytest.mark.parametrize("together", ["chosen", "torch"])
+def test_ops_that_win_alone_may_lose_together(on_cuda, together):
+    asked = OpsConfig(loss="torch", activation="torch")
+    chosen, verdicts, said = on_cuda(FASTER.replace("LAYER", repr(together)), asked)
+    expected = ("triton", "triton") if together == "chosen" else ("sdpa", "torch")
+    assert (chosen.attention, chosen.norm) == expected
+    assert verdicts["layer"]["chosen"] == together
+    assert len(said) == 1 + (together == "torch")
+    assert together == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
+
+
+def test_a_layer_whose_trial_fails_leaves_pytorchs_ops(on_cuda):
+    chosen, _, said = on_cuda(FASTER.replace("LAYER", "exit(3)"))
+    assert (chosen.attention, chosen.norm, chosen.activation) == ("sdpa", "torch", "torch")
+    assert said[-1].endswith("the trial ended with code 3")
 
 
 def test_on_a_cpu_nothing_is_tried():

@@ -5,18 +5,20 @@
 
 import gzip
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fastgpt import cli
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
+from tests.processes import ended
+from tests.proof.execute.test_launch import SCRIPT
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +57,7 @@ SHORTER = [
     (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
+    (r"^python -m bench.account --publish$", r"\g<0> --gpus A100"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
     (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
     (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
@@ -99,6 +102,7 @@ def checkout(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("bench", "docs"):  # commands write there
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
+    (tmp_path / "yourfile.py").write_text(SCRIPT)
     text = "the cat sat on the mat, and the dog sat on the log.\n"
     (tmp_path / "mybook.txt").write_text(40 * text)
     stories = (f"{i}: {text}" for i in range(2000))
@@ -119,15 +123,7 @@ def run(command: str) -> str:
         words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
     elif words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        words,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
+    done = ended(*words, cwd=Path.cwd(), TRITON_INTERPRET=None)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
 

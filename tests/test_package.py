@@ -9,7 +9,6 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 import fastgpt
 from fastgpt import run
+from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "-m torch.distributed.run --nproc_per_node=2"
@@ -49,13 +49,25 @@ assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.com
 assert not hasattr(ours, "get_kernel")
 print(hasattr(kernels, "nothing"), fastgpt.__file__)
 """
+TRANSFORMERS = """
+import fastgpt.kernels
+import transformers.modeling_utils
+from transformers.integrations import hub_kernels
+print(hub_kernels.CUDAProperties.theirs, fastgpt.kernels.attention.__module__)
+"""
+# a class, or for a name in lower case a decorator with arguments
+ANY_NAME = """
+def __getattr__(name):
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return type(name, (), {"theirs": True}) if name[0].isupper() else lambda *_: lambda x: x
+"""
 ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
 
 
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
     """Returns the output of a process that starts in `cwd` and must succeed."""
-    env = {**os.environ, "PYTHONPATH": "", **env}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    done = ended(*command, cwd=cwd, **{"PYTHONPATH": "", **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -123,6 +135,22 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
     assert answer == ["False", str(source / "fastgpt" / "__init__.py")]
     module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
     assert module.startswith("usage: python -m kernels.aot")
+
+
+def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
+    """Its version is one that transformers accepts, so that it imports names from `kernels`."""
+    wanted = pytest.importorskip("transformers.utils.import_utils").KERNELS_MIN_VERSION
+    files = {
+        f"kernels-{wanted}.dist-info/METADATA": f"Name: kernels\nVersion: {wanted}\n",
+        f"kernels-{wanted}.dist-info/top_level.txt": "kernels\n",
+        "kernels/__init__.py": ANY_NAME,
+        "kernels/layer/mode.py": "class Mode: pass\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    said = finish(sys.executable, "-c", TRANSFORMERS, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert said.split() == ["True", "fastgpt.kernels.attention.op"]
 
 
 @pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")

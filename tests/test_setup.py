@@ -35,6 +35,7 @@ PYTHONS = {"python3": (3, 11, 9), "new": (3, 12, 1), "old": (3, 8, 18), "bare": 
 VENV, PIP = "-m venv .venv", "-m pip install -c constraints.txt -e "
 CORE, DEV, BOTH = f"{PIP}.", f"{PIP}.[dev]", f"{PIP}.[dev,data]"
 TRAIN, TEST = "train.py baby", "-m pytest -q -m not slow -n auto --maxprocesses 4"
+ON_CUDA = "-m pytest -q -rs -n auto --maxprocesses 8 --dist loadgroup -m gpu and not slow"
 TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -53,10 +54,10 @@ class Checkout:
             (self.bin / name).write_text(script)
             (self.bin / name).chmod(0o755)
 
-    def make(self, args: str, fails: str | None = None) -> list[str]:
+    def make(self, args: str, fails: str | None = None, **environ: object) -> list[str]:
         """Returns the arguments of Python in `make`; with `fails` it must fail and print that."""
         (self.folder / "log").write_text("")
-        env = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
+        env = {"PATH": f"{self.bin}:{os.environ['PATH']}"} | {k: str(v) for k, v in environ.items()}
         command = ["make", *args.split()]
         done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True)
         self.printed = done.stdout + done.stderr
@@ -107,6 +108,19 @@ def test_what_was_cut_short_is_done_again_from_scratch(checkout, step, args, end
     assert checkout.make("train") == [VENV, CORE, TRAIN]
     assert not (checkout.root / ".venv" / "lib").exists()
     assert checkout.make("test") == [DEV, TEST]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpu", "passes"),
+    [(0, 0, True), (0, 5, True), (1, 0, False), (0, 1, False), (5, 5, False)],
+)
+def test_where_there_is_cuda_a_second_process_tests_it(checkout, cpu, gpu, passes):
+    (checkout.folder / "torch.py").write_text("class cuda: is_available = lambda: True")
+    code = f'case "$*" in *maxprocesses\\ 8*) exit {gpu};; *) exit {cpu};; esac'
+    (checkout.folder / "pytest").write_text(code)
+    calls = checkout.make("test", None if passes else "Error 1", PYTHONPATH=checkout.folder)
+    assert calls == [VENV, DEV, TEST, ON_CUDA]
+    assert f"\nexit status {cpu} without CUDA and {gpu} on it; " in checkout.printed
 
 
 def test_a_second_make_keeps_out_of_a_running_install(checkout):

@@ -42,7 +42,7 @@ from fastgpt.errors import UserError, counted, run_command
 from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
 from fastgpt.kernels.proof.sass import DEVICES
-from fastgpt.kernels.runtime import INTERPRETING
+from fastgpt.kernels.runtime import INTERPRETING, family
 
 COLUMNS = (
     "M x N", "warps", "stages", "maxnreg", "registers", "predicted ms", "measured ms", "error", ""
@@ -127,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--static", action="store_true", help="rank by machine code; needs no GPU")
     add("--counted", action="store_true", help="rank by executing the code too; takes minutes")
-    add("--arch", type=int, nargs="+", choices=SHARED_LIMIT, help="archs, with --static")
+    add("--arch", type=family, nargs="+", choices=SHARED_LIMIT, help="archs, with --static")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only slots that contain a TEXT")
     add("--write", action="store_true", help="write the choice into the tables")
     add("--margin", type=float, default=MARGIN, help="keep the shipped row within this")
@@ -161,7 +161,7 @@ def main(argv: list[str]) -> int:
         from bench.tune.measure import here
 
         args.arch = [here()]
-        if args.arch[0] not in SHARED_LIMIT:
+        if family(args.arch[0]) not in SHARED_LIMIT:
             raise UserError(f"sm_{args.arch[0]} is unknown; expected one of {[*SHARED_LIMIT]}")
     warnings.filterwarnings("ignore", "attention was never tuned")
     todo = selected(args.arch or ARCHS, args.only)
@@ -208,7 +208,8 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
                 write(path, slot, chosen.settings)
     if args.json:
         args.json.write_text(json.dumps(survivors, indent=1) + "\n", encoding="utf-8")
-    stated = ", ".join(f"sm_{a}: {DEVICES[a].ghz} GHz" for a in sorted({a for a, _ in todo}))
+    archs = sorted({family(arch) for arch, _ in todo})
+    stated = ", ".join(f"sm_{arch}: {DEVICES[arch].ghz} GHz" for arch in archs)
     how = "predicted, not measured" if args.static else "measured"
     counts = f"{counted(len(todo), 'slot')}, {wrong} without a usable candidate"
     print(f"{counts}; Triton {triton_minor()}; {how}; {stated}")

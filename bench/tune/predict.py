@@ -21,10 +21,8 @@ from typing import Any
 from bench.records import RESULTS
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
-from fastgpt.kernels.proof.sass import DEVICES, ISSUE, ceiling
+from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
 
-L2 = 40.0
-"""Bytes per clock and multiprocessor: an A100's 5120 for 108 (white paper), used for all GPUs."""
 FIRST_TILE = 1000.0
 """GPU cycles until a program's first loads arrive, about two trips to memory."""
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -54,7 +52,7 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
         meta: the constexprs of its launch.
         bits: width of the dtype.
     """
-    device = DEVICES.get(row.arch)
+    device = device_of(row.arch)
     # The two loops with most instructions; the masked one has more than the other.
     main = sorted(row.loops, key=lambda x: sum(x.units.values()))[-2:]
     if device is None or not main:
@@ -63,7 +61,7 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
     B, T, H = SHAPES[D]
     M, N = meta["BLOCK_M"], meta["BLOCK_N"]
     flops = 2 * PRODUCTS[step] * M * N * D if bits == 16 else 0
-    l2 = 2 * (M if step == "dkv" else N) * D * bits / 8 / L2
+    l2 = 2 * (M if step == "dkv" else N) * D * bits / 8 / device.l2
     clocks, blocks = [], 1
     for loop in main:
         top = ceiling(

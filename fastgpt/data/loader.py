@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
+from fastgpt.device import kind_of
 from fastgpt.errors import UserError, counted
 
 IGNORED = -100
@@ -76,7 +77,10 @@ class Loader:
         """Total seconds that `next` has waited for batches."""
         self.device = torch.device(device)
         self._state = samples.state()
-        self._pinned = self.device.type == "cuda"
+        self._pinned, pin_for = kind_of(self.device).pins, None
+        if self._pinned:
+            gpu = torch.get_device_module(self.device).current_device()
+            pin_for = torch.device(self.device.type, gpu)
         self._ready: queue.Queue[_Micro | Exception] = queue.Queue(PREFETCHED)
         producer = _Producer(
             corpora=tuple(corpora),
@@ -85,7 +89,7 @@ class Loader:
             grid=(self.accumulation, world_size, micro_batch),
             rank=rank,
             pad_id=pad_id,
-            pinned=self._pinned,
+            pin_for=pin_for,
         )
         # The thread must not hold the loader, or a forgotten loader could never be collected.
         stop = threading.Event()
@@ -295,11 +299,14 @@ class _Producer:
     """Micro-steps, ranks, rows: the shape of a global batch."""
     rank: int
     pad_id: int
-    pinned: bool
+    pin_for: torch.device | None
+    """GPU whose copies the pinned memory is for; None: ordinary memory."""
 
     def run(self, ready: "queue.Queue[_Micro | Exception]", stop: threading.Event) -> None:
         """Fills `ready` until `stop` is set; an error becomes the last item."""
         try:
+            if self.pin_for is not None:  # a new thread begins on GPU 0, and would use memory there
+                torch.get_device_module(self.pin_for).set_device(self.pin_for)
             while True:
                 samples = self.samples.take(math.prod(self.grid))
                 targets = (samples[:, 2] - samples[:, 1] - 1).reshape(self.grid).sum(-1)
@@ -318,7 +325,9 @@ class _Producer:
         shape = (len(rows), self.context)
         # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
         # keeps a freed block until the copy that reads it has finished.
-        x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned) for _ in "xy")
+        x, y = (
+            torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_for is not None) for _ in "xy"
+        )
         for x_row, y_row, (corpus, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
             if stop - start <= self.context:
                 x_row.fill(self.pad_id)

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..runtime import family
+
 TUNING = Path(__file__).with_name("tuning")
 KEYS = ("step", "bits", "D", "plain")
 
@@ -93,5 +95,6 @@ def rows(arch: int) -> list[dict[str, Any]]:
 
 
 def table_path(arch: int) -> Path:
-    path = TUNING / f"sm_{arch}.json"
-    return path if path.exists() else TUNING / "default.json"
+    """Returns the path of an arch's own table, else of its family's, else of the safe one."""
+    paths = (TUNING / f"sm_{known}.json" for known in (arch, family(arch)))
+    return next((path for path in paths if path.exists()), TUNING / "default.json")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import fences
 from ..runtime import Launch, recording
 from .sass import Loop, disassemble, instructions, loops, tensor_core_instructions
 
@@ -209,7 +210,8 @@ def compile_config(config: Config) -> Row:
     source = ASTSource(config.launch.kernel, signature, constexprs, attributes)
     try:
         target = GPUTarget("cuda", config.arch, 32)
-        compiled = triton.compile(source, target=target, options=options)
+        with fences.added(config.launch.kernel, config.arch):
+            compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # of any compiler pass; other configurations still get a row
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Row(config.kernel, config.arch, config.label, error=message)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..aot import aligned
-from ..runtime import INTERPRETING, Launch, executing
+from ..runtime import INTERPRETING, Launch, executing, family
 from ..spec import Problem, Spec
 from ..specs import SPECS
 from .compile import Config, specialised
@@ -77,7 +77,7 @@ class Call:
             found.setdefault(key, []).append(launch)
             if counters is not None:
                 counter = counters.setdefault(key, Counters())
-                execute(launch, self.arch, counters=counter, fences=False)  # tests look for faults
+                execute(launch, self.arch, counters=counter)
 
         with executing(self.arch, take, DEVICES[self.arch].multiprocessors):
             self._run("meta" if counters is None else "cpu")
@@ -204,7 +204,8 @@ class Extrapolation:
             self.counts[sizes] = {}
             call.observe(self.counts[sizes])
         if key not in self.counts[sizes]:
-            raise NotExactError(f"{call.problem} runs other code than the full problem")
+            what = "runs other code than the full problem, so it cannot stand for it"
+            raise NotExactError(f"{call.spec.name}: {call.problem} {what}")
         return self.counts[sizes][key].table
 
     def predicted(self, of: Callable[[Key, Point], np.ndarray], key: Key, n: Point) -> np.ndarray:
@@ -329,7 +330,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that name what is profiled."""
     add = parser.add_argument
     add("op", choices=SPECS, metavar="OP", help=f"one of {', '.join(SPECS)}")
-    add("--arch", type=int, default=90, choices=DEVICES, help="GPU arch [90]")
+    add("--arch", type=family, default=90, choices=DEVICES, help="GPU arch [90]")
     add("--shape", default="", metavar="LABEL", help="the problem, as the Spec has it [its first]")
     add("--dtype", default="bf16", choices=DTYPES, help="dtype of the tensors [bf16]")
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..runtime import family
+
 
 def disassemble(cubin: bytes) -> str:
     """Returns resource usage and SASS of a cubin, by the cuobjdump that comes with Triton."""
@@ -51,7 +53,10 @@ class Device:
     """Throughput of a GPU: warp instructions per cycle and multiprocessor.
 
     Source: CUDA C++ Programming Guide, arithmetic instructions; the matmul rate is the data sheet's
-    peak for fp16, summed in fp32, over multiprocessors and clock.
+    peak for fp16, summed in fp32, over multiprocessors and clock. L2's rate is measured, by
+    github.com/te42kyfo/gpu-benches (gpu-l2-cache, at 10 to 25 MB): an A100 of 108 multiprocessors
+    at 1.41 GHz reads 5.4 TB/s, an H100 PCIe of 114 at 1.755 GHz 6.9, an L40 of 142 at 2.49 GHz 5.2.
+    Not measured: sm_86 and 120 have sm_89's rate here, sm_100 has sm_90's.
     """
 
     multiprocessors: int
@@ -66,16 +71,25 @@ class Device:
     """fp16 FLOPs of one multiprocessor's tensor cores per cycle."""
     bandwidth: float
     """Bytes per second of the GPU's memory, in GB/s: data sheet."""
+    l2: float
+    """Bytes that L2 delivers to one multiprocessor per cycle, if all of them read."""
 
 
 DEVICES = {
-    80: Device(108, 1.41, 64, 167_936, 2.0, 2048, 2039),  # A100 SXM 80 GB
-    86: Device(82, 1.70, 48, 102_400, 4.0, 512, 936),  # RTX 3090
-    89: Device(128, 2.52, 48, 102_400, 4.0, 512, 1008),  # RTX 4090
-    90: Device(132, 1.83, 64, 233_472, 4.0, 4096, 3350),  # H100 SXM; an H200 has 4800 GB/s
-    100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 8000),  # B200
-    120: Device(170, 2.41, 48, 102_400, 4.0, 512, 1792),  # RTX 5090
+    80: Device(108, 1.41, 64, 167_936, 2.0, 2048, 2039, 35.0),  # A100 SXM 80 GB
+    86: Device(82, 1.70, 48, 102_400, 4.0, 512, 936, 15.0),  # RTX 3090
+    89: Device(128, 2.52, 48, 102_400, 4.0, 512, 1008, 15.0),  # RTX 4090
+    90: Device(132, 1.83, 64, 233_472, 4.0, 4096, 3350, 34.0),  # H100 SXM; an H200 has 4800 GB/s
+    100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 8000, 34.0),  # B200
+    120: Device(170, 2.41, 48, 102_400, 4.0, 512, 1792, 15.0),  # RTX 5090
 }
+
+
+def device_of(arch: int) -> Device | None:
+    """Returns the figures of an arch, or of its family; None for one without figures here."""
+    return DEVICES.get(family(arch))
+
+
 ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
 DEPENDENT = 2.0
 """GPU cycles between two instructions of a warp: a result takes 4, and about 2 do not need it."""
@@ -179,7 +193,7 @@ def _flops(op: str) -> int:
 
 def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
     """Computes the upper bound of a loop's speed; None for an architecture without figures here."""
-    device = DEVICES.get(arch)
+    device = device_of(arch)
     if device is None:
         return None
     per_warp = 8 * -(-registers // 8) * 32

@@ -18,7 +18,7 @@ from tests.processes import ROOT, python
 
 
 def fake(name: str, code: str, budget: int = 20) -> Stage:
-    return Stage(name, budget, lambda context, seconds: ["-c", code])
+    return Stage(name, lambda _: budget, lambda context, seconds: ["-c", code])
 
 
 @pytest.fixture
@@ -103,31 +103,42 @@ def test_without_the_projects_dependencies_the_stages_are_still_recorded(monkeyp
     monkeypatch.setattr(gpu, "records", None)
     assert gpu.default_out().parent == ROOT / "bench" / "results"
     context = Context(tmp_path, full=False, rehearse=False)
-    row = gpu.run_stage(Stage("step", 20, lambda *_: ["-c", "print('fine')"], "step"), context)
+    row = gpu.run_stage(
+        Stage("step", lambda _: 20, lambda *_: ["-c", "print('fine')"], "step"), context
+    )
     gpu.save(context, "stage", row)
     kept = json.loads((tmp_path / "stages.jsonl").read_text())
     assert (kept["kind"], kept["stage"], kept["key"]) == ("stage", "step", "fine")
 
 
-def test_budgets_add_up_to_less_than_ten_minutes():
-    assert sum(stage.budget for stage in STAGES) < 600
+@pytest.mark.parametrize(("cores", "aot_s", "parity_s"), [(16, 18, 383), (2, 38, 1440)])
+def test_budgets_follow_from_kernels_and_tests(monkeypatch, tmp_path, cores, aot_s, parity_s):
+    """One form of each of 15 kernels is compiled, and tests are collected, here 470 of them."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(gpu, "tests_to_run", lambda _: 470)
+    context = Context(tmp_path, full=False, rehearse=False)
+    budgets = {stage.name: stage.budget(context) for stage in STAGES}
+    assert (budgets["aot"], budgets["parity"]) == (aot_s, parity_s)
+
+
+def test_the_tests_of_a_stage_are_counted(tmp_path):
+    context = Context(tmp_path, full=False, rehearse=True)
+    assert gpu.tests_to_run(context) > 2
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_full_asks_for_more_than_a_budget_allows(stage, monkeypatch, tmp_path):
     monkeypatch.setattr(Context, "arch", 90)
-    short, full = (
-        stage.command(Context(tmp_path, full, False), float(stage.budget)) for full in (False, True)
-    )
+    short, full = (stage.command(Context(tmp_path, full, False), 60.0) for full in (False, True))
     assert short[0] == full[0] == "-m"
-    assert (short == full) == (stage.name == "env")
+    assert (short == full) == (stage.name in ("env", "account"))
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_the_aot_stage_asks_for_what_there_is(full, monkeypatch, tmp_path):
-    monkeypatch.setattr(Context, "arch", 90)
+@pytest.mark.parametrize(("full", "arch", "compiled"), [(False, 90, 90), (True, 103, 100)])
+def test_the_aot_stage_asks_for_what_there_is(full, arch, compiled, monkeypatch, tmp_path):
+    monkeypatch.setattr(Context, "arch", arch)
     asked = aot.parse(gpu._aot(Context(tmp_path, full, False), 25.0)[2:])
-    assert (asked.arch, asked.changed) == ([90], not full)
+    assert (asked.arch, asked.changed) == ([compiled], not full)
 
 
 def test_the_parity_stage_runs_every_test_of_cuda():
@@ -142,18 +153,23 @@ def test_the_parity_stage_runs_every_test_of_cuda():
     assert files[0].startswith("tests/kernels/cuda/")
 
 
-def test_a_figure_is_of_what_its_stage_has_recorded_even_if_it_is_stopped(rehearse, tmp_path):
+def test_a_figure_is_of_what_its_stage_has_recorded_and_not_run(rehearse, tmp_path, monkeypatch):
     writing = (
         "import time; from bench.records import Writer; from pathlib import Path\n"
         f"writer = Writer('cpu', Path({str(tmp_path)!r}))\n"
         "writer.write('machine', {})\n"
         "writer.write('test', *[{'outcome': word} for word in ('passed', 'passed', 'skipped')])\n"
+        "writer.write('missing', {'reason': 'over the budget of 1 s'}, {'reason': 'needs CUDA'})\n"
         "print('not this'); time.sleep(60)"
     )
     earlier = {"kind": "test", "run": "2000-01-01T00:00:00-1", "outcome": "failed"}
     (tmp_path / "2000-01-01-abc.jsonl").write_text(json.dumps(earlier) + "\n")
-    _, rows = rehearse(Stage("parity", 8, lambda *_: ["-c", writing], "test", gpu._tests))
-    assert rows["parity"]["key"] == "stopped after 8 s; 2 passed, 0 failed, 1 skipped"
+    monkeypatch.setattr(gpu, "tests_to_run", lambda _: 5)
+    _, rows = rehearse(Stage("parity", lambda _: 8, lambda *_: ["-c", writing], "test", gpu._tests))
+    assert rows["parity"]["key"] == (
+        "stopped after 8 s; 2 passed, 0 failed, 1 skipped; 2 of 5 tests not run; "
+        "1 of the cases not run: over the budget"
+    )
 
 
 def test_figures_of_the_bench_and_of_the_step():

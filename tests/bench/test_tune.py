@@ -77,8 +77,17 @@ def test_what_costs_more_is_predicted_to_take_longer(less, more):
     assert milliseconds(more, META, 16) > milliseconds(less, META, 16)
 
 
+def test_a_pass_of_few_instructions_waits_for_l2():
+    """The predicted time equals one computed by hand from the fp32 keys and values of a pass."""
+    device = DEVICES[89]
+    tiles = sum(passes(1024, 128, 64, True, None))
+    clocks = tiles * 2 * 64 * 64 * 4 / device.l2 + 8 * FIRST_TILE / 2
+    expected = 16 * 12 * clocks / device.multiprocessors / device.ghz / 1e6
+    assert milliseconds(row(issued=1, arch=89), META, 32) == pytest.approx(expected)
+
+
 def test_nothing_is_predicted_of_an_unknown_arch_or_without_loops():
-    assert milliseconds(row(arch=121), META, 16) is milliseconds(row(loops=[]), META, 16) is None
+    assert milliseconds(row(arch=77), META, 16) is milliseconds(row(loops=[]), META, 16) is None
 
 
 def test_a_measurement_stands_beside_its_prediction(tmp_path):

@@ -184,11 +184,6 @@ def test_split_counts_characters_and_bytes_are_known(text_file):
     assert chars.name == "my-notes"
 
 
-def test_unknown_tokenizer_is_named_before_anything_is_read():
-    with pytest.raises(UserError, match="unknown tokenizer 'char'; did you mean 'chars'"):
-        opened("missing", tokenizer="char")
-
-
 # --- prepared directories -------------------------------------------------------------------------
 
 
@@ -241,12 +236,6 @@ def test_prepared_file_of_another_preparation_is_named(text_file, tmp_path):
 
 
 # --- the cache ------------------------------------------------------------------------------------
-
-
-def test_second_time_nothing_is_prepared(text_file, written):
-    paths = {opened(text_file).path for _ in range(3)}
-    assert paths == {cache_dir() / "corpora" / name for name in entries()}
-    assert len(written) == len(entries()) == 1
 
 
 def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):

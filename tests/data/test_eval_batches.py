@@ -64,11 +64,6 @@ def test_last_window_keeps_its_context():
     assert y.tolist() == [[-100] * 5 + list(range(21, 26))]
 
 
-def test_rank_without_windows_yields_nothing():
-    options = {"context": 10, "micro_batch": 2, "max_tokens": 0}
-    assert not list(eval_batches(np.arange(11), rank=1, world_size=2, **options))
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_split_without_a_target_is_refused_at_once(num_tokens):
     options = {"context": 1, "micro_batch": 1, "max_tokens": 0}

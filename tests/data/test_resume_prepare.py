@@ -2,7 +2,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.data.sets import contents, write_documents
 from tests.processes import python
-from tests.trainer.runs import before_each, files_of_at_most
+from tests.trainer.runs import before_each, files_of_at_most, raised_at_line
 
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
 NEVER = 1e9
@@ -104,24 +103,11 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them, and no power cut to fear
     given = write_documents(tmp_path / "few.jsonl", DOCUMENTS[:20])
     whole = contents(preparing("whole", given))
-    watched = {module.__file__ for module in (write, request)}
 
     def stop_at(line):
-        left = line
-
-        def trace(frame, event, _):
-            nonlocal left
-            if frame.f_code.co_filename not in watched:
-                return None
-            if event == "line":
-                left -= 1
-                if left == 0:
-                    raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
         try:
-            preparing("out", given, save_every_s=NEVER)
+            with raised_at_line(line, KeyboardInterrupt, write.__file__, request.__file__):
+                preparing("out", given, save_every_s=NEVER)
         except KeyboardInterrupt:
             return True
         return False

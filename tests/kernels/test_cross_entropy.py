@@ -6,21 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
-from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref, tokens_at_a_time
+from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
 from tests.kernels import common, conformance
 from tests.parity import LAYOUTS, assert_kernel_parity, awkward, forward_backward, guarded, launches
-from tests.processes import printed_by
-from tests.trainer.runs import finish, torchrun
+from tests.proof.test_aot import aot
 
 SCALE = "_cross_entropy_scale_kernel"
 SPECS = {spec.name: conformance.careful(spec) for spec in (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)}
+WITHOUT_KERNELS = {name: replace(x, launches=lambda problem: ()) for name, x in SPECS.items()}
 LOSSES = {
     "apart": ("cross_entropy", {}),
     "in-place": ("cross_entropy", {"inplace_grad": True}),
@@ -81,15 +80,13 @@ def test_reference_is_pytorchs_own(name, label):
 @every_problem
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parity_where_no_kernel_runs(name, label, dtype, plain):
-    spec = replace(SPECS[name], launches=lambda problem: ())
-    conformance.parity(spec, spec.problems[label], "cpu", dtype)
+    conformance.parity(WITHOUT_KERNELS[name], SPECS[name].problems[label], "cpu", dtype)
 
 
 @pytest.mark.parametrize("check", conformance.checks(LINEAR_CROSS_ENTROPY))
 @pytest.mark.parametrize("label", LINEAR_CROSS_ENTROPY.structural)
 def test_the_head_conforms_where_no_kernel_runs(label, check, plain):
-    spec = replace(LINEAR_CROSS_ENTROPY, launches=lambda problem: ())
-    check(spec, spec.problems[label], "cpu")
+    check(WITHOUT_KERNELS["linear_cross_entropy"], LINEAR_CROSS_ENTROPY.problems[label], "cpu")
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -367,25 +364,6 @@ def test_the_logits_of_all_tokens_never_exist(kernels, device):
     assert [t.shape for t in allocated if t.numel() >= 10 * 100] == [(10, 100)]
 
 
-@pytest.mark.parametrize(
-    ("M", "dtype", "kind", "tokens", "chunks"),
-    [
-        (16_384, torch.bfloat16, "cuda", 4096, 4),
-        (65_536, torch.bfloat16, "cuda", 4096, 16),
-        (16_384, torch.float32, "cuda", 2048, 8),
-        (5000, torch.bfloat16, "cuda", 2560, 2),  # and not 4096 and 904
-        (100, torch.bfloat16, "cuda", 128, 1),
-        (4096, torch.float32, "cpu", 256, 16),
-        (4096, torch.bfloat16, "cpu", 256, 16),
-    ],
-)
-def test_chunks_follow_from_a_budget(M, dtype, kind, tokens, chunks):
-    got = tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 0)
-    assert (got, -(-M // got)) == (tokens, chunks)
-    assert tokens_at_a_time(M, 50_304, dtype, torch.device(kind), 77) == 77
-    assert tokens_at_a_time(M, 10**9, dtype, torch.device(kind), 0) == 1
-
-
 @pytest.mark.parametrize("wanted", [True, False], ids=["no-grad", "nothing-requires-grad"])
 def test_without_gradients_only_losses_are_computed(wanted, kernels, device):
     tensors = list(head(device))
@@ -416,23 +394,6 @@ def test_a_second_backward_is_the_same(reduction, kernels, device):
         torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_of_tied_weights_add_up_over_micro_steps(kernels, device):
-    """Gradients of a tied weight add up over four micro-steps, also with a GradScaler."""
-    _, weight, targets, _ = head(device, M=(8, 3))
-    tokens = torch.randint(70, (8, 3), device=device)
-
-    def gradient(op):
-        table = weight.clone().requires_grad_()
-        for part in map(slice, range(0, 8, 2), range(2, 10, 2)):
-            x = F.embedding(tokens[part], table).tanh()
-            (op(x, table, targets[part], chunk_tokens=4) / 4 * 1024).backward()
-        return table.grad
-
-    with launches(*kernels):
-        got = gradient(linear_cross_entropy)
-    torch.testing.assert_close(got, gradient(linear_cross_entropy_ref), rtol=1e-5, atol=1e-5)
-
-
 def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels, device):
     x, weight, targets, bias = head(device)
     torch.compiler.reset()
@@ -444,53 +405,6 @@ def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels
             assert all(map(torch.equal, got, want))
             with torch.no_grad():
                 assert torch.equal(compiled(*tensors), want[0])
-
-
-RANK = """
-import gc
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy, linear_cross_entropy_ref
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-
-class Head(torch.nn.Module):
-    def __init__(self, op):
-        super().__init__()
-        torch.manual_seed(0)
-        self.op, self.table = op, torch.nn.Embedding(50, 16)
-
-    def forward(self, tokens, targets):  # tied
-        return self.op(self.table(tokens).tanh(), self.table.weight, targets, chunk_tokens=5)
-
-
-torch.manual_seed(1 + rank)
-tokens, targets = torch.randint(50, (2, 3, 2, 8))
-targets[:, :, : 2 + 3 * rank] = -100
-gradients = []
-for op in (linear_cross_entropy, linear_cross_entropy_ref):
-    head = DistributedDataParallel(Head(op))
-    for i in range(3):
-        head.require_backward_grad_sync = i == 2
-        (head(tokens[i], targets[i]) / 3).backward()
-    gradients.append(head.module.table.weight.grad)
-torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
-seen = [torch.empty_like(gradients[0]) for _ in range(2)]
-dist.all_gather(seen, gradients[0])
-assert torch.equal(*seen), "ranks differ"
-assert gradients[0].abs().sum() > 0
-del head  # a process group that DDP still holds aborts the process when it exits
-gc.collect()
-dist.destroy_process_group()
-"""
-
-
-def test_under_ddp_with_accumulation_ranks_agree(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    finish(torchrun(2, str(tmp_path / "rank.py"), TRITON_INTERPRET="0"))
 
 
 # --- bad arguments --------------------------------------------------------------------------------
@@ -533,31 +447,14 @@ def test_bad_arguments_are_named(message):
 
 # --- ahead of time --------------------------------------------------------------------------------
 
-COMPILED = """
-import re
-from fastgpt.kernels.proof.compile import collect, specialised
-from fastgpt.kernels.cross_entropy.spec import forms
-from fastgpt.kernels.proof.sass import disassemble
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-(config,) = [c for c in collect([forms], [90]) if c.label == "V=50304 bf16 valid=50257 in place"]
-signature, constants, attributes, options = specialised(config.launch)
-source = ASTSource(config.launch.kernel, signature, constants, attributes)
-compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-print(*re.findall(r"(?:LDG|STG)\\.[\\w.]*", disassemble(compiled.asm["cubin"])))
-"""
-
 
 def test_padded_rows_are_read_and_written_16_bytes_at_a_time(tmp_path):
     """Rows of a padded vocabulary are read and written 16 bytes at a time.
 
     A mask at column 50,257 lies inside a vector, and would turn one access into eight.
     """
-    found = printed_by(COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
-    vectors = [access for access in found if access.endswith(".128")]
-    # loss and gradient, each once over whole blocks (2 vectors a lane) and once over the rest (1)
-    assert sorted(a[:3] for a in vectors) == ["LDG"] * 6 + ["STG"] * 3
-    # the target, its logit, the scale; the loss, the target's gradient
-    assert len(found) - len(vectors) == 5
+    _, _, [row] = aot(tmp_path, "--arch", "90", "--only", "V=50304 bf16 valid=50257 in place")
+    # the loss reads, the gradient reads and writes: each over whole blocks (2 vectors a lane) and
+    # over the rest (1)
+    assert [loop["units"]["global"] for loop in row["loops"]] == [2, 1, 4, 2]
+    assert [loop["bytes"] // (32 * 16) for loop in row["loops"]] == [2, 1, 4, 2]

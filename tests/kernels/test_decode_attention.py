@@ -116,7 +116,7 @@ def test_empty_splits_are_written_and_read_by_nobody(device, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("count", [1, 3, 16, 17, 33])
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 33, 128])
 def test_any_number_of_splits_gives_the_same(count, dtype, device, monkeypatch):
     monkeypatch.setattr(launcher, "splits", lambda *_: count)
     s = problem(257, 2, 16, (257, 0), K=1, page=16 * (count % 2))

@@ -33,24 +33,15 @@ def aot(tmp_path: Path, *args: str, stderr: str = "^$") -> tuple[int, str, list[
 
 
 @pytest.mark.slow
-def test_each_kernel_and_what_changed_compiles_well_for_each_arch(tmp_path):
-    code, printed, rows = aot(tmp_path, "--changed")
+def test_every_shipped_configuration_compiles_well(tmp_path):
+    code, printed, rows = aot(tmp_path)
     assert code == 0, printed
     compiled = {(r["kernel"], r["arch"]) for r in rows}
     assert compiled == {(name, arch) for name, _ in compiled for arch in ARCHS}
     for kernel in ("_norm_dots_kernel", "_attention_bwd_dkv_kernel", "_cross_entropy_fwd_kernel"):
         assert (kernel, 90) in compiled
-    assert printed.startswith("kernel")
-    assert re.search(
-        rf"^{len(rows)} forms of \d+ configurations, 0 wrong, 0 without", printed, re.M
-    )
-
-
-@pytest.mark.slow
-def test_every_shipped_configuration_compiles_well(tmp_path):
-    code, printed, _ = aot(tmp_path)
-    assert code == 0, printed
-    assert "0 without a recorded budget" in printed
+    said = rf"{len(rows)} forms of \d+ configurations, 0 wrong, 0 without a recorded budget"
+    assert re.match(rf"(?s)kernel .*\n{said}\n", printed)
 
 
 @pytest.mark.slow
@@ -154,7 +145,7 @@ def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
     assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
     assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
     assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
-    assert ceiling(loop, 121, warps=4, registers=100, shared=0) is None
+    assert ceiling(loop, 77, warps=4, registers=100, shared=0) is None
 
 
 def test_less_than_the_budget_is_no_fault():

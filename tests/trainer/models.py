@@ -12,6 +12,7 @@ from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.ops import Ops
+from fastgpt.recipes import RECIPES
 
 TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)
 OPTIONS = {
@@ -64,6 +65,17 @@ def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> 
 def initial(config: ModelConfig = TINY, *, chosen: Ops | None = None, **options) -> GPT:
     """Builds a model before training."""
     return build_model(replace(config, **options), chosen or on_cpu())
+
+
+NO_DROPOUT = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
+
+
+def shrunk(name: str) -> ModelConfig:
+    """Returns a recipe's settings with a smaller network and the same options."""
+    model = RECIPES[name][1].model
+    if model.dim > 64:
+        model = replace(model, num_layers=2, num_heads=2, dim=64, context=16)
+    return replace(model, vocab_size=65, document_mask=False, **NO_DROPOUT)
 
 
 def sharp(noise: float = 0.3, **options) -> GPT:

@@ -7,11 +7,14 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 from safetensors.torch import load_file
 
 from fastgpt import checkpoint
@@ -59,6 +62,29 @@ def before_each(monkeypatch, owner, name, action):
 
 
 @contextmanager
+def raised_at_line(number, error, *files):
+    """Raises `error` before the `number`th line that runs in any of the source files."""
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise error
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
 def files_of_at_most(size):
     """Simulates a full disk: no file can grow beyond this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,6 +122,13 @@ def outcome(run):
     ]
     weights = checkpoint.steps_on_disk(run / "checkpoints")[-1] / "model.safetensors"
     return records, hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def assert_shows_two_curves(png):
+    """Asserts that an image has the blue and the orange of Matplotlib's first two lines."""
+    colours = np.unique(imread(png)[..., :3].reshape(-1, 3).round(2), axis=0)
+    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):
+        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
 
 
 def assert_same_up_to_rounding(run, expected):

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from fastgpt import checkpoint, saver
 from fastgpt.checkpoint import FILES, FORMAT_VERSION
@@ -25,7 +24,7 @@ from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.saver import Saver
 from fastgpt.trainer import Trainer
-from tests.trainer.runs import files_of_at_most, series
+from tests.trainer.runs import files_of_at_most
 
 FIXED = {"config_json": "{}", "save_tokenizer": ByteTokenizer().save}
 
@@ -126,7 +125,7 @@ def crashes(folder):
 
     Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written.
     """
-    for number in range(10_000):
+    for number in range(1, 10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):
             checkpoint.mark_best(save(folder, step))
@@ -302,39 +301,12 @@ def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
 # --- what the trainer puts in ---------------------------------------------------------------------
 
 
-def test_weights_are_gpt2s_without_the_vocabularys_padding(fit):
-    """Saved weights have GPT-2's names and shapes, without the vocabulary's padding rows.
-
-    The model's own table has 300 rows: see TINY.
-    """
-    saved = fit("--steps 1") / "checkpoints" / "step_00000001"
-    weights = load_file(saved / "model.safetensors")
-    assert weights["wte.weight"].shape == (256, 32)
-    assert weights["h.0.attn.c_attn.weight"].shape in {(96, 32), (32, 96)}
-    assert all(300 not in weight.shape for weight in weights.values())
-
-
 def test_state_is_plain_and_safe_to_read(fit):
     saved = fit("--optim.kind muon") / "checkpoints" / "step_00000008"
     state = torch.load(saved / "state.pt", weights_only=True)
     assert {"optimizers", "loader", "rng"} <= set(state)
     assert load_tokenizer(saved / "tokenizer.json").decode([104, 105]) == "hi"
     assert json.loads((saved / "config.json").read_text())["model"]["dim"] == 32
-
-
-def test_best_follows_the_held_out_loss(fit):
-    """`best` is the checkpoint with the lowest validation loss, not the last one.
-
-    The learning rate is so high that it ruins the model.
-    """
-    flags = "--steps 12 --eval-every 1 --train.keep-checkpoints 2 --optim.kind adamw"
-    run = fit(flags, "--optim.lr 1 --optim.grad-clip 0 --train.sample-tokens 0")
-    losses = series(run, "val_loss")
-    best = min((step for step in losses if step), key=losses.__getitem__)
-    assert best < 11, "choose flags with which the last steps are not the best"
-    folder = run / "checkpoints"
-    assert content(folder) == ["best", "step_00000011", "step_00000012"]
-    assert checkpoint.load(folder / "best").step == best
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):

@@ -1,6 +1,5 @@
 """The command line: a recipe, then a flag for every field."""
 
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from fastgpt.config import from_json, to_json
 from fastgpt.errors import UserError
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
-from tests.processes import ROOT
+from tests.processes import python
 
 TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
 
@@ -50,11 +49,6 @@ def test_top_level_flags(name):
         assert str(getattr(dashes, name)) == value
 
 
-@pytest.mark.parametrize("spelling", ["--model.num-layers 3", "--model.num_layers=3"])
-def test_spellings_of_a_field(spelling):
-    assert parse(["baby", *spelling.split()]).model.num_layers == 3
-
-
 def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
     """Without prepared data gpt2-124m warns and trains on bytes, with GPT-2's vocabulary."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))
@@ -72,8 +66,7 @@ def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkey
 
 @pytest.mark.parametrize("command", ["train.py baby", "-m fastgpt.sample RUN", "-m bench --quick"])
 def test_a_python_without_torch_is_named_with_what_to_run(command):
-    argv = [sys.executable, "-ES", *command.split()]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    done = python("-ES", *command.split())
     start = f"error: {sys.executable} (Python {sys.version.split()[0]}) has no torch; run "
     assert done.stderr.startswith(start)
     assert done.stderr.endswith(f".venv/bin/python -ES {command}\n")

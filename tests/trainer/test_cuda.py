@@ -1,8 +1,6 @@
 """Training on a GPU: `make parity` runs these tests; without CUDA each is skipped."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from fastgpt.metrics import read_records
 from fastgpt.model import GPT
 from fastgpt.trainer import Trainer
 from fastgpt.trials import TRIALS, Sizes
-from tests.trainer.runs import ROOT, series
+from tests.trainer.runs import finish, series, torchrun
 
 pytestmark = pytest.mark.gpu
 
@@ -99,13 +97,9 @@ def test_trains_compiled_and_resumes(tiny, tmp_path, kind, precision):
 def test_gpt2_runs_compiled_in_bf16_under_torchrun(tmp_path):
     command = (
         "train.py gpt2-124m --steps 10 --log-every 5 --eval-every 0 --train.batch-tokens 16384"
+        " --train.micro-batch 16 --data.final-eval-tokens 16384"
     )
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1",
-         *command.split(), "--train.micro-batch", "16", "--data.final-eval-tokens", "16384",
-         "--run-dir", str(tmp_path / "run")],
-        cwd=ROOT, check=True, timeout=500,
-    )  # fmt: skip
+    finish(torchrun(1, *command.split(), "--run-dir", str(tmp_path / "run")), timeout=500)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["precision"], manifest["compile"]) == ("bf16", True)
     last = read_records(tmp_path / "run" / "metrics.jsonl")[-2]
@@ -121,8 +115,8 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     said = []
     sizes = Sizes(model, 4, precision, True)
     _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() == TRIALS.keys()
+    assert verdicts.keys() - {"layer"} == TRIALS.keys()
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
-        assert len(verdict["milliseconds"]) == 2
+        assert len(verdict["milliseconds"]) >= 2
     assert len(said) == 1

@@ -3,16 +3,21 @@
 import json
 import os
 import signal
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 from fastgpt import checkpoint
+from fastgpt.config import TrainConfig
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.metrics import read_records
+from fastgpt.replica import replicate
 from tests.trainer.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
 SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
@@ -73,6 +78,16 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
         expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
     pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
     assert [row for pair in pairs for batch in pair for row in batch] == expected
+
+
+def test_ddp_that_syncs_no_buffers_prints_no_warning():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="error"):
+            replica = replicate(nn.BatchNorm1d(2), TrainConfig())
+    finally:
+        dist.destroy_process_group()
+    assert replica.broadcast_buffers is False
 
 
 def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):

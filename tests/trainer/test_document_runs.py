@@ -114,17 +114,6 @@ def test_another_alignment_is_no_resume(fit, documents):
         fit(documents, "--data.align bos --resume auto")
 
 
-def test_short_set_is_read_for_many_epochs(fit, documents, capfd):
-    """A set of about 80 documents is read for many epochs."""
-    run = fit(documents, PLAIN, "--steps 50 --log-every 50")
-    out = capfd.readouterr().out
-    [size] = Trainer(parse(["--resume", str(run)])).engine.epoch_sizes
-    assert 70 < size < 90
-    assert series(run, "epoch")[50] == pytest.approx(200 / size, abs=1e-3)
-    assert f"{200 / size:.3g} passes over short ({size} samples" in out
-    assert f"epoch {200 / size:.2f}" in out
-
-
 @pytest.mark.parametrize("align", ["bos", "document"])
 def test_text_without_end_of_text_has_no_documents_to_align_to(tiny, align):
     complaint = "bytes tokenizer has no end-of-text token to tell documents apart"

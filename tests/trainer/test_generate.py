@@ -1,17 +1,20 @@
-from dataclasses import replace
-
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgpt import ops
 from fastgpt.cache import Cache
-from fastgpt.config import ModelConfig
+from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.generate import generate
+from fastgpt.kernels import runtime
+from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
 from tests.parity import launches
-from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp
+from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp, shrunk
 
 PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
 PADDED = pad_sequence(PROMPTS, batch_first=True)
@@ -230,16 +233,9 @@ def test_logits_equal_those_of_the_whole_at_every_position(options):
 def test_logits_of_every_recipe_equal_those_of_the_whole(name):
     """For every recipe, logits computed with the cache equal those of a whole forward pass.
 
-    Recipes are cut to two layers; the lecture's steps are models of their own.
+    The lecture's steps are models of their own.
     """
-    config = RECIPES[name][1].model
-    heads = min(4, config.num_heads)
-    config = replace(
-        config, num_layers=min(2, config.num_layers), num_heads=heads, dim=8 * heads,
-        num_kv_heads=None if config.num_kv_heads is None else min(2, heads),
-        ffn_dim=None, context=16, vocab_size=50, window=config.window and 5,
-    )  # fmt: skip
-    model, tokens = initial(config).eval(), draw_tokens()
+    model, tokens = initial(shrunk(name), context=16).eval(), draw_tokens()
     got = step_by_step(model, tokens, [5, 1, 1, 4, 5])
     torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
 
@@ -282,3 +278,79 @@ def test_a_cache_that_is_full_or_too_large_is_refused():
         said = rf"^size: expected 1 to the context of 16, got {size}"
         with pytest.raises(ValueError, match=said):
             Cache(model.config, 2, size, "cpu")
+
+
+# --- on a GPU, of which meta tensors show shapes and launches -------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Generates on the meta device as on an sm_90.
+
+    Returns the shapes and strides with which SDPA or the decode kernel is called, and the number of
+    all other ops, views not counted.
+    """
+    called: list[tuple] = []
+
+    def shapes(*tensors: Tensor | None) -> tuple:
+        return tuple((x.shape, x.stride()) for x in tensors if x is not None)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_) -> Tensor:
+        called.append(shapes(q, k, v, attn_mask))
+        return torch.empty_like(q)
+
+    class Counting(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.ops += not op.is_view
+            return op(*args, **(kwargs or {}))
+
+    def run(config: ModelConfig, decode: str, new: int) -> tuple[list[tuple], int]:
+        called.clear()
+        chosen = OpsConfig(attention="sdpa", decode=decode)  # pyright: ignore
+        with runtime.recording(90) as launched, Counting() as counting:
+            with torch.device("meta"):
+                model = build_model(config, ops.select(chosen, "meta", compiled=False)).eval()
+            counting.ops = 0
+            prompt = torch.zeros(1, 5, dtype=torch.int64, device="meta")
+            generate(model, prompt, max_new_tokens=new, vocab_size=30)
+        tensors = ([x for x in launch.args if isinstance(x, Tensor)] for launch in launched)
+        called.extend(shapes(*some) for some in tensors)
+        return called, counting.ops
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(Tensor, "cpu", lambda x: torch.zeros(x.shape))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("decode", "options"),
+    [("torch", {}), ("triton", {"window": 9, "document_mask": True, "eot_id": 7})],
+)
+def test_all_new_tokens_call_attention_with_one_shape(elsewhere, decode, options):
+    """cuDNN's attention plans anew for each shape: there is one for the prompt, and one more."""
+    config = ModelConfig(num_layers=1, num_heads=2, dim=16, context=256, vocab_size=30, **options)
+    called, _ = elsewhere(config, decode, 200)
+    assert len(called) == 200 + 199 * (decode == "triton")  # which has a second kernel
+    assert len(set(called)) == 2 + (decode == "triton")
+
+
+def test_sampling_and_evaluation_take_less_than_2_percent_of_a_run(elsewhere):
+    """Launches are counted, at 10 us each on the host, for `gpt2-124m` on eight H100.
+
+    Assumed are 110 ms for 65,536 tokens forward and backward, of which the forward takes a third, 3
+    plans of cuDNN, and in each layer 3 launches more: the mask's padding, and bf16 copies of both
+    norms' outputs.
+    """
+    config = RECIPES["gpt2-124m"][1]
+    (_, before), (called, after) = (elsewhere(config.model, "torch", new) for new in (2, 3))
+    launches = after - before + 3 * config.model.num_layers
+    assert len(called) == 3 * config.model.num_layers
+    sample_s = 10e-6 * launches * config.train.sample_tokens
+    ranks, token_s = 8, 0.11 / 65_536
+    evaluation_s = config.data.eval_tokens * token_s / 3 / ranks
+    steps_s = config.eval_every * config.train.batch_tokens * token_s / ranks
+    plans_s = 3 * 0.44 / (config.steps / config.eval_every)
+    assert launches < 220
+    assert sample_s + evaluation_s + plans_s < 0.02 * steps_s

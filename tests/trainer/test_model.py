@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
 from fastgpt import ops
 from fastgpt.cli import parse
@@ -39,9 +40,11 @@ def loss_and_gradients(net, model: GPT, tokens: Tensor, targets: Tensor) -> list
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@each_attention
 @each_option
-def test_logits_and_loss_match_a_plain_computation(options):
-    model, tokens, targets = build(**options), draw_tokens(T=11), draw_tokens(T=11)
+def test_logits_and_loss_match_a_plain_computation(options, attention):
+    model = build(attention=attention, **options)
+    tokens, targets = draw_tokens(T=11), draw_tokens(T=11)
     targets[0, 3:6] = -100
     expected = plain_logits(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
@@ -51,20 +54,6 @@ def test_logits_and_loss_match_a_plain_computation(options):
     loss = model(tokens, targets)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
-
-
-@each_attention
-@each_option
-def test_attention_implementations_agree(options, attention):
-    model, tokens, targets = build(**options), draw_tokens(), draw_tokens()
-    other = initial(model.config, chosen=on_cpu(attention=attention))
-    other.load_state_dict(model.state_dict())
-    (loss, *gradients), (expected_loss, *expected_gradients) = (
-        loss_and_gradients(net, net, tokens, targets) for net in (other, model)
-    )
-    torch.testing.assert_close(loss, expected_loss)
-    for got, want in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
 
 
 @each_attention
@@ -85,6 +74,19 @@ def test_trains_under_bf16_autocast(options, attention):
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_residual_stream_is_bf16_where_that_is_asked_for(narrow):
+    model = build()
+    model.narrow_residual = narrow
+    dtypes = set()
+    for block in model.h:
+        block.register_forward_hook(lambda *args: dtypes.add(args[-1][1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(draw_tokens(), draw_tokens()).backward()
+    assert dtypes == {torch.bfloat16 if narrow else torch.float32}
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
 # --- invariants -----------------------------------------------------------------------------------
 
 
@@ -99,10 +101,6 @@ def test_a_later_token_never_changes_earlier_logits(options, attention):
     reached = slice(9, 14)  # by two layers with a window of three
     assert (after - before)[:, reached].abs().amax((0, 2)).min() > 1e-3
     torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
-
-
-def test_targets_that_are_all_ignored_give_nan():
-    assert build()(draw_tokens(), torch.full((2, 16), -100)).isnan()
 
 
 @pytest.mark.parametrize("loss", ["torch", "chunked"])
@@ -122,10 +120,8 @@ def test_label_smoothing_and_z_loss_are_of_training_alone(options, loss):
     for training, smoothing, factor in ((True, 0.2, 0.01), (False, 0.0, 0.0)):
         got = model.train(training)(tokens, targets)
         logits = model(tokens)
-        lse = logits.logsumexp(-1)
-        target = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        losses = lse - (1 - smoothing) * target - smoothing * logits.mean(-1) + factor * lse**2
-        expected = losses[targets != -100].mean()
+        plain = F.cross_entropy(logits.mT, targets, label_smoothing=smoothing)
+        expected = plain + factor * logits.logsumexp(-1)[targets != -100].square().mean()
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         gradients = [torch.autograd.grad(x, list(model.parameters())) for x in (got, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
@@ -209,10 +205,6 @@ def test_gpt2_init(activation, tied):
             assert (weight == (1 if name.endswith("weight") else 0)).all(), name
 
 
-def test_gpt2_init_starts_at_the_loss_of_a_uniform_guess():
-    assert initial()(draw_tokens(), draw_tokens()).item() == pytest.approx(math.log(50), abs=0.05)
-
-
 def test_torch_init_is_what_pytorchs_modules_draw():
     torch.manual_seed(1)
     model = initial(init="torch", tied=False, vocab_multiple=1)
@@ -268,14 +260,6 @@ def test_padding_gets_no_gradient(options):
     assert (GPT(model.config, with_dropout_as_zero()[0]).wte.weight[50:] == 0).all()
 
 
-def test_padding_never_reaches_the_loss():
-    model, tokens, targets = build(), draw_tokens(), draw_tokens()
-    loss = model(tokens, targets).item()
-    with torch.no_grad():
-        model.wte.weight[50:] = 100.0
-    assert model(tokens, targets).item() == loss
-
-
 # --- sizes ----------------------------------------------------------------------------------------
 
 # As published, but for these. nanoGPT leaves its positions out of 10.65 and 0.80 million. The
@@ -325,12 +309,19 @@ def test_default_widths():
 
 
 @pytest.mark.parametrize(
-    ("option_set", "attention"),
-    [("gpt2", "sdpa"), ("gpt2", "torch"), ("modern", "sdpa"), ("original", "sdpa")],
+    ("options", "attention"),
+    [
+        ({}, "torch"),
+        ({}, "sdpa"),
+        (OPTIONS["modern"], "sdpa"),
+        (OPTIONS["original"], "sdpa"),
+        ({"document_mask": True, "eot_id": 7}, "sdpa"),
+    ],
+    ids=["gpt2-torch", "gpt2", "modern", "original", "documents"],
 )
-def test_compiles_fullgraph_and_only_once(option_set, attention):
+def test_compiles_fullgraph_and_only_once(options, attention):
     chosen = ops.select(OpsConfig(attention=attention), "cpu", compiled=True)
-    model = build(chosen=chosen, num_layers=1, dropout=0.1, **OPTIONS[option_set])
+    model = build(chosen=chosen, num_layers=1, dropout=0.1, **options)
     torch.compiler.reset()
     backend = CompileCounterWithBackend("aot_eager")  # no code is built, so this is fast
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
@@ -385,20 +376,12 @@ def test_packed_documents_give_what_each_gives_alone(attention, options):
     gradients = torch.autograd.grad(loss, [*model.parameters()])
     alone = torch.stack([torch.cat([model(d[None])[0] for d in row]) for row in rows])
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
-    by_document = torch.nn.functional.cross_entropy(alone.flatten(0, 1), targets.flatten())
+    by_document = F.cross_entropy(alone.flatten(0, 1), targets.flatten())
     assert loss.item() == pytest.approx(by_document.item(), rel=1e-5)
     expected = torch.autograd.grad(by_document, [*model.parameters()])
     for (name, _), got, wanted in zip(model.named_parameters(), gradients, expected):
         error = (got - wanted).norm() / wanted.norm()
         assert error < 1e-4, f"{name}: {error}"
-
-
-def test_masked_model_is_one_graph():
-    """A model with a document mask compiles to one graph."""
-    model = build_masked("sdpa")
-    tokens, _ = draw_documents()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, tokens), model(tokens, tokens))
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abc")])

@@ -89,11 +89,12 @@ def as_rank():
         advance(single, alone, step)
     assert all(torch.equal(a, b) for a, b in zip(weights, alone))
     assert taken == 3 * [2, 2, 2, 2, 1], "half of each three, rounded up, and half of one"
-    distributed.stop()
     print("agrees")
 
 
 def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text("from tests.trainer.test_muon import as_rank\nas_rank()\n")
+    script.write_text(
+        "from tests.trainer.test_muon import as_rank, distributed\nwith distributed.ending_together():\n    as_rank()\n"
+    )
     assert finish(torchrun(2, str(script))).count("agrees") == 2

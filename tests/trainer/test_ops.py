@@ -63,46 +63,6 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("steps", "tolerance"), [(20, 1e-5), pytest.param(200, 1e-4, marks=pytest.mark.slow)]
-)
-def test_training_on_our_kernels_has_the_losses_of_training_on_torchs_ops(steps, tolerance):
-    curves = []
-    for asked in (PLAIN, OURS):
-        torch.manual_seed(0)
-        smaller = replace(TINY, num_layers=1, num_heads=2, position="rotary", activation="swiglu")
-        model = GPT(smaller, ops.select(asked, "cpu", compiled=False))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(1)
-        curve = []
-        for _ in range(steps):
-            # each token is the one before it plus one or two: there is something to learn
-            tokens = torch.randint(1, 3, (2, 17), generator=generator).cumsum(1) % 50
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(loss.detach())
-        curves.append(torch.stack(curve))
-    plain, ours = curves
-    assert plain[-1] < plain[0] - 0.02 * steps**0.5
-    torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
-
-
-def test_loss_under_autocast_is_that_of_fp32():
-    torch.manual_seed(0)
-    model = GPT(replace(TINY, vocab_size=300), ops.select(OURS, "cpu", compiled=False))
-    tokens = torch.randint(300, (2, 17))
-    x = model.wte(tokens[:, :-1])  # the head's input: what the blocks round is not the loss's
-    losses = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), launches(*LOSS_KERNELS):
-            losses.append(model.head(x, tokens[:, 1:]))
-    fp32, bf16 = losses
-    assert bf16 != fp32
-    torch.testing.assert_close(bf16, fp32, rtol=1e-3, atol=0)
-
-
 # --- the choice -----------------------------------------------------------------------------------
 
 

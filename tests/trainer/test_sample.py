@@ -32,10 +32,10 @@ def sample(fit: Callable[..., Path], capsys) -> Callable[..., list[str]]:
 
 
 def test_samples_of_each_prompt_stand_together(sample):
-    texts = sample("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
+    texts = sample(*flags)
     assert [text[:3] for text in texts] == ["the"] * 3 + ["cat"] * 3
     assert len(set(texts)) == 6
-    flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
     assert sample(*flags) == texts
     assert sample(*flags, "--seed", "1") != texts
 
@@ -74,20 +74,17 @@ def test_texts_end_before_the_end_of_text_token():
     prompts = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
     options = {"max_new_tokens": 11, "temperature": 0, "seed": 0}
     full = [greedy(model, prompt, 11) for prompt in prompts]
-    endless = sample_text(model, WithEnd(None), prompts, **options)
-    assert endless == [bytes(row).decode() for row in full]
-    for stop in sorted({token for row in full for token in row}):
+    for stop in (None, *sorted({token for row in full for token in row})):
         expected = []
         for row, prompt in zip(full, prompts, strict=True):
-            after = [*row[len(prompt) :], stop]
-            expected.append([*prompt.tolist(), *after[: after.index(stop)]][: len(row)])
-        texts = sample_text(model, WithEnd(stop), prompts, **options)
-        assert texts == [bytes(row).decode() for row in expected]  # a prompt keeps its own
+            end = [*row, stop].index(stop, len(prompt))  # a prompt keeps its own
+            expected.append(bytes(row[:end]).decode())
+        assert sample_text(model, WithEnd(stop), prompts, **options) == expected
 
 
 def test_a_device_that_is_not_there_is_named_by_its_own_flag(sample, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^--device is cuda, .* or --device cpu$"):
+    with pytest.raises(UserError, match=r"^--device is cuda, .* or pass --device cpu$"):
         sample("--device", "cuda")
 
 

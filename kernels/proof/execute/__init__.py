@@ -6,12 +6,13 @@ Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `fo
 (copies, registers under way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `counters` (a profile),
 `machine` (thread blocks in lockstep), `launch` (compiling, binding, running).
 
-A kernel of yours:
+Kernels of yours, whatever launches them:
 
-    from fastgpt.kernels.proof.execute import Launch, execute
+    from fastgpt.kernels.proof.execute import executed_on_cpu
 
     x, y = torch.randn(1000), torch.empty(1000)
-    execute(Launch(double_kernel, (x, y, 1000), {"BLOCK": 256}, grid=(4,)), arch=90)
+    with executed_on_cpu(arch=90):
+        double_kernel[(4,)](x, y, 1000, BLOCK=256)
 
 Here y holds the result, or a `FaultError` says what is wrong and in which thread and line.
 """
@@ -19,9 +20,9 @@ Here y holds the result, or a `FaultError` says what is wrong and in which threa
 from ...runtime import Launch
 from .counters import Counters
 from .errors import FaultError, UnknownPtxError
-from .launch import Compiled, compile_launch, execute, run_launch, run_ptx
+from .launch import Compiled, compile_launch, execute, executed_on_cpu, run_launch, run_ptx
 
 __all__ = [
     "Compiled", "Counters", "FaultError", "Launch", "UnknownPtxError", "compile_launch", "execute",
-    "run_launch", "run_ptx",
+    "executed_on_cpu", "run_launch", "run_ptx",
 ]  # fmt: skip

@@ -6,7 +6,9 @@ the result here is the correctly rounded one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +42,9 @@ TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32
 
 # --- one function for all lanes -------------------------------------------------------------------
 
+PACKING = ("cvt.u64.u32", "shl.b64", "or.b64")
+"""Opcodes by which Triton 3.6 packs two registers into one, where Triton 3.7 has a mov."""
+
 
 def _plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
     """Builder: destination, then sources, each seen as one of `dtypes`."""
@@ -53,6 +58,8 @@ def _plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
         if out.itemsize != result.itemsize:  # 9.4.1: a destination that is wider is extended
             widen, f_ = np.dtype(f"{result.kind}{out.itemsize}"), f
             return _plain(dtypes, widen, lambda *x: f_(*x).astype(widen))(b, instruction)
+        if instruction.op in PACKING:
+            return _moving(to, slots, f)
         cast = None if result == out else out
 
         def step(m: Machine, mask: Mask) -> None:
@@ -297,8 +304,11 @@ COMPARE = {
 @opcode("setp")
 def _setp(b: Build, instruction: Instruction) -> Step:
     _, compare, *mods, kind = instruction.mods
-    if any(mod != "ftz" for mod in mods) or isinstance(instruction.args[0], Vector):
+    pair = isinstance(instruction.args[0], Vector)
+    if any(mod != "ftz" for mod in mods) or pair != (kind in ("f16x2", "bf16x2")):
         raise unknown(instruction)
+    if pair:
+        return _setp_pair(b, instruction, COMPARE[compare], kind)
     f, dtype = COMPARE[compare], TYPES.get(kind, U16)
     if kind in ("f16", "bf16"):
         seen: Callable[[Any], Any] = lambda x: from_half(x, kind)  # noqa: E731
@@ -306,6 +316,19 @@ def _setp(b: Build, instruction: Instruction) -> Step:
     else:
         seen = flushed if mods else lambda x: x
     return _plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
+
+
+def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: str) -> Step:
+    """setp of pairs of 16-bit floats (9.7.7.2): a predicate for the low and one for the high."""
+    to, *sources = instruction.args
+    to, sources = b.vector(to, BOOL), [b.slot(source, U32) for source in sources]
+
+    def step(m: Machine, mask: Mask) -> None:
+        for slot, *x in zip(to, *(halves(m.R[source], kind) for source in sources)):
+            if slot is not None:
+                m.put(slot, f(*x), mask)
+
+    return step
 
 
 @opcode("mov")
@@ -336,14 +359,20 @@ def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
     slots = [b.slot(item, part) for item in source.items]
     shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
 
+    def packed(*x: Any) -> Any:
+        return functools.reduce(or_, (y.astype(dtype) << shift for y, shift in zip(x, shifts)))
+
+    return _moving(to, slots, packed)
+
+
+def _moving(to: int, slots: list[int], f: Callable[..., Any]) -> Step:
+    """A move of bits, which registers under way may take part in: see `LateRegisters.follow`."""
+
     def step(m: Machine, mask: Mask) -> None:
         if m.late.slots and not m.late.slots.keys().isdisjoint(slots):
-            m.late.follow(to, slots, shifts, m.index(mask))
-            return
-        value = dtype.type(0)
-        for slot, shift in zip(slots, shifts):
-            value = value | (m.R[slot].astype(dtype) << shift)
-        m.put(to, value, mask)
+            m.late.follow(to, slots, f, m.index(mask))
+        else:
+            m.put(to, f(*(m.R[slot] for slot in slots)), mask)
 
     return step
 

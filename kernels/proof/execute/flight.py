@@ -6,6 +6,7 @@ waits too little meets memory that is still being copied to, or registers that h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,20 +190,20 @@ class LateRegisters:
             if (late.group < 0).all():
                 del self.slots[slot]
 
-    def follow(self, to: int, slots: list[int], shifts: list[Any], lanes: Array) -> None:
-        """A move of registers under way to `to`, which is written when they are.
+    def follow(self, to: int, slots: list[int], f: Callable[..., Any], lanes: Array) -> None:
+        """Moves registers under way by f to `to`, which is written when they are.
 
         By the ISA nothing may read them before the wait (9.7.16.8.3). LLVM packs pairs of them
         ahead of it; ptxas makes one register of both, so that no instruction reads them there.
         """
-        dtype = type(shifts[0])
-        value, group = np.zeros(self.m.size, dtype), np.full(self.m.size, -1)
-        for slot, shift in zip(slots, shifts):
+        parts, group = [], np.full(self.m.size, -1)
+        for slot in slots:
             part, late = self.m.full(slot), self.slots.get(slot)
             if late is not None:
                 part = np.where(late.group >= 0, late.value, part)
                 group = np.maximum(group, late.group)
-            value |= part.astype(dtype) << shift
+            parts.append(part)
+        value = f(*parts)
         group[np.isin(self.m.lanes, lanes, invert=True)] = -1
         self.slots[to] = Late(value, group)
-        self.m.R[to] = np.where(group >= 0, dtype(2**63 - 1), value)
+        self.m.R[to] = np.where(group >= 0, value.dtype.type(2**63 - 1), value)

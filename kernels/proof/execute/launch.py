@@ -4,13 +4,16 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from ...runtime import INTERPRETING, Launch
 from . import arithmetic, warp  # noqa: F401  (they register their instructions)
 from .build import Build
 from .counters import Counters
@@ -45,7 +48,6 @@ def run_ptx(
     *,
     regions: Sequence[Region] = (),
     lanes: int = LANES,
-    fences: bool = True,
     counters: Counters | None = None,
 ) -> None:
     """Executes a launch of compiled PTX; tensors are changed in place.
@@ -57,7 +59,6 @@ def run_ptx(
             has beyond them (scratch memory) are 0.
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
-        fences: see `Machine`.
         counters: what the launch's instructions and memory accesses are added to.
 
     Raises:
@@ -90,7 +91,6 @@ def run_ptx(
                 shared=kernel.shared,
                 unit=smallest_access(program, "shared"),
                 memory=memory,
-                fences=fences,
                 counters=counters,
             )
             build.fill(machine)
@@ -127,12 +127,16 @@ def region(name: str, tensor: Any) -> Region:
     )
 
 
-def compile_launch(launch: Any, arch: int) -> Compiled:
-    """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache."""
+def compile_launch(launch: Launch, arch: int) -> Compiled:
+    """Compiles a recorded launch for an arch as far as PTX, which is kept in Triton's cache.
+
+    Kernels of ours get the fences that they are launched with (`kernels.fences`).
+    """
     from triton import __version__, knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
 
+    from ... import fences
     from ..compile import specialised
 
     signature, constexprs, attributes, given = specialised(launch)
@@ -140,15 +144,16 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options: Any = backend.parse_options({**given, **source.parse_options()})
-    key = "-".join((__version__, source.hash(), backend.hash(), options.hash()))
-    name = hashlib.sha256(key.encode()).hexdigest()
-    path = Path(knobs.cache.dir) / "executed" / f"{name}.json"
-    if not path.exists():
-        compiled = _to_ptx(source, target, backend, options)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
-        whole.replace(path)  # other processes see all of it or nothing
+    with fences.added(launch.kernel, arch) as added:
+        key = "-".join((__version__, source.hash(), backend.hash(), options.hash())) + added
+        name = hashlib.sha256(key.encode()).hexdigest()
+        path = Path(knobs.cache.dir) / "executed" / f"{name}.json"
+        if not path.exists():
+            compiled = _to_ptx(source, target, backend, options)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = path.with_suffix(f".{os.getpid()}")
+            whole.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
+            whole.replace(path)  # other processes see all of it or nothing
     return Compiled(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -171,12 +176,12 @@ def _to_ptx(source: Any, target: Any, backend: Any, options: Any) -> Compiled:
     return Compiled(module, metadata["num_warps"], metadata["shared"])
 
 
-def execute(launch: Any, arch: int, **options: Any) -> None:
+def execute(launch: Launch, arch: int, **options: Any) -> None:
     """Compiles a recorded launch and runs it on its tensors, which are on the CPU."""
     run_launch(compile_launch(launch, arch), launch, **options)
 
 
-def run_launch(kernel: Compiled, launch: Any, **options: Any) -> None:
+def run_launch(kernel: Compiled, launch: Launch, **options: Any) -> None:
     """Runs compiled code on the tensors of the launch that it was compiled for."""
     from ..compile import specialised
 
@@ -186,3 +191,36 @@ def run_launch(kernel: Compiled, launch: Any, **options: Any) -> None:
     values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in passed]
     regions = [region(name, value) for name, value in passed if hasattr(value, "data_ptr")]
     run_ptx(kernel, launch.grid, values, regions=regions, **options)
+
+
+def launch_of(kernel: Any, grid: Any, args: Sequence[Any], given: dict[str, Any]) -> Launch:
+    """Returns the launch that `kernel[grid](*args, **given)` means."""
+    rest = dict(given)
+    values = dict(zip(kernel.arg_names, args))
+    for param in kernel.params[len(args) :]:
+        values[param.name] = rest.pop(param.name) if param.name in rest else param.default
+    whole = grid(values) if callable(grid) else grid
+    return Launch(kernel, tuple(values.values()), rest, tuple(whole))
+
+
+@contextmanager
+def executed_on_cpu(arch: int, **options: Any) -> Iterator[list[Launch]]:
+    """Executes what Triton launches inside it, `kernel[grid](...)` on CPU tensors.
+
+    Yields the list that the launches are noted in. Takes the options of `run_ptx`.
+
+    Raises:
+        RuntimeError: Triton interprets kernels, so that it compiles none.
+    """
+    from triton.runtime.jit import JITFunction
+
+    if INTERPRETING:
+        raise RuntimeError("TRITON_INTERPRET is set, so no kernel is compiled; expected it unset")
+    launches: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
+        launches.append(launch_of(kernel, grid, args, given))
+        execute(launches[-1], arch, **options)
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield launches

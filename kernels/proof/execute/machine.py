@@ -36,7 +36,6 @@ class Machine:
         shared: bytes of shared memory of a block.
         unit: bytes of shared memory that share a mark.
         memory: global memory.
-        fences: False lets tensor cores read what threads wrote without a fence.proxy.async.
         counters: what counts instructions and memory accesses, if anything does.
     """
 
@@ -52,12 +51,11 @@ class Machine:
         shared: int,
         unit: int,
         memory: GlobalMemory,
-        fences: bool = True,
         counters: Counters | None = None,
     ) -> None:
 
         self.program, self.steps, self.params, self.memory = program, steps, params, memory
-        self.fences, self.counters = fences, counters
+        self.counters = counters
         self.threads, self.warps = threads, threads // WARP
         self.size = len(blocks) * threads
         self.lanes = np.arange(self.size)

@@ -1,8 +1,8 @@
 """Global memory: the bytes of the tensors that a launch was given, and who touched them.
 
-An access outside of all tensors' elements, a misaligned one, and two thread blocks of which one
-writes what the other reads or writes are faults. Memory that is never touched is never committed,
-so tensors may be gigabytes apart.
+Faults are an access outside of all tensors' elements, a misaligned one, and a race: of two thread
+blocks, or of two warps of one between two barriers, one writes what the other reads or writes.
+Memory that is never touched is never committed, so tensors may be gigabytes apart.
 """
 
 from __future__ import annotations
@@ -47,6 +47,37 @@ class Region:
     storage: tuple[int, int]
 
 
+MANY = 255
+"""Warp number in a `WarpMarks` mark that stands for several warps."""
+
+
+class WarpMarks:
+    """Which warp read and which wrote each unit of memory last, and since which barrier.
+
+    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.writer, self.reader = np.zeros(units, np.int32), np.zeros(units, np.int32)
+
+    def read(self, mine: Array, units: Array) -> Array:
+        """Marks units (..., lanes) as read; where another warp wrote since the last barrier."""
+        before, last = self.reader[units], self.writer[units]
+        self.reader[units] = mine
+        several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
+        if several.any():
+            self.reader[units[several]] = np.broadcast_to(mine, units.shape)[several] | MANY
+        return (last >> 8 == mine >> 8) & (last != mine)
+
+    def clashes(self, mine: Array, units: Array) -> Array:
+        """Where another warp read or wrote units since the last barrier."""
+        written, read = (
+            (mark >> 8 == mine >> 8) & (mark != mine)
+            for mark in (self.writer[units], self.reader[units])
+        )
+        return written | read
+
+
 class _Segment:
     """One storage; `unit` bytes share a mark."""
 
@@ -63,6 +94,7 @@ class _Segment:
             view[...] = 1
         self.valid = valid
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
+        self.warps = WarpMarks(count)
 
     def named(self, address: int) -> str:
         """The tensor nearest to an address, and where that is."""
@@ -90,17 +122,12 @@ class GlobalMemory:
         for segment, chosen, offset in self._parts(
             m, lanes, addresses, dtype.itemsize * count, "reads"
         ):
-            mine = self._mine(m, lanes[chosen])
-            units = self._units(offset, dtype.itemsize * count)
+            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
+            units, at = self._units(offset, dtype.itemsize * count), (who, segment, offset)
             written = segment.writer[units]
-            self._refuse(
-                (written != 0) & (written != mine),
-                m,
-                lanes[chosen],
-                segment,
-                offset,
-                "reads what another block writes",
-            )
+            self._refuse((written != 0) & (written != mine), "reads what another block writes", *at)
+            clash = segment.warps.read(m.shared.mark[who], units)
+            self._refuse(clash, "reads what another warp writes, without a barrier between", *at)
             seen = segment.reader[units]
             segment.reader[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
             again = segment.reader[units]
@@ -120,38 +147,22 @@ class GlobalMemory:
         count, size = len(values), values.itemsize * len(values)
         for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units = self._units(offset, size)
-            written, seen = segment.writer[units], segment.reader[units]
-            self._refuse(
-                (written != 0) & (written != mine),
-                m,
-                who,
-                segment,
-                offset,
-                "writes what another block writes",
-            )
-            self._refuse(
-                (seen != 0) & (seen != mine),
-                m,
-                who,
-                segment,
-                offset,
-                "writes what another block reads",
-            )
+            units, at = self._units(offset, size), (who, segment, offset)
+            for mark, did in ((segment.writer[units], "writes"), (segment.reader[units], "reads")):
+                self._refuse((mark != 0) & (mark != mine), f"writes what another block {did}", *at)
             segment.writer[units] = mine
             index = (offset // values.itemsize)[None] + np.arange(count)[:, None]
             data = segment.data[: segment.bytes // values.itemsize * values.itemsize].view(
                 values.dtype
             )
+            clash = segment.warps.clashes(m.shared.mark[who], units).any(0)
+            changed = clash & (data[index] != values[:, chosen])
+            what = "writes what another warp reads or writes, without a barrier between"
+            self._refuse(changed, what, *at)
+            segment.warps.writer[units] = m.shared.mark[who]
             data[index] = values[:, chosen]
-            self._refuse(
-                data[index] != values[:, chosen],
-                m,
-                who,
-                segment,
-                offset,
-                "writes what another thread writes in the same instruction",
-            )
+            lost = data[index] != values[:, chosen]
+            self._refuse(lost, "writes what another thread writes in the same instruction", *at)
 
     def _elements(self, segment: _Segment, offset: Array, dtype: np.dtype, count: int) -> Array:
         data = segment.data[: segment.bytes // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -204,7 +215,7 @@ class GlobalMemory:
         return (words[index] == 0x0101010101010101).all(1)
 
     def _refuse(
-        self, wrong: Array, m: Machine, lanes: Array, segment: _Segment, offset: Array, what: str
+        self, wrong: Array, what: str, lanes: Array, segment: _Segment, offset: Array
     ) -> None:
         if wrong.any():
             lane = int(np.argwhere(wrong)[0][1])

@@ -13,23 +13,19 @@ import numpy as np
 
 from .build import Build, Mask, Step, address_of, bits, loaded, opcode
 from .errors import LaneError
+from .memory import WarpMarks
 from .ptx import Array, Instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 
-MANY = 255
-"""Warp number in a mark that stands for several warps."""
 NOTHING, READY, COMING = 0, 1, 2
 """States of memory: never written, readable, awaiting an asynchronous copy."""
 
 
 class SharedMemory:
-    """The shared memory of all thread blocks of a machine, one after the other.
-
-    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
-    """
+    """The shared memory of all thread blocks of a machine, one after the other."""
 
     def __init__(self, m: Machine, blocks: int, size: int, unit: int) -> None:
         self.m, self.size, self.unit = m, size, unit
@@ -37,7 +33,7 @@ class SharedMemory:
         self.data = np.zeros(blocks * self.stride, np.uint8)
         units = blocks * self.stride // unit
         self.state = np.zeros(units, np.uint8)
-        self.writer, self.reader = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.warps = WarpMarks(units)
         self.unfenced = np.zeros(units, bool)
         """Written by a thread, and not yet visible to the tensor cores' reads (the async proxy)."""
         self.pinned = np.zeros(units, np.int16)
@@ -105,7 +101,8 @@ class SharedMemory:
         lost = stays_here != values
         if values.dtype == np.uint32:
             mine, other = values.view(np.float32), stays_here.view(np.float32)
-            near = np.abs(mine - other) <= 2.0**-20 * np.abs(mine).max()
+            near = np.abs(mine - other) <= 2.0**-20 * np.fmax.reduce(np.abs(mine), axis=None)
+            near |= np.isnan(mine) & np.isnan(other)
         else:
             near = np.zeros(lost.shape, bool)
         warp = self.m.warp[lanes] + self.m.block[lanes] * self.m.warps
@@ -127,15 +124,9 @@ class SharedMemory:
             n = self._first(state != READY)
             why = "is still being copied" if state[..., n].max() == COMING else "nobody wrote"
             self._trouble(lanes[n], f"reads shared memory that {why}")
-        mine, last = self.mark[lanes], self.writer[units]
-        clash = (last >> 8 == mine >> 8) & (last != mine)
+        clash = self.warps.read(self.mark[lanes], units)
         if clash.any():
             self._race(lanes, clash, "reads what another warp writes")
-        before = self.reader[units]
-        self.reader[units] = mine
-        several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
-        if several.any():
-            self.reader[units[several]] = np.broadcast_to(mine, units.shape)[several] | MANY
 
     def clashes(self, lanes: Array, units: Array) -> Array | None:
         """Lanes that write what another warp touched since the last barrier, or None."""
@@ -145,10 +136,8 @@ class SharedMemory:
         if self.pinned[units].any():
             n = self._first(self.pinned[units] > 0)
             self._trouble(lanes[n], "writes shared memory that a product under way still reads")
-        mine, last, read = self.mark[lanes], self.writer[units], self.reader[units]
-        clash = (last >> 8 == mine >> 8) & (last != mine)
-        clash |= (read >> 8 == mine >> 8) & (read != mine)
-        return clash.reshape(-1, len(lanes)).any(0) if clash.any() else None
+        clash = self.warps.clashes(self.mark[lanes], units)
+        return np.any(clash.reshape(-1, len(lanes)), axis=0) if clash.any() else None
 
     def refuse_clashes(self, lanes: Array, units: Array, does: str) -> None:
         """A fault if another warp touched since the last barrier what the lanes will write."""
@@ -158,7 +147,7 @@ class SharedMemory:
 
     def async_reads(self, lanes: Array, units: Array, who: str) -> None:
         """Like `reads`, by tensor cores, which see what threads wrote only after a fence."""
-        if self.m.fences and self.unfenced[units].any():
+        if self.unfenced[units].any():
             n = self._first(self.unfenced[units])
             what = f"{who} reads what threads wrote, without a fence.proxy.async between"
             self._trouble(lanes[n], what)
@@ -166,7 +155,7 @@ class SharedMemory:
 
     def written(self, lanes: Array, units: Array) -> None:
         """Marks units as written by the lanes' warps."""
-        self.writer[units] = self.mark[lanes]
+        self.warps.writer[units] = self.mark[lanes]
         self.state[units] = READY
         self.unfenced[units] = True
 
@@ -177,7 +166,7 @@ class SharedMemory:
             return
         fenced = np.zeros((len(self.epoch), self.m.warps + 1), bool)
         fenced[self.m.block[lanes], self.m.warp[lanes] + 1] = True
-        mark = self.writer.reshape(len(self.epoch), -1)
+        mark = self.warps.writer.reshape(len(self.epoch), -1)
         older = (mark >> 8 < self.epoch[:, None]) & np.any(fenced, axis=1, keepdims=True)
         own = np.take_along_axis(fenced, np.minimum(mark & 255, self.m.warps), 1)
         self.unfenced &= ~(older | own).reshape(-1)
@@ -192,7 +181,6 @@ class SharedMemory:
         )
 
     def _trouble(self, lane: int, what: str) -> None:
-
         raise LaneError(lane, what)
 
 

@@ -139,11 +139,13 @@ def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, 
     to, *args = i.args
     none = np.zeros(m.size, np.uint8)
     marks = {slot: m.unwritten.get(slot, none) for slot in i.reads}
-    if isinstance(to, Vector):  # a register taken apart
-        (whole,) = marks.values()
-        halves = (whole & 1) * BOTH, (whole >> 1) * BOTH
+    both = np.bitwise_or.reduce(list(marks.values()))
+    halves = (both & 1) * BOTH, (both >> 1) * BOTH
+    if isinstance(to, Vector):  # a register taken apart, or a predicate for each half
         return {slot: half for slot, half in zip(to.items, halves) if isinstance(slot, int)}
     assert isinstance(to, int)
+    if i.op == "cvt.u32.u64":
+        return {to: halves[0]}
     if i.mods[0] == "mov" and isinstance(args[0], Vector):  # two put together
         low, high = (marks[x] if isinstance(x, int) else none for x in args[0].items)
         return {to: (low != 0) * np.uint8(1) | (high != 0) * np.uint8(2)}
@@ -154,7 +156,6 @@ def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, 
         return {to: chosen | predicate}
     if i.mods[0] in ("shfl", "redux"):
         return {to: _moved(m, mask, step, to, args[0], marks)}
-    both = np.bitwise_or.reduce(list(marks.values()))
     return {to: both if i.type.endswith("x2") else (both != 0) * BOTH}
 
 

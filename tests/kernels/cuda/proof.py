@@ -1,13 +1,12 @@
 """Helpers of the kernels' CUDA tests, which call a step and compare its tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import awkward, launches
+from tests.parity import awkward, forward_backward, launches
 
 Step = Callable[[], Sequence[Tensor]]
 """Function that computes an op's outputs and gradients, from the same tensors in every call."""
@@ -82,6 +81,23 @@ def assert_replays(
             assert torch.equal(a, b)
 
 
+def assert_right_beyond_32_bits(
+    op: Callable[..., Tensor], columns: int, of_output: int, *vectors: Tensor
+) -> None:
+    """Asserts that rows beyond 2**31 elements, of input and output, give what they give alone."""
+    need(40)
+    M = 2**31 // of_output + 1000
+    x = torch.empty(M, columns, dtype=torch.bfloat16, device="cuda").normal_()
+    dy = torch.zeros(M, of_output, dtype=torch.bfloat16, device="cuda")
+    dy[-1000:] = awkward(1000, of_output, dtype=torch.bfloat16, device="cuda")
+    y, dx, *sums = forward_backward(op, [x, *vectors], [dy])
+    want_y, want_dx, *want_sums = forward_backward(op, [x[-1000:].clone(), *vectors], [dy[-1000:]])
+    assert torch.equal(y[-1000:], want_y)
+    assert torch.equal(dx[-1000:], want_dx)
+    assert (dx[:-1000] == 0).all()
+    torch.testing.assert_close(sums, want_sums, rtol=1e-4, atol=1e-4)  # by other programs
+
+
 def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
     """Asserts that a step runs on the current CUDA stream, after work queued there before."""
     step()  # compiles
@@ -95,20 +111,3 @@ def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
     torch.cuda.synchronize()
     for a, b in zip(after, step(), strict=True):
         assert torch.equal(a, b)
-
-
-def assert_compiles_nothing_new(
-    kernels: Iterable[Any], run: Callable[[int], object], others: Iterable[int]
-) -> None:
-    """Asserts that `run` compiles no kernel for any of `others` that `run(0)` has not compiled."""
-
-    def compiled() -> list[int]:
-        device = torch.cuda.current_device()
-        return [len(kernel.device_caches[device][0]) for kernel in kernels]
-
-    kernels = list(kernels)
-    run(0)
-    before = compiled()
-    for other in others:
-        run(other)
-    assert compiled() == before

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastgpt.kernels import decode_attention
-from fastgpt.kernels.decode_attention import device as launcher
 from fastgpt.kernels.decode_attention.spec import DECODE_ATTENTION, problem
 from tests.kernels import conformance
 from tests.kernels.cuda.proof import captured, need, one_at_a_time
@@ -26,13 +25,6 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_errors_at_real_shapes(name, dtype):
     conformance.parity(DECODE_ATTENTION, REAL[name], "cuda", DTYPES[dtype])
-
-
-@pytest.mark.parametrize("count", [1, 3, 16, 17, 128])
-def test_any_number_of_splits_gives_the_same(count, monkeypatch):
-    monkeypatch.setattr(launcher, "splits", lambda *_: count)
-    s = problem(4000, 12, 64, (4000, 1000, 1, 0), Tq=2, K=4)
-    conformance.parity(DECODE_ATTENTION, s, "cuda", torch.bfloat16)
 
 
 @one_at_a_time

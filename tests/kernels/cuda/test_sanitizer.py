@@ -1,14 +1,12 @@
 """NVIDIA's compute-sanitizer over every op at the small problems of its `Spec`."""
 
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from fastgpt.kernels.specs import SPECS
+from tests.processes import ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -32,11 +30,9 @@ def test_compute_sanitizer_finds_nothing(name, tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer of the CUDA toolkit on PATH")
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SCRIPT, name],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,
-        # each buffer an allocation of its own: what is read beyond it is seen
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )  # fmt: skip
+    check = (sanitizer, "--tool", tool, "--error-exitcode", "9")
+    # each buffer an allocation of its own: what is read beyond it is seen
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = ended(*check, sys.executable, "-c", SCRIPT, name, timeout=None, **alone)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout or "RACECHECK SUMMARY: 0 hazards" in done.stdout

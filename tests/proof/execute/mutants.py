@@ -34,8 +34,6 @@ from tests.kernels import conformance
 
 SECONDS = 30
 """Limit for one check: a loop whose end was changed may have none."""
-UNFENCED = {(100, "_attention_bwd_dq_kernel"), (100, "_attention_bwd_dkv_kernel")}
-"""Arch and kernel that Triton leaves without some fence.proxy.async: none is asked for there."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # --- kinds ----------------------------------------------------------------------------------------
@@ -272,17 +270,13 @@ def limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def run_one(kernel: Compiled, launch: Launch, arch: int) -> None:
-    run_launch(kernel, launch, fences=(arch, launch.kernel.__name__) not in UNFENCED)
-
-
 def outcome(check: Check, arch: int, text: str, instead: str) -> tuple[str, str]:
     """Runs a check with one kernel's text replaced: (verdict, what was noticed)."""
 
     def run(launch: Launch) -> None:
         kernel = compile_launch(launch, arch)
         ptx = instead if kernel.ptx == text else kernel.ptx
-        run_one(Compiled(ptx, kernel.warps, kernel.shared), launch, arch)
+        run_launch(Compiled(ptx, kernel.warps, kernel.shared), launch)
 
     try:
         with limit(SECONDS), runtime.executing(arch, run):
@@ -318,7 +312,7 @@ def kernels(arch: int, checks: list[Check]) -> list[Kernel]:
             kernel = found.setdefault(compiled.ptx, Kernel(name, compiled.ptx, []))
             if check not in kernel.checks:
                 kernel.checks.append(check)
-            run_one(compiled, launch, arch)
+            run_launch(compiled, launch)
 
         with runtime.executing(arch, run):
             check()
@@ -393,8 +387,6 @@ def short(text: str) -> str:
 def draw(arch: int, found: list[Kernel], kind: str, each: int, seed: int) -> list[Mutant]:
     """Draws mutants of one kind, from as many kernels as have any."""
     rng = random.Random(f"{seed} {arch} {kind}")
-    if kind == "proxy fence deleted":
-        found = [kernel for kernel in found if (arch, kernel.name) not in UNFENCED]
     places = [(kernel, list(sites(kernel.ptx, kind, rng))) for kernel in found]
     places = [(kernel, ours) for kernel, ours in places if ours]
     rng.shuffle(places)

@@ -174,6 +174,16 @@ def test_comparisons_with_nan(compare):
         assert value == want, (x, y)
 
 
+def test_comparisons_of_pairs_give_two_predicates():
+    a, b = pairs([0, -0.0, 1, -1, 0.5, 65504, np.inf, -np.inf, np.nan], np.float16)
+    x, y = (
+        p.view(np.uint16) + (q.view(np.uint16).astype(np.uint32) << 16) for p, q in ((a, b), (b, a))
+    )
+    operation = """setp.lt.f16x2 %p1|%p2, {1}, {2}; selp.b32 %r50, 1, 0, %p1;
+        selp.b32 {0}, 2, 0, %p2; add.s32 {0}, {0}, %r50;"""
+    assert apply(operation, np.uint32, x, y).tolist() == ((a < b) + 2 * (b < a)).tolist()
+
+
 def test_max_and_min_ignore_nan_and_know_the_signs_of_zero():
     a, b = pairs(SPECIAL, np.float32)
     for name, sign in (("max", 1), ("min", -1)):

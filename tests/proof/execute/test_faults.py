@@ -28,6 +28,10 @@ COLUMNS = """
 """
 """Each of two warps stores to lanes of tensor memory."""
 FREED = "@%p3 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r40, 32;"
+OTHER = """
+    xor.b32 %r22, %r0, 32; mad.wide.u32 %rd22, %r22, 4, %rd0; setp.eq.u32 %p5, %r1, 0;
+"""
+"""%rd22: the word of p0 of a thread of the other warp; %p5: in the first block."""
 FAULTS = {
     "reads past the tensor": (
         "ld.global.b32 %r10, [%rd20+4];",
@@ -54,6 +58,14 @@ FAULTS = {
         """and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; cvt.rn.f32.u32 %r23, %r0;
         st.shared.b32 [%r22], %r23;""",
         "race: writes what another thread writes in the same instruc",
+    ),
+    "another warp's store to global memory": (
+        f"{OTHER} @%p5 st.global.b32 [%rd20], %r0; @%p5 ld.global.b32 %r10, [%rd22];",
+        "race: reads what another warp writes, without a barrier between, p0",
+    ),
+    "a store to global memory that another warp read": (
+        f"{OTHER} @%p5 ld.global.b32 %r10, [%rd22]; @%p5 st.global.b32 [%rd20], %r30;",
+        "race: writes what another warp reads or writes, without a barrier between, p0",
     ),
     "two blocks at one place": ("st.global.b32 [%rd20], %r1;", "race: writes what another"),
     "a copy that nobody waited for": (
@@ -123,6 +135,10 @@ SOUND = {
     "a barrier between": """
         st.shared.b32 [%r20], %r0; bar.sync 0; xor.b32 %r22, %r20, 128;
         ld.shared.b32 %r10, [%r22]; xor.b32 %r10, %r10, 32;""",
+    "a barrier between in global memory": """
+        st.global.b32 [%rd22], %r0; bar.sync 0; xor.b32 %r22, %r0, 32;
+        mad.wide.u32 %rd23, %r1, 256, %rd0; mad.wide.u32 %rd23, %r22, 4, %rd23;
+        ld.global.b32 %r10, [%rd23]; bar.sync 0; xor.b32 %r10, %r10, 32;""",
     "an mbarrier at its end": f"""
         {POLLED} bar.sync 0; @%p2 mbarrier.inval.shared::cta.b64 [%r21]; mov.b32 %r10, %r0;""",
     "tensor memory at its end": f"""
@@ -210,6 +226,7 @@ def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
         "@%p1 st.global.b32 [%rd20], %r10;",
         "selp.b32 %r11, %r10, %r0, %p1; st.global.b32 [%rd20], %r11;",
         "mov.b64 %rd21, {%r10, %r0}; mov.b64 {_, %r11}, %rd21; st.global.b32 [%rd20], %r11;",
+        "mov.b64 %rd21, {%r0, %r10}; cvt.u32.u64 %r11, %rd21; st.global.b32 [%rd20], %r11;",
         "shfl.sync.idx.b32 %r11, %r10, 3, 31, -1; @%p1 st.global.b32 [%rd20], %r11;",
         "add.s32 %r11, %r10, 1; @%p1 st.global.b32 [%rd20], %r11;",
     ],

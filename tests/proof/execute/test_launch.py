@@ -1,6 +1,11 @@
 """Kernels of others, from Triton to a result on the CPU: what a user of the executor writes."""
 
+import os
 import re
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +13,9 @@ from tests.processes import ROOT, python
 
 SCRIPT = """
 import torch, triton, triton.language as tl
-from fastgpt.kernels.proof.execute import FaultError, Launch, execute
 
 @triton.jit
-def softmax(x, y, n, stride, BLOCK: tl.constexpr, MASK: tl.constexpr):
+def softmax(x, y, n, stride, BLOCK: tl.constexpr, MASK: tl.constexpr = True):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < n if MASK else column < BLOCK
     logits = tl.load(x + row * stride + column, inside, other=float("-inf")).to(tl.float32)
@@ -24,47 +28,62 @@ def matmul(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     product = tl.dot(tl.load(a + m * K + k[None]), tl.load(b + k[:, None] * N + n))
     tl.store(c + m * N + n, product)
 
-torch.manual_seed(0)
-for arch in (80, 86, 89, 90, 100, 120):
-    for dtype in (torch.float32, torch.bfloat16):
+def check():
+    for dtype, most in ((torch.float32, 1e-7), (torch.bfloat16, 1e-3)):
         x = torch.randn(5, 300).to(dtype)
         y = torch.empty_like(x)
-        execute(Launch(softmax, (x, y, 300, 300), {"BLOCK": 512, "MASK": True}, (5,)), arch)
-        error = (y.float() - x.float().softmax(-1)).abs().max().item()
-        print("softmax", arch, dtype, error < (1e-7 if dtype is torch.float32 else 1e-3))
+        softmax[lambda given: (2560 // given["BLOCK"],)](x, y, 300, stride=300, BLOCK=512)
+        assert (y.float() - x.float().softmax(-1)).abs().max() < most
     a, b, c = torch.randn(64, 32).half(), torch.randn(32, 64).half(), torch.empty(64, 64)
-    execute(Launch(matmul, (a, b, c), {"M": 64, "N": 64, "K": 32, "num_warps": 4}, (1,)), arch)
-    print("matmul", arch, torch.allclose(c, a.float() @ b.float(), atol=1e-5))
-x = torch.randn(5, 300)
-try:
-    execute(Launch(softmax, (x, x, 300, 300), {"BLOCK": 512, "MASK": False}, (5,)), 90)
-except FaultError as fault:
-    print("fault", fault)
+    matmul[(1,)](a, b, c, M=64, N=64, K=32, num_warps=4)
+    assert torch.allclose(c, a.float() @ b.float(), atol=1e-5)
+
+def forgotten():
+    x = torch.randn(5, 300)
+    softmax[(5,)](x, x, 300, 300, 512, MASK=False)
+
+if __name__ == "__main__":
+    check()
+"""
+EVERY_ARCH = """
+from fastgpt.kernels.proof.execute import executed_on_cpu
+from yourfile import check
+
+for arch in (80, 86, 89, 90, 100, 120):
+    with executed_on_cpu(arch) as launches:
+        check()
+    print(arch, len(launches))
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """Lines of a script of a user, run without the interpreter."""
-    path = tmp_path_factory.mktemp("script") / "script.py"
-    path.write_text(SCRIPT)
-    done = python(path, TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python where a user's file is to be found."""
+    (tmp_path / "yourfile.py").write_text(SCRIPT)
+    return partial(python, TRITON_INTERPRET=None, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+
+
+def test_kernels_run_as_compiled_for_each_arch(run):
+    done = run("-c", EVERY_ARCH)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert done.stdout.splitlines() == [f"{arch} 3" for arch in (80, 86, 89, 90, 100, 120)]
 
 
-def test_kernels_run_as_compiled_for_each_arch(said):
-    results = [line.split() for line in said if not line.startswith("fault")]
-    assert len(results) == 6 * 3
-    assert [words for words in results if words[-1] != "True"] == []
-
-
-def test_a_missing_mask_is_named_with_kernel_thread_line_and_tensor(said):
-    (fault,) = (line for line in said if line.startswith("fault"))
-    place = (
-        r"outside of every tensor, x\+\d+ bytes; block 4, thread \d+, PTX line \d+ \(script.py:9\)"
-    )
-    assert re.search(place, fault), fault
+@pytest.mark.parametrize(
+    ("file", "status", "says"),
+    [
+        ("yourfile.py", 0, r"sm_80: softmax 2x, matmul 1x: no fault, [\d.]+ s"),
+        # kernel, thread, line and tensor
+        ("yourfile.py:forgotten", 1, r"error: softmax: reads 4 bytes outside of every tensor, "
+         r"x\+\d+ bytes; block 4, thread \d+, PTX line \d+ \(yourfile.py:8\): @.*"),
+        ("yourfile.py:nothing", 2, r"(.|\n)*error: \S+yourfile.py has no function nothing"),
+        ("missing.py", 2, r"(.|\n)*error: there is no file \S+missing.py"),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_user_is_run_by_a_command(run, tmp_path, file, status, says):
+    done = run("-m", "kernels.proof.execute", tmp_path / file, "--arch", "80")
+    assert done.returncode == status, done.stderr
+    assert re.fullmatch(says, (done.stdout + done.stderr).strip())
 
 
 def test_wrong_arguments_are_one_clear_error():

@@ -1,0 +1,100 @@
+"""Ends all ranks within seconds after one has failed, and leaves the last word to that one.
+
+A rank that waits in a collective operation may not notice that another one has ended: NCCL waits
+for ten minutes or longer, and signals are not handled meanwhile. So every rank keeps a connection
+to the main rank, which the system closes when a process ends, in whatever way. A thread watches it.
+"""
+
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+DONE, FAILED, KILLED = b"D", b"F", b"K"
+"""How a rank ended: it is done; it failed and said why; its connection closed without a word."""
+TOKEN_BYTES, RANK_BYTES = 16, 4
+GRACE_S = 2.0
+"""Seconds in which a rank may end with a message of its own after another one has failed. torchrun
+notices the first failure within a tenth of a second, and reports that one."""
+
+
+class Lifeline:
+    """Connection of a rank to the main rank; on the main rank, the connections of all others.
+
+    Args:
+        rank: rank of this process; 0 is the main rank.
+        size: number of ranks.
+        from_main: broadcasts the main rank's value to every rank.
+
+    Raises:
+        OSError: the main rank cannot be reached.
+    """
+
+    def __init__(self, rank: int, size: int, from_main: Callable) -> None:
+        self.loss = threading.Event()
+        """Set when another rank has ended without being done."""
+        self.links: dict[socket.socket, int] = {}
+        self.rank, server, mine = rank, None, None
+        if rank == 0:
+            server = socket.create_server(("", 0), backlog=size)
+            mine = server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)
+        port, self.token = from_main(mine)
+        if server is None:
+            link = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            link.sendall(self.token + rank.to_bytes(RANK_BYTES))
+            self.links[link] = 0
+        threading.Thread(target=self._watch, args=(server,), name="lifeline", daemon=True).start()
+
+    def say(self, word: bytes) -> None:
+        """Tells the others how this rank ends: `DONE` or `FAILED`."""
+        for link in list(self.links):
+            with suppress(OSError):
+                link.sendall(word + self.rank.to_bytes(RANK_BYTES))
+
+    def _watch(self, server: socket.socket | None) -> None:
+        while server or self.links:
+            watched: list[socket.socket] = [*self.links, *([server] if server else [])]
+            ready, _, _ = select.select(watched, [], [])
+            for link in ready:
+                if server is not None and link is server:
+                    self._accept(*server.accept())
+                    continue
+                word, about = _received(link, self.links[link])
+                if word != DONE:
+                    self._end_after(about, word)
+                del self.links[link]
+
+    def _accept(self, link: socket.socket, _address: object) -> None:
+        link.settimeout(5)  # a stranger's connection may be silent
+        with suppress(OSError):
+            hello = link.recv(TOKEN_BYTES + RANK_BYTES, socket.MSG_WAITALL)
+            if secrets.compare_digest(hello[:TOKEN_BYTES], self.token):
+                link.settimeout(None)
+                self.links[link] = int.from_bytes(hello[TOKEN_BYTES:])
+
+    def _end_after(self, rank: int, word: bytes) -> None:
+        """Ends this process, and tells the others to, after `rank` has ended as `word` says."""
+        self.loss.set()
+        for link, other in self.links.items():
+            if other != rank:
+                with suppress(OSError):
+                    link.sendall(word + rank.to_bytes(RANK_BYTES))
+        if word == KILLED and self.rank == (1 if rank == 0 else 0):
+            sys.stderr.write(
+                f"error: rank {rank} ended without an error message, as if it was killed (was"
+                " memory short?): all ranks end\n"
+            )
+        threading.Event().wait(GRACE_S)
+        os._exit(1)
+
+
+def _received(link: socket.socket, sender: int) -> tuple[bytes, int]:
+    """Receives how a rank ended, and which one; a closed connection is about its sender."""
+    with suppress(OSError):
+        if message := link.recv(1 + RANK_BYTES, socket.MSG_WAITALL):
+            return message[:1], int.from_bytes(message[1:])
+    return KILLED, sender

@@ -1,0 +1,69 @@
+"""Fences that Triton forgets, added to the PTX of our kernels.
+
+Tensor cores read shared memory by another way (the async proxy) than the threads and cp.async
+write it (the generic proxy). What a copy wrote is theirs to see after a `fence.proxy.async` that
+follows the wait for the copy. Where Triton leaves it out, and how that was found and tested:
+docs/reports/triton-sm100-fence.md.
+"""
+
+import functools
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_ours = threading.local()
+"""Its attribute `compiling` is True while this thread launches or compiles a kernel of ours."""
+
+
+@functools.cache
+def forgotten(arch: int) -> bool:
+    """Returns True if the installed Triton leaves fences out for an arch (90 for sm_90)."""
+    from triton import __version__
+
+    version = tuple(int(part) for part in re.findall(r"\d+", __version__)[:3])
+    return arch // 10 == 10 or (arch // 10 == 9 and version < (3, 7, 1))
+
+
+def fenced(ptx: str) -> str:
+    """Returns a kernel's PTX with a fence behind each wait for copies, if tensor cores read them.
+
+    Each thread fences its own copies, before the barrier by which the product waits for them all.
+    """
+    if "wgmma.mma_async" not in ptx and "tcgen05.mma" not in ptx:
+        return ptx
+    return re.sub(r"(cp\.async\.wait_group\s+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
+
+
+@contextmanager
+def added(kernel: Any, arch: int) -> Iterator[str]:
+    """Adds the fences to what is compiled inside, if `kernel` is ours and Triton forgets them.
+
+    Yields:
+        str: what tells the code from Triton's own in a cache; empty if nothing is added.
+    """
+    if not forgotten(arch) or not kernel.module.startswith(f"{__package__}."):
+        yield ""
+        return
+    from triton import knobs
+
+    knobs.runtime.add_stages_inspection_hook = _hook  # pyright: ignore[reportAttributeAccessIssue]
+    _ours.compiling = True
+    try:
+        yield _hook()[0]
+    finally:
+        _ours.compiling = False
+
+
+def _hook(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, str]:
+    """Triton's hook, which stays installed: it changes nothing of a kernel that is not ours.
+
+    Without arguments it is asked for what tells the code apart in the caches on disk and in memory.
+    """
+    if not getattr(_ours, "compiling", False):
+        return "", ""
+    if stages is not None:
+        to_ptx = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: fenced(to_ptx(source, metadata))
+    return "fences", "fences"

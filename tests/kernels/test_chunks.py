@@ -1,0 +1,63 @@
+"""Chunks of tokens of the head, and what becomes of its gradients when it is compiled."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from fastgpt.kernels import linear_cross_entropy
+from fastgpt.kernels.cross_entropy.linear import Settings, chunk_on_gpu, rounds, tokens_at_a_time
+
+V, C = 50_304, 768
+
+
+@pytest.mark.parametrize(
+    ("M", "asked", "columns", "tokens"),
+    [(4096, 0, V, 256), (300, 0, V, 256), (4096, 77, V, 77), (4096, 0, 10**9, 1)],
+)
+def test_chunks_on_a_cpu_follow_from_a_budget(M, asked, columns, tokens):
+    settings = Settings(True, True, True, torch.bfloat16, asked, columns, -100, 0.0, 0.0, None)
+    x, weight = (torch.empty(1, C).expand(rows, C) for rows in (M, columns))
+    assert tokens_at_a_time(x, weight, settings) == tokens
+
+
+@pytest.mark.parametrize(
+    ("M", "itemsize", "processors", "tokens"),
+    [
+        (65_536, 2, 132, 5632),  # H100: 132 tiles of x's gradient, where 4096 tokens have 96
+        (65_536, 2, 148, 5760),  # B200
+        (65_536, 4, 132, 2816),
+        (5000, 2, 132, 5120),
+        (100, 2, 132, 128),
+    ],
+)
+def test_chunks_on_a_gpu_fill_its_multiprocessors(M, itemsize, processors, tokens):
+    assert chunk_on_gpu(M, V, C, itemsize, processors) == tokens
+    assert chunk_on_gpu(M, 10**9, C, itemsize, processors) == 1
+
+
+def test_rounds_count_the_waves_of_three_products():
+    # 4 x 1, 4 x 2 and 1 x 2 tiles of 128 x 256 on 4 multiprocessors; then half as many rows
+    assert rounds(512, 512, 256, 512, processors=4) == 1 * 512 + 2 * 256 + 1 * 512
+    assert rounds(768, 512, 256, 512, processors=4) == 1536 + 1 * 512 + 1 * 256 + 1 * 256
+
+
+def test_compiled_scaling_of_the_gradients_is_left_to_the_compiler():
+    ops = []
+
+    def backward(graph: GraphModule, _: list[Tensor]) -> GraphModule:
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return 3 * linear_cross_entropy(x, weight, targets)
+
+    given = [torch.randn(n, 8, requires_grad=True) for n in (6, 5)]
+    targets = torch.randint(5, (6,))
+    compiler = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward)
+    compiled = torch.compile(loss, backend=compiler, fullgraph=True)
+    found, expected = (torch.autograd.grad(f(*given, targets), given) for f in (compiled, loss))
+    torch.testing.assert_close(found, expected)
+    assert "aten.mul.Tensor" in ops
+    assert not [op for op in ops if "linear_cross_entropy" in op]

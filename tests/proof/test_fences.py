@@ -1,0 +1,75 @@
+"""The fences that Triton forgets: where it does, and that our kernels are compiled with them."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastgpt.kernels import fences, runtime
+from tests.processes import python
+
+COPIED = "cp.async.wait_group \t1;\nbar.sync \t0;\n"
+OURS = "fastgpt.kernels.attention.forward"
+
+
+def test_triton_forgets_them_where_the_table_says_and_nowhere_else():
+    """A Triton that forgets none any more fails here: shrink `fences.forgotten` then."""
+    done = python("-m", "tests.proof.execute.forgotten_fence", TRITON_INTERPRET=None)
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"sm_(\d+, [\w ]+): (.*)", done.stdout))
+    for arch in (80, 90, 100):
+        assert said[f"{arch}, with fences"] == "True", said
+        fault = "reads what threads wrote, without a fence.proxy.async between"
+        expected = fault if fences.forgotten(arch) else "True"
+        assert expected in said[f"{arch}, as compiled"], said
+
+
+class Kernel:
+    """A kernel whose launch asks Triton's hook as its compiler does, and keeps what it compiled."""
+
+    __name__ = "kernel"
+
+    def __init__(self, module, ptx):
+        self.module, self.ptx = module, ptx
+
+    def __getitem__(self, grid):
+        return self.launched
+
+    def launched(self, *args):
+        from triton import knobs
+
+        stages = {"ptx": lambda source, metadata: self.ptx}
+        hook: Any = knobs.runtime.add_stages_inspection_hook
+        self.key = hook() if hook else ("", "")
+        if hook:
+            hook(None, stages, None, None, None)
+        self.compiled = stages["ptx"](None, {})
+
+
+@pytest.mark.parametrize(
+    ("arch", "module", "instruction", "added"),
+    [
+        (100, OURS, "tcgen05.mma", True),
+        (103, OURS, "tcgen05.mma", True),
+        (100, OURS, "add.f32", False),
+        (100, "yours", "tcgen05.mma", False),
+        (80, OURS, "mma.sync", False),
+        (120, OURS, "mma.sync", False),
+    ],
+)
+def test_a_launch_compiles_our_kernels_with_them(monkeypatch, arch, module, instruction, added):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    monkeypatch.setattr(runtime, "_cuda", lambda index: (arch, 148))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = Kernel(module, f"{COPIED}{instruction};")
+    runtime.launch(kernel, (1,), SimpleNamespace(device=torch.device("cuda", 0)))
+    fence = "cp.async.wait_group \t1;\n\tfence.proxy.async.shared::cta;\nbar.sync"
+    assert (fence in kernel.compiled) == added
+    assert (kernel.key == ("fences", "fences")) == (arch in (100, 103) and module == OURS)
+    kernel.launched()  # by somebody else: the hook stays, and does nothing
+    assert (kernel.compiled, kernel.key) == (kernel.ptx, ("", ""))
