@@ -94,7 +94,10 @@ def as_rank():
 
 def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text(
-        "from tests.trainer.test_muon import as_rank, distributed\nwith distributed.ending_together():\n    as_rank()\n"
+    lines = (
+        "from tests.trainer.test_muon import as_rank, distributed",
+        "with distributed.ending_together():",
+        "    as_rank()",
     )
+    script.write_text("\n".join(lines))
     assert finish(torchrun(2, str(script))).count("agrees") == 2
