@@ -31,10 +31,11 @@ def _norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, stats_ptr,
     stride_xm, stride_rm,
     M, N,
-    EPS: tl.constexpr, CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, LANE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
+    offs_n = tl.max_contiguous(tl.arange(0, BLOCK_N), LANE)
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
     x = tl.load(x_ptr + (offs_m * stride_xm)[:, None] + offs_n[None, :], mask=mask, other=0.0)
@@ -157,13 +158,16 @@ PART_N = 2_048
 
 
 def fwd_tile(n: int) -> dict[str, int]:
-    """Block sizes and warps of the forward: about 4096 elements, 16 a thread.
+    """Block sizes and warps of the forward: about 2048 elements, 16 or 32 a thread.
 
     A rule, here and below, instead of a table: N alone sets the sizes, the registers that `python
-    -m kernels.aot` counts set the rest, and a table would only repeat it for every N.
+    -m kernels.aot` counts set the rest, and a table would only repeat it for every N. With 32
+    elements a thread a row of 768 takes a third less instructions than with 16 (see
+    docs/kernels/norm.md); rows of up to 128 and of more than 1024 spill then.
     """
-    block_n, block_m = row_blocks(n, 4096)
-    warps = max(1, min(32, block_m * block_n // (16 * 32)))
+    block_n, block_m = row_blocks(n, 2048)
+    lane = 32 if 128 < block_n <= 1024 else 16
+    warps = max(1, min(32, block_m * block_n // (lane * 32)))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
@@ -213,11 +217,13 @@ def norm_fwd(
     x = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     config = fwd_tile(N)
+    # 16 bytes of the widest dtype: else each thread's elements of the others lie apart from its own
+    lane = 16 // max(t.element_size() for t in (x, residual, weight) if t is not None)
     launch(
         _norm_fwd_kernel, (triton.cdiv(M, config["BLOCK_M"]),),
         x, residual, _vector(weight), _vector(bias), y, total if summed else None, stats,
         x.stride(0), 0 if residual is None else residual.stride(0),
-        M, N, EPS=eps, CENTRED=centred, **config,
+        M, N, EPS=eps, CENTRED=centred, LANE=lane, **config,
     )  # fmt: skip
     return y, total, stats
 

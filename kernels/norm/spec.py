@@ -29,7 +29,8 @@ def forms(arch: int) -> Iterator[Case]:
     for n in (768, 1600, 4096):
         yield form(n, BF16, BF16, residual=BF16, bias=n != 4096)
         yield form(n, BF16, FP32)
-    yield form(768, BF16, FP32, residual=FP32)
+    for stream in (FP32, BF16):  # --train.residual
+        yield form(768, BF16, FP32, residual=stream)
     yield form(768, BF16, FP32, centred=False, bias=False)
     yield form(768, FP16, FP32, residual=FP16)
 
