@@ -28,6 +28,7 @@ from fastgpt.engine import Engine
 from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
+from fastgpt.saver import Saver
 from fastgpt.trainer import Trainer
 from tests.trainer.runs import ROOT, assert_shows_two_curves, before_each, series
 
@@ -86,7 +87,8 @@ def test_evaluations_and_saves_show_how_far_they_are(fit, monkeypatch):
     monkeypatch.setattr(Display, "doing", lambda _, what="": shown.append(what))
     fit("--steps 1 --train.micro-batch 2")
     evaluation = ["evaluating 1/3", "evaluating 2/3", "evaluating 3/3"]
-    assert shown == [*evaluation, "", "saving", *evaluation, "sampling", ""]
+    written = ["saving", ""]  # the end waits for the thread that writes
+    assert shown == [*evaluation, "", "saving", *evaluation, "sampling", "", *written]
 
 
 def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
@@ -119,7 +121,7 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
         before_each(monkeypatch, torch.Tensor, name, lambda x, *_, **__: reads.append(x))
     # ranks agree on stopping through a tensor that never leaves the host
     monkeypatch.setattr(distributed.StopSignal, "agreed", lambda *_: False)
-    monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
+    monkeypatch.setattr(Saver, "start", lambda *_: None)
     flags = "--steps 12 --log-every 4 --eval-every 0 --save-every 0 --optim.kind muon"
     trainer = Trainer(parse(tiny(flags, "--train.sample-tokens 0 --train.micro-batch 4")))
     at_log = []
@@ -287,17 +289,17 @@ def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
 
 
 def test_saved_before_it_is_evaluated(fit, monkeypatch):
-    """A checkpoint is written before its step is evaluated."""
-    saved = []
+    """A checkpoint begins to be written before its step is evaluated."""
+    events = []
+    before_each(monkeypatch, Saver, "save", lambda _, step, *__: events.append(("saved", step)))
 
     def look(log, record):
         if "val_loss" in record and record["step"]:
-            name = f"step_{record['step']:08d}"
-            saved.append((log.path.parent / "checkpoints" / name / "checkpoint.json").exists())
+            events.append(("evaluated", record["step"]))
 
     before_each(monkeypatch, MetricsLog, "write", look)
     fit()
-    assert saved == [True, True]
+    assert events == [(event, step) for step in (4, 8) for event in ("saved", "evaluated")]
 
 
 def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatch):
