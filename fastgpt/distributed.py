@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted, tell_torchrun
-from fastgpt.lifeline import DONE, FAILED, GRACE_S, Lifeline
+from fastgpt.lifeline import FAILED, GRACE_S, Lifeline
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def ending_together() -> Iterator[None]:
             _leave(error)
         raise
     if _lifeline is not None:
-        _lifeline.say(DONE)
+        _lifeline.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

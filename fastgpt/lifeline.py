@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 DONE, FAILED, KILLED = b"D", b"F", b"K"
 """How a rank ended: it is done; it failed and said why; its connection closed without a word."""
@@ -47,18 +48,32 @@ class Lifeline:
             link = socket.create_connection((os.environ["MASTER_ADDR"], port))
             link.sendall(self.token + rank.to_bytes(RANK_BYTES))
             self.links[link] = 0
-        threading.Thread(target=self._watch, args=(server,), name="lifeline", daemon=True).start()
+        self._wake, woken = socket.socketpair()
+        watch = partial(self._watch, server, woken)
+        self._thread = threading.Thread(target=watch, name="lifeline", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells the others that this rank is done, and ends the thread.
+
+        A thread that is left over when Python ends may abort the process.
+        """
+        self.say(DONE)
+        self._wake.send(b".")
+        self._thread.join()
 
     def say(self, word: bytes) -> None:
-        """Tells the others how this rank ends: `DONE` or `FAILED`."""
+        """Tells the others how this rank ends."""
         for link in list(self.links):
             with suppress(OSError):
                 link.sendall(word + self.rank.to_bytes(RANK_BYTES))
 
-    def _watch(self, server: socket.socket | None) -> None:
-        while server or self.links:
-            watched: list[socket.socket] = [*self.links, *([server] if server else [])]
+    def _watch(self, server: socket.socket | None, woken: socket.socket) -> None:
+        while True:
+            watched: list[socket.socket] = [*self.links, woken, *([server] if server else [])]
             ready, _, _ = select.select(watched, [], [])
+            if woken in ready:
+                return
             for link in ready:
                 if server is not None and link is server:
                     self._accept(*server.accept())
