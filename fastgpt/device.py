@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What PyTorch can do on one kind of device, and which of that a run uses.
+    """Abilities of one kind of device in PyTorch, and which of them a run uses.
 
     Functions are called when the answer is needed: they may initialize the device.
     """

@@ -15,7 +15,8 @@ import tyro
 from torch import Tensor, nn
 
 from fastgpt import flags, ops
-from fastgpt.config import INT64, ModelConfig, OpsConfig, check
+from fastgpt.checks import INT64, check
+from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
 from fastgpt.lecture import build_model

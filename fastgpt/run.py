@@ -23,7 +23,8 @@ from filelock import FileLock, Timeout
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
-from fastgpt.config import Config, flag, from_json, to_json
+from fastgpt.checks import flag
+from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically

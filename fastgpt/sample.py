@@ -10,8 +10,9 @@ import torch
 import tyro
 
 from fastgpt import checkpoint, device, flags, ops
+from fastgpt.checks import INT64, check
 from fastgpt.choose import require_toolchain
-from fastgpt.config import INT64, MOST_TOKENS, OpsConfig, check
+from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line

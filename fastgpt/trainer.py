@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 from fastgpt import checkpoint, device, distributed, run
+from fastgpt.about import facts, header
 from fastgpt.config import Config, to_json
-from fastgpt.display import Display, duration, short
+from fastgpt.display import Display, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError, counted, writing
+from fastgpt.errors import UserError, writing
 from fastgpt.evaluate import encode_prompt, sample_text
-from fastgpt.metrics import MFU_CONVENTION, MetricsLog
-from fastgpt.recipes import expected, sample_prompt
+from fastgpt.metrics import MetricsLog
+from fastgpt.recipes import sample_prompt
 from fastgpt.saver import Saver
 from fastgpt.storage import cache_dir, write_atomically
-
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 class Trainer:
@@ -82,7 +81,7 @@ class Trainer:
         )
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)
-        self.display.header(self._header())
+        self.display.header(header(self.engine, self.peak, self.run_dir))
 
     def _measured_peak(self) -> float:
         """Measures the FLOP/s that MFU is relative to; warns if other programs use the cores."""
@@ -105,107 +104,7 @@ class Trainer:
         self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
         path = self.run_dir / "manifest.json"
         with writing(path):
-            write_atomically(path, run.manifest(self._facts(), path).encode())
-
-    def _facts(self) -> dict[str, Any]:
-        engine = self.engine
-        return {
-            "device": device.device_name(engine.device),
-            "ranks": self.world.size,
-            "precision": engine.precision,
-            "compile": engine.compiled,
-            "micro_batch": engine.micro_batch,
-            "ops": engine.ops.names,
-            "trials": engine.trials,
-            "parameters": engine.model.num_params(),
-            "peak_flops": self.peak,
-            "mfu": MFU_CONVENTION,
-            "resumed_from_step": engine.step or None,
-            "data": {
-                "name": engine.data.name,
-                "sha256": engine.data.sha256,
-                "python": engine.data.corpora[0].python,
-                "tokenizer": engine.data.tokenizer.kind,
-                "train_tokens": sum(len(corpus.train) for corpus in engine.data.corpora),
-                "val_tokens": sum(len(corpus.val) for corpus in engine.data.corpora),
-                "align": self.config.data.align,
-                "weights": engine.data.weights,
-                "samples_per_epoch": engine.epoch_sizes,
-            },
-        }
-
-    def _header(self) -> dict[str, str]:
-        config, facts, engine = self.config, self._facts(), self.engine
-        data, compiled = facts["data"], "on" if engine.compiled else "off"
-        python = f" of Python {data['python']}" if data["python"] else ""
-        parts = {"sequence": engine.micro_batch, "micro-step": engine.loader.accumulation,
-                 "rank": self.world.size}  # fmt: skip
-        batch = " x ".join(counted(number, noun) for noun, number in parts.items())
-        left = counted(config.steps - engine.step, "more step" if engine.step else "step")
-        resumed = {}
-        if engine.resumed_from is not None:
-            resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
-            resumed["changed"] = ", ".join(engine.changes) or "no settings"
-        return {
-            "recipe": config.recipe,
-            **resumed,
-            "device": f"{facts['device']}, {engine.precision}, compile {compiled}",
-            "model": f"{facts['parameters']:,} parameters, context {config.model.context}",
-            "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
-            f"{short(data['val_tokens'])} validation tokens"
-            f" ({data['tokenizer'].removesuffix('s')} tokenizer), "
-            f"sha256 {data['sha256'][:16]}",
-            "training": f"{left} of {config.train.batch_tokens:,} tokens each ({batch}),"
-            f" {OPTIMIZERS[config.optim.kind]}",
-            "epochs": self._epochs_planned(),
-            "estimate": self._estimate(),
-            "ops": ", ".join(f"{op} {name}" for op, name in facts["ops"].items()),
-            "MFU": f"relative to {self.peak / 1e12:.2f} TFLOP/s, the fastest matrix product"
-            " measured here",
-            "run": str(self.run_dir),
-        }
-
-    def _epochs_planned(self) -> str:
-        """Describes how many epochs of each corpus the whole run reads."""
-        engine, config = self.engine, self.config
-        samples = config.steps * config.global_batch
-        data = engine.data
-        counts = zip(data.corpora, data.weights, engine.epoch_sizes, engine.coverage)
-        return ", ".join(
-            f"{samples * weight / size:.3g} passes over {corpus.name} ({size:,} samples, which"
-            f" cover {f'{covered:.0%}'.replace('100%', 'all')} of its tokens)"
-            for corpus, weight, size, covered in counts
-        )
-
-    def _estimate(self) -> str:
-        """Describes the tokens left to train and evaluate on, the time, and the expected loss."""
-        tokens = (self.config.steps - self.engine.step) * self.config.train.batch_tokens
-        scored = self._tokens_to_score()
-        # a step costs three times the FLOPs of its forward, which is all that an evaluation needs
-        flops = (tokens + scored / 3) * self.engine.flops_per_token
-        short_s, long_s = (flops / self.peak / mfu for mfu in (0.5, 0.2))
-        time_left = f"{duration(short_s)} to {duration(long_s)} (at an MFU of 50% to 20%)"
-        return (
-            f"{tokens:,} training + {scored:,} evaluation tokens, {flops:.2g} FLOPs, "
-            f"{time_left if long_s >= 60 else 'less than a minute of computing'}; "
-            f"{expected(self.config, self.engine.data.name)}"
-        )
-
-    def _tokens_to_score(self) -> int:
-        """Counts the tokens of all evaluations to come (with documents or few tokens, roughly)."""
-        config, step = self.config, self.engine.step
-        corpora = self.engine.data.corpora
-
-        def scored(most: int) -> int:
-            if config.data.eval_batches:  # of both splits
-                return 2 * len(corpora) * config.data.eval_batches * config.train.batch_tokens
-            return sum(min(most or len(corpus.val), len(corpus.val)) for corpus in corpora)
-
-        if step == config.steps:
-            return 0
-        every = config.eval_every or config.steps
-        before_last = (config.steps - 1) // every - step // every + (step == 0)
-        return before_last * scored(config.data.eval_tokens) + scored(config.data.final_eval_tokens)
+            write_atomically(path, run.manifest(facts(self.engine, self.peak), path).encode())
 
     def fit(self) -> None:
         """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.

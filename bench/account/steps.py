@@ -1,4 +1,4 @@
-"""What a training step consists of: ours, nanoGPT's and llm.c's, part by part.
+"""Parts of a training step of fastgpt, nanoGPT and llm.c.
 
 Each part has FLOPs, bytes of memory and launches, counted by hand from the trainers' sources for
 one micro-batch, forward, backward and one update.
@@ -100,7 +100,7 @@ def attention(s: Sizes) -> tuple[float, float, float, float]:
 
 
 def passes(s: Sizes, stream: int, of_weights: float) -> Iterator[Part]:
-    """What touches each parameter once: gradients' norm, clipping, AdamW; and the embedding.
+    """Yields the parts that touch each parameter once, the optimizer above all, and the embeddings.
 
     Args:
         stream: bytes of an element of the residual stream.
@@ -140,18 +140,30 @@ def fastgpt(s: Sizes) -> Iterator[Part]:
     yield from passes(s, 4, 12)
 
 
-def nanogpt(s: Sizes) -> Iterator[Part]:
-    """nanoGPT's train.py with its defaults: torch.compile, flash attention, no biases."""
+def by_libraries(s: Sizes, attends: str, forward: int, backward: int) -> Iterator[Part]:
+    """Yields what nanoGPT's and llm.c's steps have in common.
+
+    Args:
+        attends: library of the attention, the first word of its ASSUMED shares.
+        forward: bytes of an element that a norm reads and writes.
+        backward: the same of its gradient.
+    """
     n, wide = s.M * s.C, s.M * s.F
     fwd, read, bwd, moved = attention(s)
     yield from products(s)
     yield from head(s, 1)
-    yield Part("attention", "attention", fwd, read, s.L, library="flash forward")
-    yield Part("attention's gradient", "attention", bwd, moved, s.L, 3, library="flash backward")
-    yield Part("residual + LayerNorm", "norm", 0, 12 * n, 2 * s.L + 1)
-    yield Part("LayerNorm's gradient", "norm", 0, 22 * n, 2 * s.L + 1, 2)
+    yield Part("attention", "attention", fwd, read, s.L, library=f"{attends} forward")
+    gradient = f"{attends} backward"
+    yield Part("attention's gradient", "attention", bwd, moved, s.L, 3, library=gradient)
+    yield Part("residual + LayerNorm", "norm", 0, forward * n, 2 * s.L + 1)
+    yield Part("LayerNorm's gradient", "norm", 0, backward * n, 2 * s.L + 1, 2)
     yield Part("GELU", "other", 0, 4 * wide, s.L)
     yield Part("GELU's gradient", "other", 0, 6 * wide, s.L)
+
+
+def nanogpt(s: Sizes) -> Iterator[Part]:
+    """nanoGPT's train.py with its defaults: torch.compile, flash attention, no biases."""
+    yield from by_libraries(s, "flash", 12, 22)
     yield Part("loss and its gradient", "loss", 0, 6 * s.M * s.V, 1, 3)
     yield Part("weights to bf16, gradients to fp32", "other", 0, 12 * s.weights, 1, 4 * s.L)
     yield from passes(s, 4, 12)
@@ -159,17 +171,9 @@ def nanogpt(s: Sizes) -> Iterator[Part]:
 
 def llmc(s: Sizes) -> Iterator[Part]:
     """llm.c's train_gpt2.cu: bf16 throughout, fp32 master weights, cuDNN's attention."""
-    n, wide = s.M * s.C, s.M * s.F
-    fwd, read, bwd, moved = attention(s)
-    yield from products(s)
-    yield from head(s, 1)
-    yield Part("attention", "attention", fwd, read, s.L, library="cudnn forward")
-    yield Part("attention's gradient", "attention", bwd, moved, s.L, 3, library="cudnn backward")
-    yield Part("residual + LayerNorm", "norm", 0, 8 * n, 2 * s.L + 1)
-    yield Part("LayerNorm's gradient", "norm", 0, 8 * n, 2 * s.L + 1, 2)
-    yield Part("GELU", "other", 0, 4 * wide, s.L)
-    yield Part("GELU's gradient", "other", 0, 6 * wide, s.L)
-    yield Part("gradients of the biases", "other", 0, 10 * n + 2 * wide, s.L, 8)
+    yield from by_libraries(s, "cudnn", 8, 8)
+    biases = s.M * (10 * s.C + 2 * s.F)
+    yield Part("gradients of the biases", "other", 0, biases, s.L, 8)
     yield Part("loss, gradient in place", "loss", 0, 4 * s.M * s.V, 1)
     yield from passes(s, 2, 2)
 

@@ -2,9 +2,10 @@
 
 Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
 Triton. From the bottom up: `ptx` (parser), `build` (instructions to steps), `formats` (numbers),
-`arithmetic`, `warp`, `memory` (global), `shared`, `tensor` (fragments, descriptors), `flight`
-(copies, registers under way), `wgmma`, `mbarrier`, `tcgen05`, `unwritten`, `counters` (a profile),
-`machine` (thread blocks in lockstep), `launch` (compiling, binding, running).
+`lanes` (one function for all threads), `arithmetic`, `moves`, `warp`, `memory` (global), `shared`,
+`tensor` (fragments, descriptors), `flight` (copies, registers under way), `wgmma`, `mbarrier`,
+`tcgen05`, `unwritten`, `counters` (a profile), `machine` (thread blocks in lockstep), `launch`
+(compiling, binding, running).
 
 Kernels of yours, whatever launches them:
 

@@ -1,4 +1,4 @@
-"""Arithmetic (9.7.1 to 9.7.9): integers, floats, conversions, comparisons, moves.
+"""Arithmetic (9.7.1 to 9.7.8): integers, floats, shifts, selections, comparisons.
 
 Every result is rounded as the ISA says. Where it leaves bits open (`ex2.approx`, `div.full`, ...)
 the result here is the correctly rounded one.
@@ -6,83 +6,28 @@ the result here is the correctly rounded one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .build import Build, Mask, Step, opcode, unknown
-from .errors import UnknownPtxError
 from .formats import (
-    F16,
     F32,
     F64,
     exact_fma,
     flushed,
     fma,
-    from_bf16,
     from_half,
     halves,
     joined,
-    to_bf16,
     to_half,
 )
-from .ptx import BOOL, U16, U32, U64, Instruction, Name, Vector
+from .lanes import TYPES, plain
+from .ptx import BOOL, U16, U32, U64, Instruction, Vector
 
 if TYPE_CHECKING:
     from .machine import Machine
-
-
-TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32, "u32": U32,
-         "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),
-         "f64": F64, "f16": F16, "s8": np.dtype("i1"), "u8": np.dtype("u1")}  # fmt: skip
-
-
-# --- one function for all lanes -------------------------------------------------------------------
-
-PACKING = ("cvt.u64.u32", "shl.b64", "or.b64")
-"""Opcodes by which Triton 3.6 packs two registers into one, where Triton 3.7 has a mov."""
-
-
-def _plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
-    """Builder: destination, then sources, each seen as one of `dtypes`."""
-
-    def build(b: Build, instruction: Instruction) -> Step:
-        to, *args = instruction.args
-        assert isinstance(to, int)
-        slots = [b.slot(arg, dtype) for arg, dtype in zip(args, dtypes, strict=True)]
-        views = [_view(b.program.dtypes[slot], dtype) for slot, dtype in zip(slots, dtypes)]
-        out = b.program.dtypes[to]
-        if out.itemsize != result.itemsize:  # 9.4.1: a destination that is wider is extended
-            widen, f_ = np.dtype(f"{result.kind}{out.itemsize}"), f
-            return _plain(dtypes, widen, lambda *x: f_(*x).astype(widen))(b, instruction)
-        if instruction.op in PACKING:
-            return _moving(to, slots, f)
-        cast = None if result == out else out
-
-        def step(m: Machine, mask: Mask) -> None:
-            R = m.R
-            x = [R[s] if v is None else v(R[s]) for s, v in zip(slots, views)]
-            y = f(*x)
-            m.put(to, y if cast is None else y.view(cast), mask)
-
-        return step
-
-    return build
-
-
-def _view(slot: np.dtype, dtype: np.dtype) -> Callable[[Any], Any] | None:
-    """Returns the cast of a register to a `dtype` (9.4.1: low bits of a wider one), or None."""
-    if slot == dtype:
-        return None
-    if slot.itemsize > dtype.itemsize:
-        low = np.dtype(f"u{dtype.itemsize}")
-        return lambda x: x.astype(low).view(dtype)
-    if slot.itemsize < dtype.itemsize:
-        raise UnknownPtxError(f"a register of {slot.itemsize} bytes read as {dtype}")
-    return lambda x: x.view(dtype)
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -192,14 +137,14 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
         raise unknown(instruction)
     f = table[name]
     if "ftz" in mods:
-        plain = f
-        f = lambda *x: flushed(plain(*map(flushed, x)))  # noqa: E731
+        exact = f
+        f = lambda *x: flushed(exact(*map(flushed, x)))  # noqa: E731
     dtype = TYPES[kind]
     count = len(instruction.args) - 1
     if name.startswith(("min", "max")) and count == 3:  # sm_100 has them of three
         two = f
         f = lambda x, y, z: two(two(x, y), z)  # noqa: E731
-    return _plain((dtype,) * count, dtype, f)(b, instruction)
+    return plain((dtype,) * count, dtype, f)(b, instruction)
 
 
 def _of_halves(name: str, kind: str) -> Any:
@@ -214,8 +159,8 @@ def _of_halves(name: str, kind: str) -> Any:
 
     count = 3 if name == "fma" else 1 if name in UNARY else 2
     if kind.endswith("x2"):
-        return _plain((U32,) * count, U32, two)
-    return _plain((U16,) * count, U16, lambda *x: one(*(from_half(y, kind) for y in x)))
+        return plain((U32,) * count, U32, two)
+    return plain((U16,) * count, U16, lambda *x: one(*(from_half(y, kind) for y in x)))
 
 
 def _narrow(x: Any) -> Any:
@@ -240,46 +185,46 @@ def _of_pairs(name: str) -> Any:
         low, high = (FLOAT[name](*x).view(U32).astype(U64) for x in zip(*parts))
         return low | (high << np.uint64(32))
 
-    return _plain((U64,) * (3 if name == "fma" else 2), U64, f)
+    return plain((U64,) * (3 if name == "fma" else 2), U64, f)
 
 
 def _mixed(name: str, kind: str) -> Any:
     """fma, add and sub of 16-bit floats into float32 (9.7.5): the last operand is float32."""
     if name == "fma":
         f = lambda a, c, d: fma(from_half(a, kind), from_half(c, kind), d)  # noqa: E731
-        return _plain((U16, U16, F32), F32, f)
-    return _plain((U16, F32), F32, lambda a, c: FLOAT[name](from_half(a, kind), c))
+        return plain((U16, U16, F32), F32, f)
+    return plain((U16, F32), F32, lambda a, c: FLOAT[name](from_half(a, kind), c))
 
 
 def _wide_product(name: str, kind: str) -> Any:
     wide = {"s32": np.dtype("i8"), "u32": U64, "s16": np.dtype("i4"), "u16": U32}[kind]
     dtype = TYPES[kind]
     if name == "mul":
-        return _plain((dtype, dtype), wide, lambda a, c: a.astype(wide) * c.astype(wide))
-    return _plain((dtype, dtype, wide), wide, lambda a, c, d: a.astype(wide) * c.astype(wide) + d)
+        return plain((dtype, dtype), wide, lambda a, c: a.astype(wide) * c.astype(wide))
+    return plain((dtype, dtype, wide), wide, lambda a, c, d: a.astype(wide) * c.astype(wide) + d)
 
 
 @opcode("shl")
 def _shl(b: Build, instruction: Instruction) -> Step:
     dtype = TYPES[instruction.type]
-    return _plain((dtype, U32), dtype, _shift_left)(b, instruction)
+    return plain((dtype, U32), dtype, _shift_left)(b, instruction)
 
 
 @opcode("shr")
 def _shr(b: Build, instruction: Instruction) -> Step:
     dtype = TYPES[instruction.type]
-    return _plain((dtype, U32), dtype, _shift_right)(b, instruction)
+    return plain((dtype, U32), dtype, _shift_right)(b, instruction)
 
 
 @opcode("bfe.u32", "bfe.s32")
 def _bfe(b: Build, instruction: Instruction) -> Step:
     dtype = TYPES[instruction.type]
-    return _plain((dtype, U32, U32), dtype, _extract)(b, instruction)
+    return plain((dtype, U32, U32), dtype, _extract)(b, instruction)
 
 
 @opcode("prmt.b32")
 def _prmt(b: Build, instruction: Instruction) -> Step:
-    return _plain((U32, U32, U32), U32, _permute)(b, instruction)
+    return plain((U32, U32, U32), U32, _permute)(b, instruction)
 
 
 @opcode("selp")
@@ -287,7 +232,7 @@ def _selp(b: Build, instruction: Instruction) -> Step:
     to = instruction.args[0]
     assert isinstance(to, int)
     dtype = b.program.dtypes[to]
-    return _plain((dtype, dtype, BOOL), dtype, lambda a, c, p: np.where(p, a, c))(b, instruction)
+    return plain((dtype, dtype, BOOL), dtype, lambda a, c, p: np.where(p, a, c))(b, instruction)
 
 
 COMPARE = {
@@ -315,7 +260,7 @@ def _setp(b: Build, instruction: Instruction) -> Step:
         dtype = U16
     else:
         seen = flushed if mods else lambda x: x
-    return _plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
+    return plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
 
 
 def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: str) -> Step:
@@ -327,137 +272,5 @@ def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: 
         for slot, *x in zip(to, *(halves(m.R[source], kind) for source in sources)):
             if slot is not None:
                 m.put(slot, f(*x), mask)
-
-    return step
-
-
-@opcode("mov")
-def _mov(b: Build, instruction: Instruction) -> Step:
-    """A move, or packing and unpacking by braces (9.7.9.5)."""
-    to, source = instruction.args
-    dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
-    if isinstance(to, Vector):
-        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
-    assert isinstance(to, int)
-    if isinstance(source, Vector):
-        return _pack(b, to, source, dtype)
-    if isinstance(source, Name) and source.text != "global_smem":
-        raise unknown(instruction)
-    slot = b.slot(source, dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        value = m.R[slot]
-        if value is None:
-            raise TypeError
-        m.put(to, value, mask)
-
-    return step
-
-
-def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
-    slots = [b.slot(item, part) for item in source.items]
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
-
-    def packed(*x: Any) -> Any:
-        return functools.reduce(or_, (y.astype(dtype) << shift for y, shift in zip(x, shifts)))
-
-    return _moving(to, slots, packed)
-
-
-def _moving(to: int, slots: list[int], f: Callable[..., Any]) -> Step:
-    """A move of bits, which registers under way may take part in: see `LateRegisters.follow`."""
-
-    def step(m: Machine, mask: Mask) -> None:
-        if m.late.slots and not m.late.slots.keys().isdisjoint(slots):
-            m.late.follow(to, slots, f, m.index(mask))
-        else:
-            m.put(to, f(*(m.R[slot] for slot in slots)), mask)
-
-    return step
-
-
-def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
-
-    def step(m: Machine, mask: Mask) -> None:
-        for slot, shift in zip(slots, shifts):
-            if slot is not None:
-                m.put(slot, (m.R[source] >> shift).astype(part), mask)
-
-    return step
-
-
-@opcode("cvt")
-def _cvt(b: Build, instruction: Instruction) -> Step:
-    """Conversions (9.7.9.21)."""
-    _, *mods, to, of = instruction.mods
-    if to in ("bf16x2", "f16x2") and of == "f32" and mods == ["rn"]:
-        f = lambda high, low: joined(to_half(low, to), to_half(high, to))  # noqa: E731
-        return _plain((F32, F32), U32, f)(b, instruction)
-    source = U16 if of == "bf16" else TYPES[of]
-    return _plain((source,), _kind(to), _conversion(instruction, mods, to, of))(b, instruction)
-
-
-def _kind(name: str) -> np.dtype:
-    return U16 if name == "bf16" else TYPES[name]
-
-
-ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
-def _conversion(
-    instruction: Instruction, mods: list[str], to: str, of: str
-) -> Callable[[Any], Any]:
-    floats = ("f16", "bf16", "f32", "f64")
-    rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
-    if rest or "sat" in mods:
-        raise unknown(instruction)
-    if of == "bf16":
-        widen: Callable[[Any], Any] = from_bf16
-    else:
-        widen = lambda x: x  # noqa: E731
-    if to in floats and of not in floats:
-        target = TYPES["f32" if to == "bf16" else to]
-        return (lambda x: to_bf16(x.astype(F32))) if to == "bf16" else lambda x: x.astype(target)
-    if to == "bf16":
-        return lambda x: to_bf16(widen(x).astype(F32))
-    dtype = TYPES[to]
-    if to in floats or of not in floats:
-        return lambda x: widen(x).astype(dtype)
-    rounding = ROUND[next(mod for mod in mods if mod in ROUND)]
-    limits = np.iinfo(dtype)
-
-    def saturated(x: Any) -> Any:
-        wide = np.nan_to_num(rounding(widen(x).astype(F64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
-        return np.clip(wide, float(limits.min), float(limits.max)).astype(dtype)
-
-    return saturated
-
-
-@opcode("ld.param")
-def _ld_param(b: Build, instruction: Instruction) -> Step:
-    to, name = instruction.args
-    if not isinstance(name, Name) or not isinstance(to, int):
-        raise UnknownPtxError(f"PTX line {instruction.line}: {instruction.text}")
-    dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
-    if kind.itemsize != dict(b.program.params)[name.text].itemsize:
-        raise unknown(instruction)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
-
-    return step
-
-
-@opcode("createpolicy")
-def _policy(b: Build, instruction: Instruction) -> Step:
-    """Executes createpolicy as a dummy value, since a cache policy changes no result."""
-    to = instruction.args[0]
-    assert isinstance(to, int)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.put(to, np.uint64(0), mask)
 
     return step

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from ...runtime import INTERPRETING, Launch
-from . import arithmetic, warp  # noqa: F401  (they register their instructions)
+from . import arithmetic, moves, warp  # noqa: F401  (they register their instructions)
 from .build import Build
 from .counters import Counters
 from .machine import Machine

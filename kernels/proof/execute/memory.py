@@ -52,7 +52,7 @@ MANY = 255
 
 
 class WarpMarks:
-    """Which warp read and which wrote each unit of memory last, and since which barrier.
+    """Marks of the warps that last read and wrote each unit of memory, and since which barrier.
 
     A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
     """

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arithmetic import TYPES
 from .build import WARP, Build, Mask, Step, opcode, unknown
+from .lanes import TYPES
 from .ptx import Immediate, Instruction, Vector
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ PLANTED = {
 }  # fmt: skip
 SCRIPT = """
 import json, random, sys
-from tests.proof.execute.mutants import Check, kernels, outcome, sites
+from tests.proof.execute.kinds import sites
+from tests.proof.execute.mutants import Check, kernels, outcome
 
 for kind, (arch, name, number, check) in json.loads(sys.argv[1]).items():
     check = Check(*check)

@@ -1,0 +1,139 @@
+"""Moves and conversions (9.7.9): mov, packing, cvt, parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .build import Build, Mask, Step, opcode, unknown
+from .errors import UnknownPtxError
+from .formats import F32, F64, from_bf16, joined, to_bf16, to_half
+from .lanes import TYPES, moving, plain
+from .ptx import U16, U32, Instruction, Name, Vector
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+@opcode("mov")
+def _mov(b: Build, instruction: Instruction) -> Step:
+    """A move, or packing and unpacking by braces (9.7.9.5)."""
+    to, source = instruction.args
+    dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
+    if isinstance(to, Vector):
+        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
+    assert isinstance(to, int)
+    if isinstance(source, Vector):
+        return _pack(b, to, source, dtype)
+    if isinstance(source, Name) and source.text != "global_smem":
+        raise unknown(instruction)
+    slot = b.slot(source, dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        value = m.R[slot]
+        if value is None:
+            raise TypeError
+        m.put(to, value, mask)
+
+    return step
+
+
+def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
+    slots = [b.slot(item, part) for item in source.items]
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def packed(*x: Any) -> Any:
+        return functools.reduce(or_, (y.astype(dtype) << shift for y, shift in zip(x, shifts)))
+
+    return moving(to, slots, packed)
+
+
+def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def step(m: Machine, mask: Mask) -> None:
+        for slot, shift in zip(slots, shifts):
+            if slot is not None:
+                m.put(slot, (m.R[source] >> shift).astype(part), mask)
+
+    return step
+
+
+@opcode("cvt")
+def _cvt(b: Build, instruction: Instruction) -> Step:
+    """Conversions (9.7.9.21)."""
+    _, *mods, to, of = instruction.mods
+    if to in ("bf16x2", "f16x2") and of == "f32" and mods == ["rn"]:
+        f = lambda high, low: joined(to_half(low, to), to_half(high, to))  # noqa: E731
+        return plain((F32, F32), U32, f)(b, instruction)
+    source = U16 if of == "bf16" else TYPES[of]
+    return plain((source,), _kind(to), _conversion(instruction, mods, to, of))(b, instruction)
+
+
+def _kind(name: str) -> np.dtype:
+    return U16 if name == "bf16" else TYPES[name]
+
+
+ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _conversion(
+    instruction: Instruction, mods: list[str], to: str, of: str
+) -> Callable[[Any], Any]:
+    floats = ("f16", "bf16", "f32", "f64")
+    rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
+    if rest or "sat" in mods:
+        raise unknown(instruction)
+    if of == "bf16":
+        widen: Callable[[Any], Any] = from_bf16
+    else:
+        widen = lambda x: x  # noqa: E731
+    if to in floats and of not in floats:
+        target = TYPES["f32" if to == "bf16" else to]
+        return (lambda x: to_bf16(x.astype(F32))) if to == "bf16" else lambda x: x.astype(target)
+    if to == "bf16":
+        return lambda x: to_bf16(widen(x).astype(F32))
+    dtype = TYPES[to]
+    if to in floats or of not in floats:
+        return lambda x: widen(x).astype(dtype)
+    rounding = ROUND[next(mod for mod in mods if mod in ROUND)]
+    limits = np.iinfo(dtype)
+
+    def saturated(x: Any) -> Any:
+        wide = np.nan_to_num(rounding(widen(x).astype(F64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
+        return np.clip(wide, float(limits.min), float(limits.max)).astype(dtype)
+
+    return saturated
+
+
+@opcode("ld.param")
+def _ld_param(b: Build, instruction: Instruction) -> Step:
+    to, name = instruction.args
+    if not isinstance(name, Name) or not isinstance(to, int):
+        raise UnknownPtxError(f"PTX line {instruction.line}: {instruction.text}")
+    dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
+    if kind.itemsize != dict(b.program.params)[name.text].itemsize:
+        raise unknown(instruction)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
+
+    return step
+
+
+@opcode("createpolicy")
+def _policy(b: Build, instruction: Instruction) -> Step:
+    """Executes createpolicy as a dummy value, since a cache policy changes no result."""
+    to = instruction.args[0]
+    assert isinstance(to, int)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.put(to, np.uint64(0), mask)
+
+    return step
