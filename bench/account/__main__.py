@@ -20,7 +20,6 @@ from bench.goals import is_ours
 from bench.report import DOCS
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import INTERPRETING
-from fastgpt.recipes import RECIPES
 
 PAGE = DOCS / "performance.md"
 PUBLISHED = {
@@ -109,15 +108,15 @@ def beside(rows: list[dict[str, Any]], gpus: Iterable[Gpu]) -> list[dict[str, An
     """Returns a row for each part of fastgpt's measured steps, with its prediction and error.
 
     Args:
-        rows: records of `bench.step`, of which those with parts and of a known GPU count.
+        rows: records of `bench.step`, of which those of RECIPE with parts and a known GPU count.
     """
     found = []
     for row in rows:
         gpu = next((gpu for gpu in gpus if gpu.name in row["device"]), None)
-        if gpu is None or "parts" not in row or not is_ours(row):
+        if gpu is None or "parts" not in row or not is_ours(row) or row["recipe"] != RECIPE:
             continue
         tokens = row["shape"]["B"] * row["shape"]["T"]
-        said = account("fastgpt", gpu, RECIPES[row["recipe"]][1].model, tokens).by_group()
+        said = account("fastgpt", gpu, recipe(RECIPE)[0], tokens).by_group()
         about = {name: row[name] for name in ("case", "implementation")}
         measured = {part: row["parts"].get(part, 0.0) for part in said} | {
             "step": 1e3 * row["seconds"]["p50"]
@@ -140,7 +139,9 @@ def show_beside(folder: Path) -> None:
         raise UserError(f"{folder} has no step of fastgpt that bench.step measured part by part")
     rows = beside(steps, GPUS)
     if not rows:
-        print(f"no account of {steps[0]['device']}: there is one of {', '.join(names_of(GPUS))}")
+        what, where = (f"{steps[0][key]}" for key in ("recipe", "device"))
+        there = f"there is one of {RECIPE} on {', '.join(names_of(GPUS))}"
+        print(f"no account of {what} on {where}: {there}")
         return
     writer = records.Writer("cuda", folder)
     for row in rows:

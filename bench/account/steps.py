@@ -43,6 +43,8 @@ class Sizes:
     F: int
     H: int
     V: int
+    valid: int
+    """Tokens of the vocabulary; V has padding, too."""
     L: int
     processors: int
 
@@ -63,7 +65,9 @@ class Sizes:
 
 def sizes_of(config: ModelConfig, tokens: int, processors: int) -> Sizes:
     c = config
-    network = (c.context, c.dim, c.ffn_width, c.num_heads, c.padded_vocab, c.num_layers)
+    assert c.vocab_size is not None
+    vocabulary = (c.padded_vocab, c.vocab_size)
+    network = (c.context, c.dim, c.ffn_width, c.num_heads, *vocabulary, c.num_layers)
     return Sizes(tokens, *network, processors)
 
 
@@ -134,8 +138,10 @@ def fastgpt(s: Sizes) -> Iterator[Part]:
     yield Part("GELU's gradient", "other", 0, 6 * wide, s.L, 2,
                kernels=(f"_bias_act_bwd_kernel {gelu}",))  # fmt: skip
     yield Part("gradients of three biases", "other", 0, 10 * n, s.L, 3)
-    yield Part("loss, gradient in place", "loss", 0, 4 * s.M * s.V / chunks, chunks, 2,
-               kernels=(f"_cross_entropy_fwd_kernel V={s.V} bf16 in place",))  # fmt: skip
+    loss = (f"_cross_entropy_fwd_kernel V={s.V} bf16 valid={s.valid} in place",)
+    yield Part(
+        "loss, gradient in place", "loss", 0, 4 * s.M * s.V / chunks, chunks, 2, kernels=loss
+    )
     yield Part("weights to bf16, gradients to fp32", "other", 0, 12 * s.weights, 1, 4 * s.L)
     yield from passes(s, 4, 12)
 

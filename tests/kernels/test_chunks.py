@@ -7,7 +7,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from fastgpt.kernels import linear_cross_entropy
-from fastgpt.kernels.cross_entropy.linear import Settings, chunk_on_gpu, rounds, tokens_at_a_time
+from fastgpt.kernels.cross_entropy.linear import (
+    TILE,
+    Settings,
+    chunk_on_gpu,
+    rounds,
+    tokens_at_a_time,
+)
 
 V, C = 50_304, 768
 
@@ -41,6 +47,15 @@ def test_rounds_count_the_waves_of_three_products():
     # 4 x 1, 4 x 2 and 1 x 2 tiles of 128 x 256 on 4 multiprocessors; then half as many rows
     assert rounds(512, 512, 256, 512, processors=4) == 1 * 512 + 2 * 256 + 1 * 512
     assert rounds(768, 512, 256, 512, processors=4) == 1536 + 1 * 512 + 1 * 256 + 1 * 256
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(4096, 0.885), (5632, 0.985)])
+def test_the_share_of_busy_multiprocessors_is_that_of_the_docs(tokens, share):
+    M, processors = 65_536, 132
+    tiles = 3 * M * V * C / (TILE[0] * TILE[1])  # of one multiply-add along their sums
+    assert tiles / processors / rounds(M, tokens, V, C, processors) == pytest.approx(
+        share, abs=5e-4
+    )
 
 
 def test_compiled_scaling_of_the_gradients_is_left_to_the_compiler():
