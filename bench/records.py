@@ -1,8 +1,8 @@
 """Raw records of measurements: one JSON line for each, with all that is needed to repeat it.
 
 Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
-`test`, `environment`, `convergence`, `host`, `save`, `reproduction`, `tune`; and a `run`, so that
-only figures of one run are ever compared.
+`test`, `environment`, `convergence`, `host`, `save`, `muon`, `reproduction`, `tune`; and a `run`,
+so that only figures of one run are ever compared.
 
 A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
 beside the committed ones.

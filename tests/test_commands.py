@@ -60,6 +60,7 @@ SHORTER = [
     (r"^python -m bench.account --publish$", r"\g<0> --gpus A100"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
     (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
+    (r"^python -m bench.muon \S+.*$", "python -m bench.muon shakespeare-cpu --rounds 2"),
     (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
     (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
