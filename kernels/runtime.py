@@ -83,6 +83,11 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
+def with_gradient_of(bias: Tensor | None, x: Tensor) -> Tensor:
+    """Returns x, which already contains `bias`, so that autograd finds the bias in it."""
+    return x if bias is None else x + (bias - bias.detach()).to(x.dtype)
+
+
 # --- launch ---------------------------------------------------------------------------------------
 
 

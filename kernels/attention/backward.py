@@ -12,6 +12,8 @@ derivation is in docs/kernels/attention.md.
 
 Shapes
     as in attention_fwd; dout, dq: (B, Tq, H, D)   dk, dv: (B, Tk, K, D)   delta: (B, H, Tq) fp32
+    partial column sums, for the gradient of a bias in q, k and v, of R tiles of each sequence:
+    (B R, H, D) and (B R, 2, K, D), fp32
 Source
     Dao 2023, arXiv:2307.08691, alg. 2, with dQ taken out of the loop over keys.
 """
@@ -24,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rows import sum_parts
 from ..runtime import arch, launch
 from .config import config
 from .forward import (
@@ -44,9 +47,17 @@ from .forward import (
 )
 
 
+@triton.jit
+def _store_sums(ptr, x, first, T, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores the sums of the columns of `x`, of its rows that `store_rows` would store."""
+    offs_d = tl.arange(0, BLOCK_D)
+    x = tl.where((first + tl.arange(0, ROWS) < T)[:, None], x, 0.0)
+    tl.store(ptr + offs_d, tl.sum(x, 0), mask=offs_d < D)
+
+
 @triton.jit(do_not_specialize=["Tq", "Tk", "num_heads", "together", "window", "drop_below"])
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, sums_ptr, lse_ptr, delta_ptr,
     starts_ptr, ends_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
@@ -102,10 +113,13 @@ def _attention_bwd_dq_kernel(
                 dp = tl.where(kept, dp * keep_scale, 0.0)
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq *= scale
     store_rows(
-        dq_ptr + batch * stride_dqb + h * D, stride_dqt, start_m, Tq, dq * scale,
-        BLOCK_M, D, BLOCK_D,
-    )  # fmt: skip
+        dq_ptr + batch * stride_dqb + h * D, stride_dqt, start_m, Tq, dq, BLOCK_M, D, BLOCK_D
+    )
+    if sums_ptr is not None:
+        part = batch * tl.cdiv(Tq, BLOCK_M) + start_m // BLOCK_M
+        _store_sums(sums_ptr + (part * H + h) * D, dq, start_m, Tq, BLOCK_M, D, BLOCK_D)
 
 
 @triton.jit
@@ -138,7 +152,7 @@ def _query_parts(
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "num_heads", "together", "window", "drop_below"])
 def _attention_bwd_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, sums_ptr, lse_ptr, delta_ptr,
     starts_ptr, ends_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
@@ -206,9 +220,15 @@ def _attention_bwd_dkv_kernel(
                 dk = tl.dot(dst.to(q.dtype), q, dk, input_precision="ieee")
     if DROPOUT:
         dv *= keep_scale
+    dk *= scale
     offset = batch * stride_dkb + hk * D
-    store_rows(dk_ptr + offset, stride_dkt, start_n, Tk, dk * scale, BLOCK_N, D, BLOCK_D)
+    store_rows(dk_ptr + offset, stride_dkt, start_n, Tk, dk, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr + offset, stride_dkt, start_n, Tk, dv, BLOCK_N, D, BLOCK_D)
+    if sums_ptr is not None:
+        part = batch * tl.cdiv(Tk, BLOCK_N) + tile
+        sums_ptr += (2 * part * K + hk) * D
+        _store_sums(sums_ptr, dk, start_n, Tk, BLOCK_N, D, BLOCK_D)
+        _store_sums(sums_ptr + K * D, dv, start_n, Tk, BLOCK_N, D, BLOCK_D)
 
 
 # --- launch ---------------------------------------------------------------------------------------
@@ -216,12 +236,15 @@ def _attention_bwd_dkv_kernel(
 
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    grads: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...], dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart."""
+    """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart.
+
+    `dbias` ((H + 2 K) D,) gets the sums of each column of dq, dk and dv, before they are rounded.
+    """
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     if B * Tq * Tk * H * D == 0:
-        for x in grads:
+        for x in (*grads, *(() if dbias is None else (dbias,))):
             x.zero_()
         return
     dq, dk, dv = grads
@@ -232,17 +255,29 @@ def attention_bwd(
     common = constexprs(q, k, options)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     scalars = (options.window or 0, *options.scales(q), *options.dropout())
+
+    def parts(T: int, block: int, columns: int) -> Tensor | None:
+        if dbias is None:
+            return None
+        shape = (B * -(-T // block), columns)
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
     meta = common | config("dq", q, common, arch(q.device))
+    dq_parts = parts(Tq, meta["BLOCK_M"], H * D)
     launch(
         _attention_bwd_dq_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
-        q, k, v, out, dout, dq, lse, delta, *options[:3],
+        q, k, v, out, dout, dq, dq_parts, lse, delta, *options[:3],
         *strides, *dq.stride()[:2],
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), *scalars, **meta,
     )  # fmt: skip
     meta = common | config("dkv", q, common, arch(q.device))
+    dkv_parts = parts(Tk, meta["BLOCK_N"], 2 * K * D)
     launch(
         _attention_bwd_dkv_kernel, (-(-Tk // meta["BLOCK_N"]) * B * K,),
-        q, k, v, dout, dk, dv, lse, delta, *options[:3],
+        q, k, v, dout, dk, dv, dkv_parts, lse, delta, *options[:3],
         *strides, *dk.stride()[:2],
         Tq, Tk, B * K, together_in_cache(q, meta["GROUP"], B * K), *scalars, **meta,
     )  # fmt: skip
+    if dbias is not None and dq_parts is not None and dkv_parts is not None:
+        sum_parts((dq_parts, dbias[: H * D]))
+        sum_parts((dkv_parts, dbias[H * D :]))

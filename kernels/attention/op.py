@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
+from ..checks import INTEGERS, check_float, check_head, check_like, check_qkv, check_scale
+from ..runtime import (
+    autocast_dtype,
+    define_op,
+    runs_kernels,
+    with_gradient_of,
+    without_autocast,
+)
 from .dropout import attention_dropout_mask
 
 
@@ -138,9 +144,10 @@ def attention_seeded_ref(
 # --- op -------------------------------------------------------------------------------------------
 # Two ops, because of the gradient: `attention` takes three tensors; `attention_packed` takes the
 # projection (B, T, H + 2 K, D) they are slices of and returns one gradient for it, written slice by
-# slice. With `attention` autograd would concatenate three gradients, even where q, k and v share
-# a buffer: the split's backward is a node of its own, and an op's outputs must not be views of one
-# buffer. The kernels are imported when first run: triton is missing on macOS and slow to import.
+# slice, and one for a bias in the projection. With `attention` autograd would concatenate three
+# gradients, even where q, k and v share a buffer: the split's backward is a node of its own, and an
+# op's outputs must not be views of one buffer. The kernels are imported when first run: triton is
+# missing on macOS and slow to import.
 
 _OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
@@ -153,8 +160,11 @@ def _define(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers an attention op with torch, and `name`_bwd, which computes its gradients.
 
+    After the inputs of `schema` both take the bias that they contain, of which the kernels need
+    only the dtype of its gradient, if it has one.
+
     Args:
-        schema: the inputs before the options: tensors and, where they are packed, the heads of q.
+        schema: the inputs: tensors and, where they are packed, the heads of q.
         tensors: how many of these inputs are tensors.
         split: makes views q, k and v of these inputs.
     """
@@ -164,50 +174,57 @@ def _define(
     def fwd(*args: Any) -> tuple[Tensor, Tensor]:
         from .forward import Options, attention_fwd
 
-        return attention_fwd(*split(*args[:count]), Options(*args[count:]))
+        return attention_fwd(*split(*args[:count]), Options(*args[count + 1 :]))
 
     def fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         q, _, _ = split(*args[:count])
         B, Tq, H, D = q.shape
         return q.new_empty((B, Tq, H, D)), q.new_empty((B, H, Tq), dtype=torch.float32)
 
-    def bwd(dout: Tensor, *args: Any) -> Any:
+    def bwd(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
         from .backward import attention_bwd
         from .forward import Options
 
-        out, lse, *options = args[tensors:]
+        out, lse, *options, bias_dtype = args[tensors:]
         heads = [out.shape[2]] * (count - tensors)
-        grads = empty(*args)
+        *grads, dbias = empty(dout, *args)
         q, k, v = split(*args[:tensors], *heads)
-        attention_bwd(dout, q, k, v, out, lse, Options(*options), split(*grads, *heads))
-        return grads if tensors > 1 else grads[0]
+        views = split(*grads, *heads)
+        sums = dbias if bias_dtype else None
+        attention_bwd(dout, q, k, v, out, lse, Options(*options), views, sums)
+        return *grads, dbias
 
-    def fake_bwd(dout: Tensor, *args: Any) -> Any:
-        return empty(*args) if tensors > 1 else empty(*args)[0]
+    def empty(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        """Makes the gradients of the tensors and of the bias, the last of no elements if unused."""
+        inputs, dtype = args[:tensors], args[-1]
+        grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+        columns = sum(x.shape[2:].numel() for x in inputs) if dtype else 0
+        dbias = torch.empty(columns, dtype=dtype or torch.float32, device=dout.device)
+        return *grads, dbias
 
-    def empty(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in args[:tensors])
-
-    results = "(Tensor, Tensor, Tensor)" if tensors > 1 else "Tensor"
     gradients = define_op(
-        f"{name}_bwd(Tensor dout, {given}, Tensor out, Tensor lse, {_OPTIONS}) -> {results}",
+        f"{name}_bwd(Tensor dout, {given}, Tensor out, Tensor lse, {_OPTIONS}, "
+        f"ScalarType? bias_dtype) -> ({', '.join(['Tensor'] * (tensors + 1))})",
         bwd,
-        fake_bwd,
+        empty,
     )
 
     def save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        starts, ends, seed, *ctx.settings = args[count:]
+        bias, starts, ends, seed, *ctx.settings = args[count:]
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*args[:tensors], *output, starts, ends, seed)
         ctx.mark_non_differentiable(output[1])
 
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * (count + 7)
-        grads = gradients(dout, *ctx.saved_tensors, *ctx.settings)
-        return *(grads if tensors > 1 else (grads,)), *(None,) * (count + 7 - tensors)
+            return (None,) * (count + 8)
+        dtype = ctx.bias_dtype if ctx.needs_input_grad[count] else None
+        *grads, dbias = gradients(dout, *ctx.saved_tensors, *ctx.settings, dtype)
+        rest = (None,) * (count - tensors)
+        return *grads, *rest, dbias if dtype else None, *(None,) * 7
 
     return define_op(
-        f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)",
+        f"{name}({schema}, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
         fwd,
         fake_fwd,
         setup_context=save,
@@ -270,7 +287,7 @@ def attention(
     """
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
-    return _attend(_attention, (q, k, v), (q, k, v), *settings)
+    return _attend(_attention, (q, k, v), (q, k, v), None, *settings)
 
 
 def attention_packed(
@@ -283,14 +300,18 @@ def attention_packed(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     doc_ids: Tensor | None = None,
+    input_bias: Tensor | None = None,
 ) -> Tensor:
     """Computes `attention` for q, k and v in one tensor, whose gradient needs no concatenation.
 
-    The options are those of `attention`.
+    The options are those of `attention`, but for one.
 
     Args:
         qkv: (B, T, H + 2 K, D): the heads of q, then of k, then of v.
         heads: number of query heads, H.
+        input_bias: ((H + 2 K) D,), fp32 | fp16 | bf16; a bias that `qkv` contains already, put
+            there with its gradient cut off. It changes no result; it gets the column sums of qkv's
+            gradient, which cost no pass of their own here.
 
     Returns:
         Tensor: (B, T, H, D), contiguous, dtype of `qkv`, or autocast's.
@@ -305,13 +326,19 @@ def attention_packed(
         )
     check_head("qkv", qkv)
     settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
-    return _attend(_attention_packed, (qkv, heads), _split(qkv, heads), *settings)
+    if input_bias is not None:
+        check_float("input_bias", input_bias, (qkv.shape[2:].numel(),), qkv)
+        if not runs_kernels(qkv.device) or (scale is not None and scale <= 0):
+            qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
+            input_bias = None
+    return _attend(_attention_packed, (qkv, heads), _split(qkv, heads), input_bias, *settings)
 
 
 def _attend(
     op: Callable[..., tuple[Tensor, Tensor]],
     inputs: tuple[Any, ...],
     qkv: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
     causal: bool,
     scale: float | None,
     window: int | None,
@@ -346,7 +373,7 @@ def _attend(
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
         op, inputs = _attention, (q, k, v)
-    return op(*inputs, *document_spans(doc_ids), seed, scale, causal, window, dropout_p)[0]
+    return op(*inputs, bias, *document_spans(doc_ids), seed, scale, causal, window, dropout_p)[0]
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:

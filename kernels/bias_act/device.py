@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import _norm_sum_kernel, as_rows, row_blocks
+from ..rows import as_rows, row_blocks, sum_parts
 from ..runtime import launch, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -220,8 +220,5 @@ def bias_act_bwd(
         dy.stride(0), x.stride(0), M, F, KIND=kind, **config,
     )  # fmt: skip
     if parts is not None:
-        launch(
-            _norm_sum_kernel, (triton.cdiv(N, 32),),
-            parts, parts, None, dbias, programs, N, BLOCK_P=64, BLOCK_N=32, num_warps=8,
-        )  # fmt: skip
+        sum_parts((parts, dbias))
     return dx, dbias

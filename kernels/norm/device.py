@@ -3,7 +3,7 @@
 Shapes
     M = rows, N = features.  x, residual, y, total, dy, dtotal, dx, dresidual: (M, N)
     weight, bias: (N,)   stats: (2, M) fp32, mean and rstd; RMSNorm (1, M), rstd alone
-    P = programs of the backward; partials of dweight and dbias: (P, N) fp32
+    P = programs of the backward; partials of dweight, dbias and dinput_bias: (P, N) fp32
 The math is derived in docs/kernels/norm.md.
 
 A pointer that is None is a constant to the compiler, which drops the code that needs it; CENTRED is
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import _norm_sum_kernel, as_rows, row_blocks
+from ..rows import as_rows, row_blocks, sum_parts
 from ..runtime import launch, multiprocessors
 
 
@@ -91,9 +91,9 @@ def _norm_dots_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _norm_bwd_kernel(  # noqa: C901 - the compiler resolves the branches
+def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branches
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
-    dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr,
+    dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, dinput_bias_ptr,
     stride_dym, stride_dtm, stride_xm,
     M, N,
     CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -106,6 +106,7 @@ def _norm_bwd_kernel(  # noqa: C901 - the compiler resolves the branches
         weight = _vector_of(weight_ptr, offs_n, mask_n)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dinput_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), programs, num_stages=STAGES):
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = offs_m < M
@@ -143,11 +144,15 @@ def _norm_bwd_kernel(  # noqa: C901 - the compiler resolves the branches
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        if dinput_bias_ptr is not None:
+            dinput_bias += dx
     part = pid.to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + part, tl.sum(dbias, axis=0), mask=mask_n)
+    if dinput_bias_ptr is not None:
+        tl.store(dinput_bias_ptr + part, tl.sum(dinput_bias, axis=0), mask=mask_n)
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -242,10 +247,12 @@ def norm_bwd(
     dresidual_dtype: torch.dtype | None,
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the backward kernels: returns (dx, dresidual, dweight, dbias); dtype None gives empty.
+    dinput_bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    """Runs the backward kernels: returns (dx, dresidual, dweight, dbias, dinput_bias).
 
-    x is the normalised input. dresidual equals dx except for its dtype.
+    A dtype of None gives an empty tensor. x is the normalised input. dresidual equals dx except for
+    its dtype, and dinput_bias holds the column sums of dx.
     """
     N = x.shape[-1]
     M = x.numel() // N
@@ -255,9 +262,10 @@ def norm_bwd(
         return torch.empty(shape, dtype=dtype or torch.float32, device=x.device)
 
     dx, dresidual = empty(dx_dtype, *x.shape), empty(dresidual_dtype, *x.shape)
-    dweight, dbias = empty(dweight_dtype, N), empty(dbias_dtype, N)
+    dtypes = (dweight_dtype, dbias_dtype, dinput_bias_dtype)
+    vectors = [empty(dtype, N) for dtype in dtypes]
     if M == 0:
-        return dx, dresidual, dweight.zero_(), dbias.zero_()
+        return dx, dresidual, *(vector.zero_() for vector in vectors)
     centred = len(stats) == 2
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
@@ -273,22 +281,16 @@ def norm_bwd(
     parts_n = triton.cdiv(N, config["BLOCK_N"])
     programs = max(1, bwd_programs(x.device, config["num_warps"]) // parts_n)
     programs = min(programs, triton.cdiv(M, config["BLOCK_M"]))
-    dweight_parts = empty(dweight_dtype and torch.float32, programs, N)
-    dbias_parts = empty(dbias_dtype and torch.float32, programs, N)
+    parts = [empty(dtype and torch.float32, programs, N) for dtype in dtypes]
     launch(
         _norm_bwd_kernel, (programs, parts_n),
         dy, dtotal, x, weight, stats, dots,
-        dx, _wanted(dresidual), _wanted(dweight_parts), _wanted(dbias_parts),
+        dx, _wanted(dresidual), *map(_wanted, parts),
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
         M, N, CENTRED=centred, **config,
     )  # fmt: skip
-    if dweight_dtype or dbias_dtype:
-        launch(
-            _norm_sum_kernel, (triton.cdiv(N, 32),),
-            dweight_parts, dbias_parts, _wanted(dweight), _wanted(dbias), programs, N,
-            BLOCK_P=64, BLOCK_N=32, num_warps=8,
-        )  # fmt: skip
-    return dx, dresidual, dweight, dbias
+    sum_parts(*zip(parts, vectors))
+    return dx, dresidual, *vectors
 
 
 def _wanted(x: Tensor) -> Tensor | None:

@@ -11,6 +11,10 @@ anywhere else the plain form does. Statistics are fp32 and the weights may be: a
 with weights in fp32 is what autocast meets. y has the dtype of x, or autocast's where it is on,
 because what follows a norm is a matrix product; x + residual keeps the dtype torch would give it.
 A gradient of a gradient raises.
+
+`input_bias` is a bias that x contains already, put there with its gradient cut off
+(`F.linear(x, weight, input_bias.detach())`). It changes no result. Its gradient, the column sums of
+x's, costs no pass over the gradient where it is computed together with it.
 """
 
 from typing import Any
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
 
 MAX_N = 16_384
 
@@ -60,9 +64,11 @@ def add_layer_norm_ref(
     weight: Tensor | None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Reference of `add_layer_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(x, residual, weight, bias, eps, centred=True)
+    return _norm_ref(with_gradient_of(input_bias, x), residual, weight, bias, eps, centred=True)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -71,10 +77,15 @@ def rms_norm_ref(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> 
 
 
 def add_rms_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Reference of `add_rms_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(x, residual, weight, None, eps, centred=False)
+    return _norm_ref(with_gradient_of(input_bias, x), residual, weight, None, eps, centred=False)
 
 
 # --- ops ------------------------------------------------------------------------------------------
@@ -84,10 +95,10 @@ def add_rms_norm_ref(
 def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .device import norm_fwd
 
-    return norm_fwd(*args)
+    return norm_fwd(*args[:4], *args[5:])
 
 
-def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bwd(*args: Any) -> tuple[Tensor, ...]:
     from .device import norm_bwd
 
     return norm_bwd(*args)
@@ -98,6 +109,7 @@ def _fwd_fake(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    input_bias: Tensor | None,
     eps: float,
     centred: bool,
     dtype: torch.dtype,
@@ -117,8 +129,8 @@ def _bwd_fake(
     weight: Tensor | None,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """Returns uninitialised dx, dresidual, dweight, dbias of these dtypes, for fake tensors."""
-    shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
+    """Returns uninitialised gradients of these dtypes, see `norm_bwd`, for fake tensors."""
+    shapes = (x.shape, x.shape, *[x.shape[-1:]] * 3)
     return tuple(
         x.new_empty(0 if dtype is None else shape, dtype=dtype or torch.float32)
         for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -126,47 +138,50 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias = inputs[:4]
+    x, residual, weight = inputs[:3]
     _, total, stats = output
     ctx.save_for_backward(x if residual is None else total, weight, stats)
     ctx.mark_non_differentiable(stats, *(() if residual is not None else (total,)))
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:5])
 
 
 def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Any, ...]:
-    x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    x_dtype, residual_dtype = ctx.dtypes[:2]
     options = (None, None, None)
     if dy is None:  # y was not used
-        dx = None if dtotal is None else dtotal.to(x_dtype)
-        dresidual = None if dtotal is None else dtotal.to(residual_dtype)
-        return dx, dresidual, None, None, *options
+        if dtotal is None:
+            return (None,) * 8
+        sums = None
+        if ctx.needs_input_grad[4]:
+            sums = dtotal.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtypes[4])
+        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, sums, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
     dtypes = (
         x_dtype,
         residual_dtype if apart else None,
-        weight_dtype if ctx.needs_input_grad[2] else None,
-        bias_dtype if ctx.needs_input_grad[3] else None,
+        *(ctx.dtypes[i] if ctx.needs_input_grad[i] else None for i in (2, 3, 4)),
     )
     gradients = _norm_bwd(dy, dtotal, x, stats, weight, *dtypes)
-    dx, dresidual, dweight, dbias = (
+    dx, dresidual, *vectors = (
         d if dtype else None for d, dtype in zip(gradients, dtypes, strict=True)
     )
     if residual_dtype and not apart:
         dresidual = dx
-    return dx, dresidual, dweight, dbias, *options
+    return dx, dresidual, *vectors, *options
 
 
 _norm_bwd = define_op(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, ScalarType? dweight_dtype, "
-    "ScalarType? dbias_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "ScalarType? dbias_dtype, ScalarType? dinput_bias_dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
 _norm = define_op(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centred, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias, "
+    "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -181,23 +196,23 @@ def _run(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(x, residual, weight, bias, eps)
+    _check(x, residual, eps, weight=weight, bias=bias, input_bias=input_bias)
     if not runs_kernels(x.device):
-        return _norm_ref(x, residual, weight, bias, eps, centred)
-    y, total, _ = _norm(x, residual, weight, bias, eps, centred, autocast_dtype(x))
+        return _norm_ref(with_gradient_of(input_bias, x), residual, weight, bias, eps, centred)
+    dtype = autocast_dtype(x)
+    y, total, _ = _norm(x, residual, weight, bias, input_bias, eps, centred, dtype)
     return y, total
 
 
-def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> None:
+def _check(x: Tensor, residual: Tensor | None, eps: float, **vectors: Tensor | None) -> None:
     check_float("x", x)
     if x.dim() == 0 or not 1 <= x.shape[-1] <= MAX_N:
         raise ValueError(f"x: expected (..., N) with N from 1 to {MAX_N}, got {tuple(x.shape)}")
     if residual is not None:
         check_float("residual", residual, x.shape, x)
-    for name, vector in (("weight", weight), ("bias", bias)):
+    for name, vector in vectors.items():
         if vector is not None:
             check_float(name, vector, x.shape[-1:], x)
     if not eps >= 0:
@@ -234,12 +249,16 @@ def add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (layer_norm(x + residual), x + residual); each tensor is read once and written once.
 
     Args:
         x: see `layer_norm`, as are weight, bias and eps.
         residual: shape of `x`, any of the dtypes.
+        input_bias: (N,), any of the dtypes; a bias that `x` contains already, which gets the column
+            sums of its gradient.
 
     Returns:
         tuple[Tensor, Tensor]: y in the dtype of `x`, or autocast's, and the sum in the dtype torch
@@ -248,7 +267,7 @@ def add_layer_norm(
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, residual, weight, bias, eps, centred=True)
+    return _run(x, residual, weight, bias, eps, True, input_bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -257,7 +276,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual), x + residual); see `add_layer_norm`."""
-    return _run(x, residual, weight, None, eps, centred=False)
+    return _run(x, residual, weight, None, eps, False, input_bias)

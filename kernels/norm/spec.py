@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Case
-from ..spec import Make, Problem, Spec, Work, rows, work
+from ..runtime import with_gradient_of
+from ..spec import Make, Problem, Spec, Work, absorbing, rows, work
 from . import op
 
 FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
@@ -25,12 +26,12 @@ def forms(arch: int) -> Iterator[Case]:
     The costliest form is fp32 with all options.
     """
     for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384):
-        yield form(n, FP32, FP32, residual=FP32)
+        yield form(n, FP32, FP32, residual=FP32, input_bias=True)
     for n in (768, 1600, 4096):
         yield form(n, BF16, BF16, residual=BF16, bias=n != 4096)
         yield form(n, BF16, FP32)
     for stream in (FP32, BF16):  # --train.residual
-        yield form(768, BF16, FP32, residual=stream)
+        yield form(768, BF16, FP32, residual=stream, input_bias=True)
     yield form(768, BF16, FP32, centred=False, bias=False)
     yield form(768, FP16, FP32, residual=FP16)
 
@@ -43,6 +44,7 @@ def form(
     *,
     bias: bool = True,
     centred: bool = True,
+    input_bias: bool = False,
 ) -> Case:
     def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
@@ -56,11 +58,16 @@ def form(
         _, total, stats = norm_fwd(x, r, w, b, 1e-5, centred, dtype)
         saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
         dtotal = None if r is None else total
-        norm_bwd(y, dtotal, saved, stats, w, dtype, other, weight, weight if bias else None)
+        vectors = (weight, weight if bias else None, weight if input_bias else None)
+        norm_bwd(y, dtotal, saved, stats, w, dtype, other, *vectors)
 
     names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
     parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
-    parts += ["bias"] * bias + [f"residual={names[residual]}"] * (residual is not None)
+    parts += (
+        ["bias"] * bias
+        + ["input_bias"] * input_bias
+        + [f"residual={names[residual]}"] * (residual is not None)
+    )
     return Case(" ".join(parts), run)
 
 
@@ -96,27 +103,31 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     plain: Callable[..., Tensor] = F.layer_norm if kind == "layer" else F.rms_norm
     default = 1e-5 if kind == "layer" else 1e-6
 
-    def eager(x: Tensor, *tensors: Tensor, **options: Any) -> Any:
+    def eager(x: Tensor, *tensors: Tensor, input_bias: Tensor | None = None, **options: Any) -> Any:
         residual, vectors = (tensors[0], tensors[1:]) if summed else (None, tensors)
-        total = x if residual is None else x + residual
+        total = x if residual is None else with_gradient_of(input_bias, x) + residual
         y = plain(total, x.shape[-1:], *vectors, **{"eps": default, **options})
         return (y, total) if summed else y
 
     def kept(s: Problem) -> list[str]:
         return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
 
+    def absorbed(s: Problem) -> list[str]:
+        return ["input_bias"] * s.get("input_bias", False)
+
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         matrices = ("x", "residual") if summed else ("x",)
         made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
-        return {**made, **{vector: make(s["N"]) for vector in kept(s)}}
+        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *absorbed(s))}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
         """Makes the keyword arguments of a test problem: vectors left out, and eps."""
         fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
-        return {**fixed, **({"eps": s["eps"]} if "eps" in s else {})}
+        given = {option: s[option] for option in ("eps", "input_bias") if option in s}
+        return {**fixed, **given}
 
     def launches(s: Problem) -> tuple[str, ...]:
-        return (FWD, BWD) + (SUM,) * bool(kept(s)) + (DOTS,) * (s["N"] > 8192)
+        return (FWD, BWD) + (SUM,) * bool(kept(s) + absorbed(s)) + (DOTS,) * (s["N"] > 8192)
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
         """Counts the bytes moved: x and y in the forward; x, dy and dx in the backward.
@@ -129,16 +140,17 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
 
     problems = dict(PROBLEMS)
     if summed:
-        problems["widest-whole-row"] = {"M": 3, "N": 8192}
+        problems["input-bias"] = {"M": (2, 23), "N": 520, "input_bias": True}
+        problems["widest-whole-row"] = {"M": 3, "N": 8192, "input_bias": True}
         problems["row-in-parts"] = {"M": 3, "N": WIDE}
     if kind == "layer":
         problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
     return Spec(
         name=name,
-        op=getattr(op, name),
-        ref=getattr(op, f"{name}_ref"),
-        eager=eager,
-        cpu=eager,
+        op=absorbing(getattr(op, name)),
+        ref=absorbing(getattr(op, f"{name}_ref")),
+        eager=absorbing(eager),
+        cpu=absorbing(eager),
         inputs=inputs,
         options=options,
         launches=launches,
@@ -146,7 +158,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         work=bytes_moved,
         problems=problems,
         sizes=SIZES,
-        structural=("three-dimensions", "no-weight"),
+        structural=("three-dimensions", "no-weight", *["input-bias"] * summed),
         growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 17, 65_537)),
         empty=({"M": 0}, {"M": (3, 0)}),
         far=({"M": 3}, {"M": 3, "N": WIDE}),
