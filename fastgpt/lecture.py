@@ -47,7 +47,7 @@ class HeadsBlock(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.attn = Attention(config, ops)
-        self.attn.c_proj = nn.Identity()
+        self.attn.add_module("c_proj", nn.Identity())
 
     def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
         return self.attn(x, *rest), residual

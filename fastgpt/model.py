@@ -11,7 +11,7 @@ Source
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -36,6 +36,39 @@ class Dropout(nn.Module):
         return self.ops.dropout(x, self.p) if self.training and self.p else x
 
 
+class Projection(nn.Linear):
+    """Linear layer whose bias may get its gradient from the op that takes the output.
+
+    That op adds up the columns of the output's gradient while it computes it, which saves a pass
+    over it. `due` is the bias to hand to it, None where autograd does the work as usual.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, absorbed: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.absorbed = bias and absorbed
+
+    @property
+    def due(self) -> Tensor | None:
+        return self.bias if self.absorbed else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias.detach() if self.absorbed else self.bias)
+
+
+def norm_absorbs(config: ModelConfig, ops: Ops, place: str) -> bool:
+    """Returns True if the output of a `Projection` goes straight to a norm that takes its bias."""
+    undropped = config.dropout_at(place) == 0
+    return ops.norms.absorb and undropped and config.architecture == "gpt"
+
+
+class Residual(NamedTuple):
+    """What a normalisation adds to its input before it normalises the sum."""
+
+    stream: Tensor
+    due: Tensor | None
+    """Bias in that input whose gradient is still to be computed; see `Projection`."""
+
+
 class LayerNorm(nn.Module):
     """LayerNorm with the residual sum before it: returns (norm(x + residual), x + residual).
 
@@ -48,10 +81,13 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.dim))
         self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
             return self.ops.norms.layer_norm(x, self.weight, self.bias, 1e-5), x
-        return self.ops.norms.add_layer_norm(x, residual, self.weight, self.bias, 1e-5)
+        stream, due = residual
+        return self.ops.norms.add_layer_norm(
+            x, stream, self.weight, self.bias, 1e-5, input_bias=due
+        )
 
 
 class RMSNorm(nn.Module):
@@ -62,10 +98,11 @@ class RMSNorm(nn.Module):
         self.ops = ops
         self.weight = nn.Parameter(torch.ones(config.dim))
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
             return self.ops.norms.rms_norm(x, self.weight, 1e-6), x
-        return self.ops.norms.add_rms_norm(x, residual, self.weight, 1e-6)
+        stream, due = residual
+        return self.ops.norms.add_rms_norm(x, stream, self.weight, 1e-6, input_bias=due)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -81,8 +118,19 @@ class Attention(nn.Module):
         self.heads, self.head_dim = (H, K, K), D
         self.scale, self.window = config.attention_scale, config.window
         self.qk_norm, self.p = config.qk_norm, config.dropout_at("attention")
-        self.c_attn = nn.Linear(C, (H + 2 * K) * D, bias=config.bias_at("qkv"))
-        self.c_proj: nn.Module = nn.Linear(H * D, C, bias=config.bias_at("projection"))
+        as_projected = not self.qk_norm and config.position != "rotary"
+        self.c_attn = Projection(
+            C,
+            (H + 2 * K) * D,
+            bias=config.bias_at("qkv"),
+            absorbed=as_projected and ops.attention_packed is not None,
+        )
+        self.c_proj = Projection(
+            H * D,
+            C,
+            bias=config.bias_at("projection"),
+            absorbed=norm_absorbs(config, ops, "residual"),
+        )
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(
@@ -108,8 +156,9 @@ class Attention(nn.Module):
         if as_projected and self.ops.attention_packed is not None:
             H = self.heads[0]
             return self.ops.attention_packed(
-                qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
-            )
+                qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids,
+                input_bias=self.c_attn.due,
+            )  # fmt: skip
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.qk_norm:
             # autocast may normalise in fp32
@@ -142,7 +191,12 @@ class MLP(nn.Module):
         self.ops, self.activation = ops, config.activation
         width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
         self.c_fc = nn.Linear(config.dim, width, bias=config.bias)
-        self.c_proj = nn.Linear(config.ffn_width, config.dim, bias=config.bias)
+        self.c_proj = Projection(
+            config.ffn_width,
+            config.dim,
+            bias=config.bias,
+            absorbed=norm_absorbs(config, ops, "feed_forward"),
+        )
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,17 +226,19 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Tensor | None,
+        residual: Residual | None,
         cos_sin: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Residual | None]:
+        bias, mlp_bias = self.attn.c_proj.due, self.mlp.c_proj.due
         if self.pre_norm:
-            x, residual = self.ln_1(x, residual)
-            x, residual = self.ln_2(self.attn(x, cos_sin, doc_ids, layer_cache), residual)
-            return self.mlp(x), residual
-        x, _ = self.ln_1(self.attn(x, cos_sin, doc_ids, layer_cache), x)
-        x, _ = self.ln_2(self.mlp(x), x)
+            x, total = self.ln_1(x, residual)
+            x = self.attn(x, cos_sin, doc_ids, layer_cache)
+            x, total = self.ln_2(x, Residual(total, bias))
+            return self.mlp(x), Residual(total, mlp_bias)
+        x, _ = self.ln_1(self.attn(x, cos_sin, doc_ids, layer_cache), Residual(x, bias))
+        x, _ = self.ln_2(self.mlp(x), Residual(x, mlp_bias))
         return x, None
 
 

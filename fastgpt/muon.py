@@ -42,7 +42,7 @@ class Muon(torch.optim.Muon):
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             for alike in self._batches(weights):
                 momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
-                torch._foreach_lerp_(momenta, [w.grad for w in alike], 1 - group["momentum"])
+                torch._foreach_lerp_(momenta, gradients(alike), 1 - group["momentum"])
                 updates = self._updates(alike, group)
                 if not updates.is_cpu:  # one launch adds to all where dtypes and strides are equal
                     updates = updates.to(alike[0].dtype, memory_format=torch.contiguous_format)
@@ -70,7 +70,7 @@ class Muon(torch.optim.Muon):
         share = -(-len(alike) // self._world.size)
         first = self._world.rank * share
         own = [alike[min(i, len(alike) - 1)] for i in range(first, first + share)]
-        grads = [cast(Tensor, weight.grad) for weight in own]
+        grads = gradients(own)
         momenta = [self.state[weight]["momentum_buffer"] for weight in own]
         nesterov = grads[0].new_empty((share, *grads[0].shape), dtype=torch.bfloat16)
         torch._foreach_copy_(
@@ -79,6 +79,10 @@ class Muon(torch.optim.Muon):
         return self._world.gather(
             orthogonalised(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
         )
+
+
+def gradients(weights: list[Tensor]) -> list[Tensor]:
+    return [cast(Tensor, weight.grad) for weight in weights]
 
 
 def orthogonalised(

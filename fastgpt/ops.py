@@ -26,7 +26,7 @@ from fastgpt.config import OpsConfig
 from fastgpt.device import kind_of
 from fastgpt.errors import UserError
 from fastgpt.kernels.attention.op import attention_mask
-from fastgpt.kernels.runtime import runs_kernels
+from fastgpt.kernels.runtime import runs_kernels, with_gradient_of
 
 # --- what each op computes ------------------------------------------------------------------------
 
@@ -57,7 +57,9 @@ class PackedAttentionOp(Protocol):
 
     `heads` is H.
 
-    Its gradient is written into one buffer, which saves the concatenation of three gradients.
+    Its gradient is written into one buffer, which saves the concatenation of three gradients. A
+    bias ((H + 2 K) D,) that qkv contains already, its gradient cut off, gets it back as
+    `input_bias`.
     """
 
     def __call__(
@@ -69,6 +71,7 @@ class PackedAttentionOp(Protocol):
         window: int | None = None,
         dropout_p: float = 0.0,
         doc_ids: Tensor | None = None,
+        input_bias: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -98,10 +101,20 @@ class LayerNormOp(Protocol):
 
 
 class AddLayerNormOp(Protocol):
-    """Residual sum and its LayerNorm: returns (layer_norm(x + residual), x + residual)."""
+    """Residual sum and its LayerNorm: returns (layer_norm(x + residual), x + residual).
+
+    A bias that x contains already, its gradient cut off, gets it back as `input_bias`.
+    """
 
     def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        input_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -112,10 +125,16 @@ class RMSNormOp(Protocol):
 
 
 class AddRMSNormOp(Protocol):
-    """Residual sum and its RMSNorm: returns (rms_norm(x + residual), x + residual)."""
+    """Residual sum and its RMSNorm, like `AddLayerNormOp`."""
 
     def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        input_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -127,6 +146,8 @@ class Norms:
     add_layer_norm: AddLayerNormOp
     rms_norm: RMSNormOp
     add_rms_norm: AddRMSNormOp
+    absorb: bool
+    """True if `input_bias` saves the ops with a sum a pass over the gradient."""
 
 
 class ActivationOp(Protocol):
@@ -260,9 +281,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total = x + residual
+    total = with_gradient_of(input_bias, x) + residual
     return layer_norm(total, weight, bias, eps), total
 
 
@@ -270,8 +297,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, input_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    total = with_gradient_of(input_bias, x) + residual
     return rms_norm(total, weight, eps), total
 
 
@@ -329,9 +358,13 @@ PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_pa
 DECODE: dict[str, DecodeOp] = {"torch": decode_sdpa, "triton": decode_triton}
 ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
 NORMS = {
-    "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm),
+    "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm, absorb=False),
     "triton": Norms(
-        kernels.layer_norm, kernels.add_layer_norm, kernels.rms_norm, kernels.add_rms_norm
+        kernels.layer_norm,
+        kernels.add_layer_norm,
+        kernels.rms_norm,
+        kernels.add_rms_norm,
+        absorb=True,
     ),
 }
 ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}

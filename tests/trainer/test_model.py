@@ -80,7 +80,7 @@ def test_the_residual_stream_is_bf16_where_that_is_asked_for(narrow):
     model.narrow_residual = narrow
     dtypes = set()
     for block in model.h:
-        block.register_forward_hook(lambda *args: dtypes.add(args[-1][1].dtype))
+        block.register_forward_hook(lambda *args: dtypes.add(args[-1][1].stream.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(draw_tokens(), draw_tokens()).backward()
     assert dtypes == {torch.bfloat16 if narrow else torch.float32}

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt import ops
 from fastgpt.config import Config, OpsConfig
@@ -61,6 +62,31 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
     # in bf16 the two round at different places
     tolerance = 5e-2 if autocast else 1e-4
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+class ColumnSums(TorchDispatchMode):
+    """Counts sums over the rows of a matrix, in which autograd gets the gradient of a bias."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.sum.dim_IntList and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({}, 0), ({"norm_position": "post"}, 0), ({"position": "rotary"}, 2), ({"dropout": 0.1}, 4)],
+)
+def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(options, left):
+    def count(asked):
+        model = initial(replace(TINY, **options), chosen=ops.select(asked, "cpu", compiled=False))
+        with ColumnSums() as sums:
+            loss_and_gradients(model, autocast=False)
+        return sums.count
+
+    # of two layers with three biases each, the rotation and dropout come between some and their op
+    assert (count(OURS), count(replace(PLAIN, activation="triton"))) == (left, 6)
 
 
 # --- the choice -----------------------------------------------------------------------------------
