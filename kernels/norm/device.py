@@ -140,12 +140,12 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
         if dtotal_ptr is not None:
             offs_dt = (offs_m * stride_dtm)[:, None] + offs_n[None, :]
             dx += tl.load(dtotal_ptr + offs_dt, mask=mask, other=0.0).to(tl.float32)
+        if dinput_bias_ptr is not None:
+            dinput_bias += dx
         offs = (offs_m * N)[:, None] + offs_n[None, :]
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
-        if dinput_bias_ptr is not None:
-            dinput_bias += dx
     part = pid.to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
@@ -157,8 +157,9 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
 
 # --- configurations -------------------------------------------------------------------------------
 
-# Above this the backward's row, with both accumulators, does not fit the registers of 1024 threads.
+# Above these the backward's row, with its accumulators, does not fit the registers of 512 threads.
 WHOLE_ROW = 8_192
+WHOLE_ROW_THREE = 4_096
 PART_N = 2_048
 
 
@@ -179,13 +180,14 @@ def fwd_tile(n: int) -> dict[str, int]:
 def bwd_tile(n: int) -> dict[str, int]:
     """Block sizes, warps and loads in flight of the backward: 8 elements a thread, 16 at N=8192.
 
-    With both accumulators and the weight that takes 64 to 118 registers on sm_90; with twice the
+    With three accumulators and the weight that takes 72 to 124 registers on sm_90; with twice the
     elements a thread it takes 128 or spills. Three loads in flight of 8192 fp32 elements and three
-    inputs would not fit sm_80's shared memory.
+    inputs would not fit sm_80's shared memory, and of 512 spill there; rows of up to 512 have twice
+    the programs, so that two are as much.
     """
     block_n, block_m = row_blocks(n, 1024 if n <= 512 else 2048)
     warps = max(1, min(16, block_m * block_n // (8 * 32)))
-    stages = 3 if block_n <= 4096 else 2
+    stages = 3 if 512 < block_n <= 4096 else 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "STAGES": stages}
 
 
@@ -270,7 +272,7 @@ def norm_bwd(
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
-    if N > WHOLE_ROW:
+    if N > (WHOLE_ROW if dinput_bias_dtype is None else WHOLE_ROW_THREE):
         dots = empty(torch.float32, 2, M)
         launch(
             _norm_dots_kernel, (M,),
