@@ -48,10 +48,9 @@ from .forward import (
 
 
 @triton.jit
-def _store_sums(ptr, x, first, T, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores the sums of the columns of `x`, of its rows that `store_rows` would store."""
+def _store_sums(ptr, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores the sum of each column of `x` (rows, BLOCK_D), of the first D."""
     offs_d = tl.arange(0, BLOCK_D)
-    x = tl.where((first + tl.arange(0, ROWS) < T)[:, None], x, 0.0)
     tl.store(ptr + offs_d, tl.sum(x, 0), mask=offs_d < D)
 
 
@@ -114,12 +113,12 @@ def _attention_bwd_dq_kernel(
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dq *= scale
+    if sums_ptr is not None:  # rows past the last query, whose q and dO are 0, are 0
+        part = batch * tl.cdiv(Tq, BLOCK_M) + start_m // BLOCK_M
+        _store_sums(sums_ptr + (part * H + h) * D, dq, D, BLOCK_D)
     store_rows(
         dq_ptr + batch * stride_dqb + h * D, stride_dqt, start_m, Tq, dq, BLOCK_M, D, BLOCK_D
     )
-    if sums_ptr is not None:
-        part = batch * tl.cdiv(Tq, BLOCK_M) + start_m // BLOCK_M
-        _store_sums(sums_ptr + (part * H + h) * D, dq, start_m, Tq, BLOCK_M, D, BLOCK_D)
 
 
 @triton.jit
@@ -227,8 +226,8 @@ def _attention_bwd_dkv_kernel(
     if sums_ptr is not None:
         part = batch * tl.cdiv(Tk, BLOCK_N) + tile
         sums_ptr += (2 * part * K + hk) * D
-        _store_sums(sums_ptr, dk, start_n, Tk, BLOCK_N, D, BLOCK_D)
-        _store_sums(sums_ptr + K * D, dv, start_n, Tk, BLOCK_N, D, BLOCK_D)
+        _store_sums(sums_ptr, tl.where(key < Tk, dk, 0.0), D, BLOCK_D)
+        _store_sums(sums_ptr + K * D, tl.where(key < Tk, dv, 0.0), D, BLOCK_D)
 
 
 # --- launch ---------------------------------------------------------------------------------------

@@ -272,7 +272,8 @@ def norm_bwd(
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
-    if N > (WHOLE_ROW if dinput_bias_dtype is None else WHOLE_ROW_THREE):
+    whole = WHOLE_ROW if dinput_bias_dtype is None else WHOLE_ROW_THREE
+    if N > whole:
         dots = empty(torch.float32, 2, M)
         launch(
             _norm_dots_kernel, (M,),

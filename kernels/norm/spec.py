@@ -127,7 +127,11 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         return {**fixed, **given}
 
     def launches(s: Problem) -> tuple[str, ...]:
-        return (FWD, BWD) + (SUM,) * bool(kept(s) + absorbed(s)) + (DOTS,) * (s["N"] > 8192)
+        return (
+            (FWD, BWD)
+            + (SUM,) * bool(kept(s) + absorbed(s))
+            + (DOTS,) * (s["N"] > (4096 if absorbed(s) else 8192))
+        )
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
         """Counts the bytes moved: x and y in the forward; x, dy and dx in the backward.
@@ -141,7 +145,8 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     problems = dict(PROBLEMS)
     if summed:
         problems["input-bias"] = {"M": (2, 23), "N": 520, "input_bias": True}
-        problems["widest-whole-row"] = {"M": 3, "N": 8192, "input_bias": True}
+        problems["input-bias-in-parts"] = {"M": 3, "N": 4104, "input_bias": True}
+        problems["widest-whole-row"] = {"M": 3, "N": 8192}
         problems["row-in-parts"] = {"M": 3, "N": WIDE}
     if kind == "layer":
         problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
