@@ -121,15 +121,16 @@ def fastgpt(s: Sizes) -> Iterator[Part]:
     n, wide = s.M * s.C, s.M * s.F
     fwd, read, bwd, moved = attention(s)
     causal = f"D={s.D} bfloat16 causal"
-    norm = f"layer N={s.C} bf16 weight=fp32 bias residual=fp32"
+    norm = f"layer N={s.C} bf16 weight=fp32 bias input_bias residual=fp32"
     gelu = f"gelu_tanh F={s.F} bf16 bias=fp32"
     chunks = math.ceil(s.M / chunk_on_gpu(s.M, s.V, s.C, 2, s.processors))
     yield from products(s)
     yield from head(s, chunks)
     forward = (f"_attention_fwd_kernel {causal}",)
     yield Part("attention", "attention", fwd, read, s.L, kernels=forward)
-    both = (f"_attention_bwd_dq_kernel {causal}", f"_attention_bwd_dkv_kernel {causal}")
-    yield Part("attention's gradient", "attention", bwd, moved, s.L, 2, kernels=both)
+    both = tuple(f"_attention_bwd_{x}_kernel {causal} input_bias" for x in ("dq", "dkv"))
+    moved += 2 * 4 * 3 * s.C * s.M // 64  # sums of the columns of tiles, which have 64 rows or more
+    yield Part("attention's gradient", "attention", bwd, moved, s.L, 4, kernels=both)
     yield Part("residual + LayerNorm", "norm", 0, 12 * n, 2 * s.L + 1,
                kernels=(f"_norm_fwd_kernel {norm}",))  # fmt: skip
     yield Part("LayerNorm's gradient", "norm", 0, 16 * n, 2 * s.L + 1, 2,
@@ -137,7 +138,6 @@ def fastgpt(s: Sizes) -> Iterator[Part]:
     yield Part("bias + GELU", "other", 0, 4 * wide, s.L, kernels=(f"_bias_act_fwd_kernel {gelu}",))
     yield Part("GELU's gradient", "other", 0, 6 * wide, s.L, 2,
                kernels=(f"_bias_act_bwd_kernel {gelu}",))  # fmt: skip
-    yield Part("gradients of three biases", "other", 0, 10 * n, s.L, 3)
     loss = (f"_cross_entropy_fwd_kernel V={s.V} bf16 valid={s.valid} in place",)
     yield Part(
         "loss, gradient in place", "loss", 0, 4 * s.M * s.V / chunks, chunks, 2, kernels=loss

@@ -273,7 +273,7 @@ def norm_bwd(
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
     whole = WHOLE_ROW if dinput_bias_dtype is None else WHOLE_ROW_THREE
-    if N > whole:
+    if whole < N:
         dots = empty(torch.float32, 2, M)
         launch(
             _norm_dots_kernel, (M,),
