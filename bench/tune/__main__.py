@@ -39,7 +39,7 @@ from bench.timing import Timer
 from bench.tune.predict import identity, records
 from bench.tune.search import Candidate, Settings, Slot, reasons, recount, search, slots
 from fastgpt.errors import UserError, counted, run_command
-from fastgpt.kernels.aot import ARCHS, SHARED_LIMIT, triton_minor
+from fastgpt.kernels.aot import SHARED_LIMIT, TUNED, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
 from fastgpt.kernels.proof.sass import DEVICES
 from fastgpt.kernels.runtime import INTERPRETING, family
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
         if family(args.arch[0]) not in SHARED_LIMIT:
             raise UserError(f"sm_{args.arch[0]} is unknown; expected one of {[*SHARED_LIMIT]}")
     warnings.filterwarnings("ignore", "attention was never tuned")
-    todo = selected(args.arch or ARCHS, args.only)
+    todo = selected(args.arch or TUNED, args.only)
     if not todo:
         raise UserError(f"no slot matches --only {' '.join(args.only)}")
     return run(args, todo)
