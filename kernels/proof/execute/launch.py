@@ -35,7 +35,7 @@ class Compiled:
     """Bytes of shared memory of a thread block."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=24)  # some take 10 MB
 def built(ptx: str) -> Build:
     """The steps of a program, made once."""
     return Build(parse(ptx))
