@@ -21,7 +21,7 @@ from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.runtime import autocast_dtype
-from fastgpt.ops import Ops, head_logits
+from fastgpt.ops import Norms, Ops, head_logits
 from fastgpt.positions import POSITIONS, Rotary
 
 
@@ -40,7 +40,8 @@ class Projection(nn.Linear):
     """Linear layer whose bias may get its gradient from the op that takes the output.
 
     That op adds up the columns of the output's gradient while it computes it, which saves a pass
-    over it. `due` is the bias to hand to it, None where autograd does the work as usual.
+    over it. In training `due` is the bias to hand to it, as its argument `input_bias`, and the
+    output is computed from a detached copy; it is None where autograd does the work as usual.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, absorbed: bool) -> None:
@@ -49,24 +50,25 @@ class Projection(nn.Linear):
 
     @property
     def due(self) -> Tensor | None:
-        return self.bias if self.absorbed else None
+        return self.bias if self.absorbed and self.training else None
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias.detach() if self.absorbed else self.bias)
+        bias = self.bias if self.due is None else self.due.detach()
+        return F.linear(input, self.weight, bias)
 
 
-def norm_absorbs(config: ModelConfig, ops: Ops, place: str) -> bool:
+def norm_absorbs(config: ModelConfig, norms: Norms, place: str) -> bool:
     """Returns True if the output of a `Projection` goes straight to a norm that takes its bias."""
     undropped = config.dropout_at(place) == 0
-    return ops.norms.absorb and undropped and config.architecture == "gpt"
+    return norms.absorb and undropped and config.architecture == "gpt"
 
 
 class Residual(NamedTuple):
-    """What a normalisation adds to its input before it normalises the sum."""
+    """Residual stream, and a bias of the branch whose gradient the next norm computes."""
 
     stream: Tensor
     due: Tensor | None
-    """Bias in that input whose gradient is still to be computed; see `Projection`."""
+    """See `Projection`."""
 
 
 class LayerNorm(nn.Module):
@@ -119,17 +121,18 @@ class Attention(nn.Module):
         self.scale, self.window = config.attention_scale, config.window
         self.qk_norm, self.p = config.qk_norm, config.dropout_at("attention")
         as_projected = not self.qk_norm and config.position != "rotary"
+        self.attention_packed = ops.attention_packed if as_projected else None
         self.c_attn = Projection(
             C,
             (H + 2 * K) * D,
             bias=config.bias_at("qkv"),
-            absorbed=as_projected and ops.attention_packed is not None,
+            absorbed=self.attention_packed is not None,
         )
         self.c_proj = Projection(
             H * D,
             C,
             bias=config.bias_at("projection"),
-            absorbed=norm_absorbs(config, ops, "residual"),
+            absorbed=norm_absorbs(config, ops.norms, "residual"),
         )
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
@@ -152,10 +155,9 @@ class Attention(nn.Module):
         layer_cache: LayerCache | None,
     ) -> Tensor:
         p = self.p if self.training else 0.0
-        as_projected = not self.qk_norm and cos_sin is None and layer_cache is None
-        if as_projected and self.ops.attention_packed is not None:
+        if self.attention_packed is not None and layer_cache is None:
             H = self.heads[0]
-            return self.ops.attention_packed(
+            return self.attention_packed(
                 qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids,
                 input_bias=self.c_attn.due,
             )  # fmt: skip
@@ -195,7 +197,7 @@ class MLP(nn.Module):
             config.ffn_width,
             config.dim,
             bias=config.bias,
-            absorbed=norm_absorbs(config, ops, "feed_forward"),
+            absorbed=norm_absorbs(config, ops.norms, "feed_forward"),
         )
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 

@@ -58,8 +58,8 @@ class PackedAttentionOp(Protocol):
     `heads` is H.
 
     Its gradient is written into one buffer, which saves the concatenation of three gradients. A
-    bias ((H + 2 K) D,) that qkv contains already, its gradient cut off, gets it back as
-    `input_bias`.
+    bias ((H + 2 K) D,) that qkv contains already, and that was detached when it was added, gets its
+    gradient as `input_bias`.
     """
 
     def __call__(
@@ -103,7 +103,8 @@ class LayerNormOp(Protocol):
 class AddLayerNormOp(Protocol):
     """Residual sum and its LayerNorm: returns (layer_norm(x + residual), x + residual).
 
-    A bias that x contains already, its gradient cut off, gets it back as `input_bias`.
+    `input_bias` is a bias that x contains already and that was detached when it was added: this op
+    computes its gradient.
     """
 
     def __call__(
@@ -147,7 +148,7 @@ class Norms:
     rms_norm: RMSNormOp
     add_rms_norm: AddRMSNormOp
     absorb: bool
-    """True if `input_bias` saves the ops with a sum a pass over the gradient."""
+    """True if the ops with a sum compute the gradient of `input_bias` without a pass of its own."""
 
 
 class ActivationOp(Protocol):

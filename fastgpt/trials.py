@@ -17,14 +17,15 @@ from fastgpt import ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.kernels.spec import Problem
+from fastgpt.kernels.runtime import with_gradient_of
+from fastgpt.kernels.spec import Problem, absorbing
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model import Block
+from fastgpt.model import Block, Residual, norm_absorbs
 from fastgpt.positions import Rotary
 
 Inputs = Callable[[int, int], dict[str, Tensor]]
 """Function that makes inputs from the number of sequences and their length."""
-WEIGHTS = ("weight", "bias")
+WEIGHTS = ("weight", "bias", "input_bias")
 """Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
 
 
@@ -75,10 +76,10 @@ def _inputs(
     return inputs
 
 
-def _projected(model: ModelConfig, on: str, dtype: torch.dtype) -> Inputs:
+def _projected(model: ModelConfig, on: str, dtype: torch.dtype, *, biased: bool = False) -> Inputs:
     """Returns a function that makes `qkv`, all heads of queries, keys and values in one tensor."""
     problem = {"H": model.num_heads, "K": model.kv_heads, "D": model.head_dim}
-    return _inputs("attention_packed", problem, on, dtype)
+    return _inputs("attention_packed", {**problem, "input_bias": biased}, on, dtype)
 
 
 def _documents(model: ModelConfig, B: int, T: int, on: str) -> Tensor | None:
@@ -96,21 +97,28 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
     heads = (model.num_heads, model.kv_heads, model.kv_heads)
     as_projected = model.position != "rotary" and not model.qk_norm
+    biased = as_projected and model.bias_at("qkv")
 
     def options(qkv: Tensor) -> dict[str, Any]:
         ids = _documents(model, qkv.shape[0], qkv.shape[1], on)
         return {"scale": model.attention_scale, "window": model.window, "doc_ids": ids}
 
     def split(op: Callable[..., Tensor]) -> parity.Op:
-        return lambda qkv: op(*qkv.split(heads, dim=2), **options(qkv))
+        def run(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
+            qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
+            return op(*qkv.split(heads, dim=2), **options(qkv))
 
-    def packed(qkv: Tensor) -> Tensor:
-        return ops.PACKED_ATTENTION["triton"](qkv, model.num_heads, **options(qkv))
+        return run
+
+    def packed(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
+        return ops.PACKED_ATTENTION["triton"](
+            qkv, model.num_heads, **options(qkv), input_bias=input_bias
+        )
 
     ours = packed if as_projected else split(ops.ATTENTION["triton"])
     both = {"sdpa": split(ops.ATTENTION["sdpa"]), "triton": ours}
     ref = split(SPECS["attention"].ref)
-    return Trial("sdpa", "triton", both, ref, _projected(model, on, dtype))
+    return Trial("sdpa", "triton", both, ref, _projected(model, on, dtype, biased=biased))
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -119,8 +127,12 @@ def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     options: dict[str, Any] = {"eps": eps}
     if op == "add_layer_norm" and not model.bias:
         options["bias"] = None
-    problem = {"N": model.dim, "without": () if model.bias else ("bias",)}
-    both = {name: partial(getattr(norms, op), **options) for name, norms in ops.NORMS.items()}
+    absorbs = norm_absorbs(model, ops.NORMS["triton"], "residual") and model.bias_at("projection")
+    options["input_bias"] = absorbs
+    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": absorbs}
+    both = {
+        name: partial(absorbing(getattr(norms, op)), **options) for name, norms in ops.NORMS.items()
+    }
     ref = partial(SPECS[op].ref, **options)
     inputs = _inputs(op, problem, on, dtype, sizes.narrow_residual)
     return Trial("torch", "triton", both, ref, inputs)
@@ -207,12 +219,15 @@ def layer(
 
     def op_of(block: Block) -> parity.Op:
         def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            residual, given = (rest[0], rest[1:]) if pre_norm else (None, rest)
+            values = dict(zip(weights, rest[pre_norm:], strict=True))
+            # its own bias in place of that of the layer before, whose gradient is computed here
+            due = values.get("mlp.c_proj.bias") if block.mlp.c_proj.absorbed else None
+            residual = Residual(rest[0], due) if pre_norm else None
             B, T = x.shape[:2]
             cos_sin = None if angles is None else angles(slice(T))
             args = (x, residual, cos_sin, _documents(model, B, T, on), None)
-            out = functional_call(block, dict(zip(weights, given, strict=True)), args)
-            return tuple(y for y in out if y is not None)
+            y, after = functional_call(block, values, args)
+            return (y,) if after is None else (y, after.stream)
 
         return run
 

@@ -83,9 +83,24 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
+class _GradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
+        ctx.dtype = bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        wide = torch.promote_types(ctx.dtype, dx.dtype)
+        return dx, dx.reshape(-1, dx.shape[-1]).sum(0, dtype=wide).to(ctx.dtype)
+
+
 def with_gradient_of(bias: Tensor | None, x: Tensor) -> Tensor:
-    """Returns x, which already contains `bias`, so that autograd finds the bias in it."""
-    return x if bias is None else x + (bias - bias.detach()).to(x.dtype)
+    """Returns x (..., N), which already contains `bias` (N,), so that autograd finds it in there.
+
+    The bias gets the sums of the columns of x's gradient.
+    """
+    return x if bias is None else _GradientOf.apply(x, bias)  # pyright: ignore
 
 
 # --- launch ---------------------------------------------------------------------------------------

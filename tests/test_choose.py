@@ -115,8 +115,19 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
-    (qkv,) = trial.inputs(2, 16).values()  # its gradient is one tensor for PyTorch's op as well
-    assert qkv.shape == (2, 16, 6, 16)
+    biases = [call.kwargs["input_bias"].shape for call in called.call_args_list]
+    assert biases == [(96,)] * 2 * packed
+    # its gradient is one tensor for PyTorch's op as well
+    assert trial.inputs(2, 16)["qkv"].shape == (2, 16, 6, 16)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
+    model = replace(TINY, residual_dropout=dropout)
+    tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
+    chosen = ops.select(OpsConfig(norm="triton"), "cpu", compiled=False)
+    due = GPT(model, chosen).h[0].attn.c_proj.due
+    assert ("input_bias" in tried) == (due is not None) == (dropout == 0)
 
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import INTEGERS, check_float, check_head, check_like, check_qkv, check_scale
+from ..checks import DTYPES, INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..runtime import (
     autocast_dtype,
     define_op,
@@ -160,8 +160,8 @@ def _define(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers an attention op with torch, and `name`_bwd, which computes its gradients.
 
-    After the inputs of `schema` both take the bias that they contain, of which the kernels need
-    only the dtype of its gradient, if it has one.
+    After the inputs of `schema` the op takes a bias that they contain, or None. Its values matter
+    nowhere; `name`_bwd takes the dtype of its gradient, None if none is wanted.
 
     Args:
         schema: the inputs: tensors and, where they are packed, the heads of q.
@@ -304,7 +304,7 @@ def attention_packed(
 ) -> Tensor:
     """Computes `attention` for q, k and v in one tensor, whose gradient needs no concatenation.
 
-    The options are those of `attention`, but for one.
+    The options are those of `attention`, and `input_bias`.
 
     Args:
         qkv: (B, T, H + 2 K, D): the heads of q, then of k, then of v.
@@ -327,7 +327,7 @@ def attention_packed(
     check_head("qkv", qkv)
     settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
     if input_bias is not None:
-        check_float("input_bias", input_bias, (qkv.shape[2:].numel(),), qkv)
+        check_like("input_bias", input_bias, (qkv.shape[2:].numel(),), DTYPES, qkv, "qkv")
         if not runs_kernels(qkv.device) or (scale is not None and scale <= 0):
             qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
             input_bias = None

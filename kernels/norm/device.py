@@ -157,9 +157,10 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
 
 # --- configurations -------------------------------------------------------------------------------
 
-# Above these the backward's row, with its accumulators, does not fit the registers of 512 threads.
+# Above these the backward's row does not fit the registers of 512 threads: with up to two results
+# beside dx (dresidual, and the vectors, each of which is an accumulator), and with more.
 WHOLE_ROW = 8_192
-WHOLE_ROW_THREE = 4_096
+WHOLE_ROW_OF_MANY = 4_096
 PART_N = 2_048
 
 
@@ -182,8 +183,8 @@ def bwd_tile(n: int) -> dict[str, int]:
 
     With three accumulators and the weight that takes 72 to 124 registers on sm_90; with twice the
     elements a thread it takes 128 or spills. Three loads in flight of 8192 fp32 elements and three
-    inputs would not fit sm_80's shared memory, and of 512 spill there; rows of up to 512 have twice
-    the programs, so that two are as much.
+    inputs would not fit sm_80's shared memory. Rows of up to 512 have two: three spill on sm_80,
+    and twice as many programs run there.
     """
     block_n, block_m = row_blocks(n, 1024 if n <= 512 else 2048)
     warps = max(1, min(16, block_m * block_n // (8 * 32)))
@@ -272,7 +273,8 @@ def norm_bwd(
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
-    whole = WHOLE_ROW if dinput_bias_dtype is None else WHOLE_ROW_THREE
+    results = sum(dtype is not None for dtype in (dresidual_dtype, *dtypes))
+    whole = WHOLE_ROW if results <= 2 else WHOLE_ROW_OF_MANY
     if whole < N:
         dots = empty(torch.float32, 2, M)
         launch(

@@ -153,7 +153,8 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
             return (None,) * 8
         sums = None
         if ctx.needs_input_grad[4]:
-            sums = dtotal.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtypes[4])
+            rows = dtotal.reshape(-1, dtotal.shape[-1])
+            sums = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[4])
         return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, sums, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
