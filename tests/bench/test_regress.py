@@ -26,7 +26,7 @@ def test_slower_than_the_baseline_by_more_than_a_tenth_fails(no_cache, capfd, mo
     assert saved["machine_info"]["node"] == ""
     assert saved["machine_info"]["device"] == name
     (stats,) = (bench["stats"] for bench in saved["benchmarks"])
-    stats["min"] /= 2  # its fastest round was twice as fast
+    stats["min"] /= 5  # its fastest round was much faster, whatever else the machine does
     path.write_text(json.dumps(saved))
     assert regress.main(only) == 1
     printed = capfd.readouterr()
