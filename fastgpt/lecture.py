@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, MLP, Attention
-from fastgpt.ops import Ops, cross_entropy
+from fastgpt.ops import Ops
+from fastgpt.torch_ops import cross_entropy
 
 
 class Bigram(GPT):

@@ -21,8 +21,9 @@ from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.runtime import autocast_dtype
-from fastgpt.ops import Norms, Ops, head_logits
+from fastgpt.ops import Norms, Ops
 from fastgpt.positions import POSITIONS, Rotary
+from fastgpt.torch_ops import head_logits
 
 
 class Dropout(nn.Module):

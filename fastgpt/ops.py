@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from fastgpt import kernels
+from fastgpt import kernels, torch_ops
 from fastgpt.cache import Cache
 from fastgpt.config import OpsConfig
 from fastgpt.device import kind_of
 from fastgpt.errors import UserError
-from fastgpt.kernels.attention.op import attention_mask
-from fastgpt.kernels.runtime import runs_kernels, with_gradient_of
+from fastgpt.kernels.runtime import runs_kernels
 
 # --- what each op computes ------------------------------------------------------------------------
 
@@ -203,69 +202,7 @@ class Ops:
     names: dict[str, str]
 
 
-# --- by PyTorch -----------------------------------------------------------------------------------
-
-
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """`AttentionOp` by F.scaled_dot_product_attention."""
-    T = q.shape[1]
-    mask = None
-    if window is not None or doc_ids is not None:
-        mask = attention_mask(T, T, causal=True, window=window, doc_ids=doc_ids, device=q.device)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
-
-
-def flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """`AttentionOp` by the package flash-attn, bf16 or fp16; `doc_ids` must be None."""
-    from flash_attn import flash_attn_func  # pyright: ignore
-
-    seen = (-1, -1) if window is None else (window - 1, 0)  # keys before and after a query's own
-    return flash_attn_func(
-        q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=True, window_size=seen
-    )
-
-
-def decode_sdpa(
-    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
-) -> Tensor:
-    """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=cache.hidden(q.dtype)[:, None],
-        scale=scale,
-        enable_gqa=q.shape[2] != keys.shape[2],
-    )
-    return out.transpose(1, 2)
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def decode_triton(
@@ -277,89 +214,24 @@ def decode_triton(
     )
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    input_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    total = with_gradient_of(input_bias, x) + residual
-    return layer_norm(total, weight, bias, eps), total
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, input_bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    total = with_gradient_of(input_bias, x) + residual
-    return rms_norm(total, weight, eps), total
-
-
-def head_logits(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    valid_vocab: int | None = None,
-) -> Tensor:
-    """Computes the logits (..., valid_vocab) that `LossOp` describes."""
-    logits = F.linear(x, weight, bias)[..., :valid_vocab]
-    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> Tensor:
-    """Computes the loss that `LossOp` describes from logits (..., V)."""
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
-    if z_loss:
-        scored = targets != -100
-        loss = loss + z_loss * (scored * logits.logsumexp(-1).square()).sum() / scored.sum()
-    return loss
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    valid_vocab: int | None = None,
-) -> Tensor:
-    """`LossOp` that computes the logits of all tokens at once."""
-    logits = head_logits(x, weight, bias=bias, softcap=softcap, valid_vocab=valid_vocab)
-    return cross_entropy(logits, targets, label_smoothing, z_loss)
-
-
-# --- the choice -----------------------------------------------------------------------------------
-
 ATTENTION: dict[str, AttentionOp] = {
     "torch": kernels.attention_ref,
-    "sdpa": sdpa,
+    "sdpa": torch_ops.sdpa,
     "blocked": kernels.attention_blocked,
     "triton": kernels.attention,
-    "flash_attn": flash_attn,
+    "flash_attn": torch_ops.flash_attn,
 }
 PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
-DECODE: dict[str, DecodeOp] = {"torch": decode_sdpa, "triton": decode_triton}
+DECODE: dict[str, DecodeOp] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
 ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
 NORMS = {
-    "torch": Norms(layer_norm, add_layer_norm, rms_norm, add_rms_norm, absorb=False),
+    "torch": Norms(
+        torch_ops.layer_norm,
+        torch_ops.after_sum(torch_ops.layer_norm),
+        torch_ops.rms_norm,
+        torch_ops.after_sum(torch_ops.rms_norm),
+        absorb=False,
+    ),
     "triton": Norms(
         kernels.layer_norm,
         kernels.add_layer_norm,
@@ -369,7 +241,10 @@ NORMS = {
     ),
 }
 ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}
-LOSS: dict[str, LossOp] = {"torch": linear_cross_entropy, "chunked": kernels.linear_cross_entropy}
+LOSS: dict[str, LossOp] = {
+    "torch": torch_ops.linear_cross_entropy,
+    "chunked": kernels.linear_cross_entropy,
+}
 DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 

@@ -83,6 +83,11 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sums over all but the last dimension of x (..., N): (N,), in `dtype`."""
+    return x.reshape(-1, x.shape[-1]).sum(0, dtype=torch.promote_types(dtype, x.dtype)).to(dtype)
+
+
 class _GradientOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
@@ -91,8 +96,7 @@ class _GradientOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        wide = torch.promote_types(ctx.dtype, dx.dtype)
-        return dx, dx.reshape(-1, dx.shape[-1]).sum(0, dtype=wide).to(ctx.dtype)
+        return dx, column_sums(dx, ctx.dtype)
 
 
 def with_gradient_of(bias: Tensor | None, x: Tensor) -> Tensor:

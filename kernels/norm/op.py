@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
+from ..runtime import autocast_dtype, column_sums, define_op, runs_kernels, with_gradient_of
 
 MAX_N = 16_384
 
@@ -151,10 +151,7 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     if dy is None:  # y was not used
         if dtotal is None:
             return (None,) * 8
-        sums = None
-        if ctx.needs_input_grad[4]:
-            rows = dtotal.reshape(-1, dtotal.shape[-1])
-            sums = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[4])
+        sums = column_sums(dtotal, ctx.dtypes[4]) if ctx.needs_input_grad[4] else None
         return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, sums, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
