@@ -15,10 +15,11 @@ passes over shared memory's banks, multiply-adds. The machine code says what a p
     the loops   of the machine code are those of the PTX in the same order, unrolled as often as
                 they have more instructions; where their numbers differ, the instructions are PTX's
 
-All other latencies, bandwidth lost to the order of accesses, launches and the last wave are left
-out, so it is a lower bound that ranks. --tiles compares tiles of attention (BLOCK_M x BLOCK_N x
-warps x stages) with those that ship. A plot of each kernel's roofline is written to
-bench/results/local/profile, or with --publish to docs/benchmarks.
+It does not know that wgmma and tcgen05.mma wait for operands in shared memory, as
+`bench.tune.predict` does. All other latencies, bandwidth lost to the order of accesses, launches
+and the last wave are left out, so it is a lower bound that ranks. --tiles compares tiles of
+attention (BLOCK_M x BLOCK_N x warps x stages) with those that ship. A plot of each kernel's
+roofline is written to bench/results/local/profile, or with --publish to docs/benchmarks.
 """
 
 import argparse
@@ -92,8 +93,10 @@ def predict(row: Row, x: Profile) -> tuple[float, str]:
     for part in parts:
         passes = max(1.0, part.passes)
         loop: Any = {"units": part.units, "start": 0, "bytes": 0}
+        loop["wavefronts"] = round(c.total("wavefronts", part.blocks) / passes / c.warps)
         loop["flops"] = 2 * c.total("multiply_adds", part.blocks) / passes / c.warps
-        top = sass.ceiling(sass.Loop(**loop), row.arch, row.warps, row.registers, row.shared)
+        size = row.warps, row.registers, row.shared, row.columns
+        top = sass.ceiling(sass.Loop(**loop), row.arch, *size)
         assert top is not None
         resident = max(1, top.blocks)
         clocks = {

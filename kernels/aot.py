@@ -125,7 +125,7 @@ def static_table(rows: Iterable[Row]) -> str:
               "blocks/SM", "warps/SM", "bound", "clocks", "TFLOP/s", "GB/s")]  # fmt: skip
     for r in rows:
         for loop in r.loops:
-            top = ceiling(loop, r.arch, r.warps, r.registers, r.shared)
+            top = ceiling(loop, r.arch, r.warps, r.registers, r.shared, r.columns)
             if top is None:
                 continue
             figures = (top.blocks, top.blocks * r.warps, top.bound, f"{top.clocks:.0f}",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastgpt.config import ModelConfig
-from fastgpt.kernels.cross_entropy.linear import chunk_on_gpu
+from fastgpt.kernels.cross_entropy.chunks import chunk_on_gpu
 
 
 @dataclass(frozen=True, slots=True)

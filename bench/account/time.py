@@ -105,7 +105,7 @@ def static_seconds(part: Part, gpu: Gpu, s: Sizes) -> float:
             total += ms / 1e3 * (s.M // T) * s.H / (B * H)
             continue
         loop = max(row.loops, key=lambda x: x.bytes)
-        top = ceiling(loop, row.arch, row.warps, row.registers, row.shared)
+        top = ceiling(loop, row.arch, row.warps, row.registers, row.shared, row.columns)
         assert top is not None
         total += part.bytes / (top.gbytes * 1e9)
     return total / ASSUMED["static"][0]

@@ -2,9 +2,9 @@
 
 A kernel's time is what its loops' passes and its programs' fixed part take on all multiprocessors:
 
-    a pass      the most of: the busiest unit's clocks (`kernels.proof.sass.ceiling`); the tile's
-                bytes at what L2 delivers; products and the rest in turn, over the blocks that take
-                turns
+    a pass      the most of: the busiest unit's clocks (`kernels.proof.sass.ceiling`, with
+                `product_clocks`); the tile's bytes at what L2 delivers; products and the rest in
+                turn, over the blocks that take turns
     a program   its instructions outside of the loops, at the issue rate, and the wait for its first
                 tile, over the same blocks
 
@@ -22,10 +22,16 @@ from bench.records import RESULTS
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
+from fastgpt.kernels.runtime import family
 
 FIRST_TILE = 1000.0
 """GPU cycles until a program's first loads arrive, about two trips to memory."""
-PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+SCORES, OTHERS = {"fwd": 1, "dq": 2, "dkv": 2}, {"fwd": 1, "dq": 1, "dkv": 2}
+"""Numbers of products in a pass: those that sum over D (scores, dP), and those with D columns."""
+ROWS = {90: 64, 100: 128}
+"""Arch -> rows of an instruction (wgmma, tcgen05.mma)."""
+SHARED_BYTES = 128.0
+"""Bytes of shared memory that one multiprocessor reads per cycle."""
 STEP_OF = {kernel: step for step, (kernel, _) in STEPS.items()}
 
 
@@ -44,6 +50,30 @@ def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None)
     return full, masked
 
 
+def product_clocks(arch: int, step: str, M: int, N: int, D: int) -> float:
+    """Returns the clocks that the tensor cores take for the 16-bit products of a pass.
+
+    On sm_90 and sm_100 an instruction takes at least as long as its operands take to be read from
+    shared memory: the right one, and for products that sum over D the left one, too (the others
+    have theirs in registers or tensor memory). So narrow tiles wait. Instructions of fewer rows
+    than the largest are taken to last as long as it; tiles of fewer than 64 rows have other
+    instructions, which are slower as well.
+    """
+    m, n = (N, M) if step == "dkv" else (M, N)  # there the scores are transposed
+    device = device_of(arch)
+    assert device is not None
+    full = ROWS.get(family(arch))
+    clocks = 0.0
+    for count, columns, depth, left in ((SCORES[step], n, D, True), (OTHERS[step], D, n, False)):
+        if full is None:
+            clocks += count * 2 * m * columns * depth / device.flops
+            continue
+        rows = min(m, full)
+        read = 2 * depth * (columns + left * rows) / SHARED_BYTES
+        clocks += count * (m / rows) * max(2 * full * columns * depth / device.flops, read)
+    return clocks
+
+
 def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
     """Predicts the time at `kernels.attention.spec.SHAPES`; None without figures or loops.
 
@@ -60,13 +90,14 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
     step, D = STEP_OF[row.kernel], meta["BLOCK_D"]
     B, T, H = SHAPES[D]
     M, N = meta["BLOCK_M"], meta["BLOCK_N"]
-    flops = 2 * PRODUCTS[step] * M * N * D if bits == 16 else 0
+    products = product_clocks(row.arch, step, M, N, D) if bits == 16 else 0.0
+    flops = int(products * device.flops / row.warps)  # waiting counts as multiplying
     l2 = 2 * (M if step == "dkv" else N) * D * bits / 8 / device.l2
     clocks, blocks = [], 1
     for loop in main:
-        top = ceiling(
-            replace(loop, flops=flops // row.warps), row.arch, row.warps, row.registers, row.shared
-        )
+        # Warps that have no rows of their own repeat the products of others.
+        loop = replace(loop, flops=max(flops, loop.flops))
+        top = ceiling(loop, row.arch, row.warps, row.registers, row.shared, row.columns)
         assert top is not None
         blocks = max(1, top.blocks)
         clocks.append(max(top.clocks, top.alone / blocks, l2))

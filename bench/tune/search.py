@@ -165,7 +165,7 @@ def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
         row = x.rows[0]
         if not row.loops:
             continue
-        top = ceiling(row.loops[0], arch, row.warps, row.registers, row.shared)
+        top = ceiling(row.loops[0], arch, row.warps, row.registers, row.shared, row.columns)
         if top is None or "maxnreg" in x.settings:
             continue
         bound = 65_536 // (32 * row.warps * (top.blocks + 1)) // 8 * 8

@@ -59,7 +59,7 @@ class _BlockedAttention(torch.autograd.Function):
             weight = scores.softmax(-1)
             weights.append(weight)
             if dropout_p:
-                keep, ctx.keep_scale = dropout_keep(tuple(weight.shape), dropout_p)
+                keep, ctx.keep_scale = dropout_keep(tuple(weight.shape), dropout_p, weight.dtype)
                 keeps.append(keep)
                 weight = (weight * keep).mul_(ctx.keep_scale)
             out[:, start:end] = torch.bmm(weight, v[:, low:end])
@@ -112,7 +112,7 @@ def attention_blocked(
 
     Returns:
         Tensor: (B, T, H, D), dtype of `q`. The weights, about B*H*T*T/2 elements, are kept for the
-        backward.
+        backward, and with dropout a mask of the same size and dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or `k` has another length than `q`.

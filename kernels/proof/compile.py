@@ -79,6 +79,8 @@ class Row:
     spilled: int = 0
     """Bytes of stack: all are spilled registers, because no kernel of ours has local arrays."""
     shared: int = 0
+    columns: int = 0
+    """Columns of tensor memory that a block allocates; 0 except on sm_100."""
     mma: dict[str, int] = field(default_factory=dict)
     declared: str = ""
     error: str = ""
@@ -227,6 +229,7 @@ def compile_config(config: Config) -> Row:
         registers=usage["REG"],
         spilled=usage["STACK"] + usage["LOCAL"],
         shared=metadata.shared,
+        columns=getattr(metadata, "tmem_size", 0),
         mma=tensor_core_instructions(text),
         declared=config.declared,
         loops=loops(text),

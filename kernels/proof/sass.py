@@ -91,6 +91,8 @@ def device_of(arch: int) -> Device | None:
 
 
 ISSUE, ALU, MUFU, MEMORY = 4.0, 2.0, 0.5, 1.0
+COLUMNS = 512
+"""Columns of a multiprocessor's tensor memory on sm_100."""
 DEPENDENT = 2.0
 """GPU cycles between two instructions of a warp: a result takes 4, and about 2 do not need it."""
 
@@ -116,6 +118,8 @@ class Loop:
     """Bytes that a warp loads from and stores to global memory, with none of its lanes masked."""
     flops: int
     """FLOPs of the tensor cores; 0 where the instruction does not state its shape (sm_100)."""
+    wavefronts: int = 0
+    """Number of 128-byte accesses to shared memory by a warp, without bank conflicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ def loops(sass: str) -> list[Loop]:
         body = [op for address, op, _ in code if start <= address <= end]
         if len(body) >= 16:
             units = dict(Counter(map(_unit, body)))
-            found.append(Loop(start, units, sum(map(_bytes, body)), sum(map(_flops, body))))
+            sums = (sum(map(count, body)) for count in (_bytes, _flops, _wavefronts))
+            found.append(Loop(start, units, *sums))
     return found
 
 
@@ -191,7 +196,16 @@ def _flops(op: str) -> int:
     return 2 * math.prod(map(int, shape.groups())) if shape else 0
 
 
-def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> Ceiling | None:
+def _wavefronts(op: str) -> int:
+    if _unit(op) != "shared" and not op.startswith("LDGSTS"):
+        return 0
+    width = re.search(r"88\.([124])|\.(64|128)\b", op)  # 8 x 8 matrices of 128 bytes, or bits
+    return int(width[1] or int(width[2]) // 32) if width else 1
+
+
+def ceiling(
+    loop: Loop, arch: int, warps: int, registers: int, shared: int, columns: int = 0
+) -> Ceiling | None:
     """Computes the upper bound of a loop's speed; None for an architecture without figures here."""
     device = device_of(arch)
     if device is None:
@@ -199,6 +213,8 @@ def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> C
     per_warp = 8 * -(-registers // 8) * 32
     fits = (65_536 // (per_warp * warps), device.warps // warps, 32)
     blocks = min(*fits, device.shared // (shared + 1024))
+    if columns:
+        blocks = min(blocks, COLUMNS // columns)
     counts = Counter(loop.units)
     clocks = {
         "issue": sum(counts.values()) / ISSUE,
@@ -206,6 +222,7 @@ def ceiling(loop: Loop, arch: int, warps: int, registers: int, shared: int) -> C
         "alu": counts["alu"] / ALU,
         "mufu": counts["mufu"] / MUFU,
         "memory": (counts["shared"] + counts["global"]) / MEMORY,
+        "shared": loop.wavefronts / MEMORY,
         "tensor": loop.flops / device.flops,
     }
     bound, most = max(clocks.items(), key=lambda item: item[1])

@@ -11,7 +11,7 @@ from bench.timing import Samples, Timer
 from bench.tune import __main__ as tune
 from bench.tune import measure as tune_measure
 from bench.tune.__main__ import choose, read, verdict, write
-from bench.tune.predict import FIRST_TILE, identity, milliseconds, passes, records
+from bench.tune.predict import FIRST_TILE, identity, milliseconds, passes, product_clocks, records
 from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
 from fastgpt.kernels.attention.config import TUNING, serves, trying
@@ -29,9 +29,9 @@ META = {**SETTINGS, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1}
 CASE = "D=64 bfloat16 causal"
 
 
-def row(unit="fp32", issued=400, **changes):
+def row(unit="fp32", issued=400, flops=0, **changes):
     """Makes the compiler's result for a kernel of 8 warps with two loops, one twice as long."""
-    loops = [Loop(n, {unit: n * issued}, 0, 0) for n in (1, 2)]
+    loops = [Loop(n, {unit: n * issued}, 0, flops) for n in (1, 2)]
     made = Row(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
     return replace(made, **changes)
 
@@ -69,12 +69,48 @@ def test_the_time_is_that_of_passes_and_programs():
 
 
 @pytest.mark.parametrize(
+    ("call", "clocks"),
+    [
+        ((80, "fwd", 64, 64, 64), 2 * 2 * 64**3 / 2048),
+        ((90, "dq", 128, 64, 64), 3 * 2 * 128 * 64 * 64 / 4096),
+        ((90, "dkv", 32, 64, 64), 2 * 4 * 24 + 2 * 2 * 32),  # 24: 3 KB; 2 KB would take 16 of 32
+        ((100, "fwd", 128, 128, 128), 8 * 64 + 8 * 64),  # 64: 8 KB, and the product as well
+        ((100, "fwd", 128, 32, 64), 4 * 40 + 2 * 32),  # 40: 5 KB
+        ((100, "fwd", 64, 32, 64), 4 * 24 + 2 * 32),
+    ],
+    ids=str,
+)
+def test_products_of_narrow_tiles_wait_for_their_operands(call, clocks):
+    """The clocks equal those counted by hand, instruction by instruction of 16 columns' depth."""
+    assert product_clocks(*call) == clocks
+
+
+@pytest.mark.parametrize(
     ("less", "more"),
-    [(row(), row(registers=200)), (row(), row(issued=401)), (row("mufu", 100), row("mufu", 120))],
-    ids=["fewer blocks", "more instructions", "a slower unit"],
+    [
+        (row(), row(registers=200)),
+        (row(arch=100), row(arch=100, columns=512)),
+        (row(), row(issued=401)),
+        (row("mufu", 100), row("mufu", 120)),
+        (row(), row(flops=2 * 2 * 2 * 128 * 64 * 64 // 8)),
+    ],
+    ids=[
+        "fewer blocks",
+        "no tensor memory for another",
+        "more instructions",
+        "a slower unit",
+        "products twice",
+    ],
 )
 def test_what_costs_more_is_predicted_to_take_longer(less, more):
     assert milliseconds(more, META, 16) > milliseconds(less, META, 16)
+
+
+def test_a_pass_of_few_instructions_waits_for_operands():
+    """The predicted time equals one computed by hand: a tile of 128 x 32 reads for 320 clocks."""
+    clocks = sum(passes(1024, 128, 32, True, None)) * 320 + 8 * FIRST_TILE / 2
+    expected = 16 * 12 * clocks / 132 / 1.83e6
+    assert milliseconds(row(issued=1), {**META, "BLOCK_N": 32}, 16) == pytest.approx(expected)
 
 
 def test_a_pass_of_few_instructions_waits_for_l2():

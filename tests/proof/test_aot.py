@@ -11,7 +11,7 @@ import pytest
 from fastgpt.kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
 from fastgpt.kernels.attention.config import TUNING
 from fastgpt.kernels.proof.compile import Row
-from fastgpt.kernels.proof.sass import Loop, ceiling
+from fastgpt.kernels.proof.sass import Loop, ceiling, loops
 from tests.processes import python
 
 FAULTS = ("--modules", "tests.proof.aot_faults")
@@ -33,13 +33,18 @@ def aot(tmp_path: Path, *args: str) -> tuple[int, str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_every_shipped_configuration_compiles_well(tmp_path):
-    code, printed, rows = aot(tmp_path)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_shipped_configuration_compiles_well(arch, tmp_path):
+    code, printed, rows = aot(tmp_path, "--arch", str(arch))
     assert code == 0, printed
-    compiled = {(r["kernel"], r["arch"]) for r in rows}
-    assert compiled == {(name, arch) for name, _ in compiled for arch in ARCHS}
-    for kernel in ("_norm_dots_kernel", "_attention_bwd_dkv_kernel", "_cross_entropy_fwd_kernel"):
-        assert (kernel, 90) in compiled
+    compiled = {f"{r['kernel']} {r['config']}" for r in rows}
+    assert compiled == read_budgets(BUDGET)[triton_minor()][str(arch)].keys()
+    assert {r["arch"] for r in rows} == {arch}
+    assert {r["kernel"] for r in rows} > {
+        "_norm_dots_kernel", "_attention_bwd_dkv_kernel", "_cross_entropy_fwd_kernel"
+    }  # fmt: skip
+    for made in rows:  # products of sm_100 need tensor memory
+        assert ("UTCHMMA" in made["mma"]) == (made["columns"] > 0)
     said = rf"{len(rows)} forms of \d+ configurations, 0 wrong, 0 without a recorded budget"
     assert re.match(rf"(?s)kernel .*\n{said}\n", printed)
 
@@ -128,6 +133,7 @@ def test_loops_are_counted_by_unit(faults):
         (Loop(0, {"mufu": 8, "fp32": 20}, 0, 0), "mufu", 4 * 16),
         (Loop(0, {"shared": 9, "global": 9, "fp32": 20}, 0, 0), "memory", 4 * 18),
         (Loop(0, {"tensor": 1}, 0, 2**20), "tensor", 4 * 256),
+        (Loop(0, {"shared": 9, "fp32": 20}, 0, 0, 36), "shared", 4 * 36),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -137,7 +143,21 @@ def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
     assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
     assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
     assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
+    assert ceiling(loop, 100, 4, 100, 50_000, columns=256).blocks == 2
     assert ceiling(loop, 77, warps=4, registers=100, shared=0) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "wavefronts"),
+    [
+        ("LDSM.16.MT88.4", 4), ("LDSM.16.M88.2", 2), ("LDS", 1), ("LDS.U.64", 2), ("STS.128", 4),
+        ("LDGSTS.E.BYPASS.128", 4), ("LDG.E.128", 0), ("LDGDEPBAR", 0), ("SHFL.BFLY", 1),
+    ],
+)  # fmt: skip
+def test_shared_memory_moves_128_bytes_a_clock(op, wavefronts):
+    code = "\n".join(f"/*{16 * i:04x}*/ {op} R1, [R2] ;" for i in range(20))
+    [loop] = loops(code)
+    assert loop.wavefronts == 20 * wavefronts
 
 
 def test_less_than_the_budget_is_no_fault():
