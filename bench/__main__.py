@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from bench import goals, measure, peers, records, report, step
+from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import device, flags
@@ -143,7 +143,7 @@ def print_rows(rows: list[measure.Row]) -> None:
     for row in (row for kind, row in rows if kind == "op"):
         times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
         cells = (row["case"], row["pass"], row["implementation"], times)
-        lines.append((*cells, report.rate(row), f"{row['share']:.0%}"))
+        lines.append((*cells, tables.rate(row), f"{row['share']:.0%}"))
     records.show("case|pass|implementation|ms p20 p50 p80|rate|of limit", lines)
     for row in (row for kind, row in rows if kind == "refused"):
         print(f"{row['case']} {row['implementation']}: not timed: {row['reason']}")

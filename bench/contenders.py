@@ -24,7 +24,7 @@ from torch import Tensor
 from bench import parts
 from bench.measure import in_one_line, resident_peak
 from bench.timing import quantiles
-from bench.trainers import nanogpt_step, plain_step
+from bench.trainers import GELUS, nanogpt_step, plain_step
 from fastgpt import device
 from fastgpt.config import Config, ModelConfig, OpsConfig
 from fastgpt.engine import Engine
@@ -85,8 +85,10 @@ def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def expect_gpt2(model: ModelConfig) -> None:
-    """Raises `UserError` for a network that differs from GPT-2's in more than its sizes."""
+    """Raises `UserError` for a network that differs from GPT-2's in more than sizes and GELU."""
     plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
+    if model.activation in GELUS:
+        plain = replace(plain, activation=model.activation)
     names = (field.name for field in fields(model))
     if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:
         raise UserError(f"the network differs from GPT-2's in {', '.join(others)}")
@@ -110,6 +112,12 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
         "compile": engine.compiled,
         "optimizer": config.optim.kind,
     }
+
+
+def _fastgpt_fp32(plan: Plan) -> Built:
+    train = replace(plan.config.train, precision="fp32")
+    step, facts = _fastgpt(replace(plan, config=replace(plan.config, train=train)), plan.config.ops)
+    return step, {**facts, "precision": "fp32"}
 
 
 def _every_op(*wanted: str) -> OpsConfig:
@@ -144,6 +152,7 @@ def _nanogpt(plan: Plan, precision: str) -> Built:
 
 CONTENDERS: dict[str, Callable[[Plan], Built]] = {
     "fastgpt": lambda plan: _fastgpt(plan, plan.config.ops),
+    "fastgpt fp32": _fastgpt_fp32,
     "fastgpt triton": lambda plan: _fastgpt(plan, TRITON_OPS),
     "eager": lambda plan: _reference(plan, compiled=False),
     "compiled": lambda plan: _reference(plan, compiled=True),

@@ -92,7 +92,8 @@ class Judge:
         if shapes := [n for n, x in self.truth.items() if n not in got or got[n].shape != x.shape]:
             return [f"{name}: wrong shape, or missing" for name in shapes], float("inf")
         worst = max(errors(got[name], true)[1] for name, true in self.truth.items())
-        return complaints(got, self.eager, self.truth, self.dtype), worst
+        terms = self.spec.terms(self.spec.probed(self.case.shape))
+        return complaints(got, self.eager, self.truth, self.dtype, terms), worst
 
     def admit(self, name: str, call: Callable[..., Any]) -> Right | str:
         """Returns the implementation if it may be timed, else why it may not."""

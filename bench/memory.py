@@ -24,7 +24,7 @@ from bench import records
 from fastgpt import flags, ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.kernels.cross_entropy import linear
+from fastgpt.kernels.cross_entropy import chunks
 from fastgpt.kernels.runtime import Launch, recording
 from fastgpt.model import GPT
 from fastgpt.recipes import RECIPES
@@ -76,10 +76,10 @@ class Account:
 
 def account(config: ModelConfig, batch: int, loss: str) -> Account:
     """Runs one step of `batch` full sequences; `loss` is as in `OpsConfig`."""
-    on_cuda = {"cpu": 2 * linear.CHUNK_BYTES["cuda"]}  # counted there as fp32
+    on_cuda = {"cpu": 2 * chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
-        mock.patch.dict(linear.CHUNK_BYTES, on_cuda),
+        mock.patch.dict(chunks.CHUNK_BYTES, on_cuda),
         recording(90) as launches,
         FakeTensorMode(),
         LiveBytes(launches) as live,

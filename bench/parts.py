@@ -38,7 +38,7 @@ NAMES = (
     ("optimizer", r"multi_tensor|_adamw?_|foreach|lerp|clip_grad"),
     ("norm", r"layer_?norm|rms_?norm|_norm_(fwd|bwd|sum)|GammaBeta"),
     ("GEMM", r"gemm|nvjet|cutlass|cublas|splitk|xmma|"
-             r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$"),
+             r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$|mkldnn::_linear"),
 )  # fmt: skip
 _COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in NAMES)
 

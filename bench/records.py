@@ -1,8 +1,9 @@
 """Raw records of measurements: one JSON line for each, with all that is needed to repeat it.
 
 Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
-`test`, `environment`, `convergence`, `host`, `save`, `muon`, `reproduction`, `tune`; and a `run`,
-so that only figures of one run are ever compared.
+`test`, `environment`, `convergence`, `host`, `save`, `muon`, `generate`, `reproduction`, `tune`,
+`training` (a run's manifest and losses); and a `run`, so that only figures of one run are ever
+compared.
 
 A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
 beside the committed ones.

@@ -7,22 +7,19 @@ file of each row.
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bench import goals, plots, race, records
+from bench import goals, plots, records, tables
 from bench.goals import seconds
-from bench.parts import PARTS
+from bench.tables import Row
 from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = ("ours", "all")
 """Implementations that count as ours in a record of a refusal; `all`: the whole case failed."""
-Row = dict[str, Any]
 HEAD = """# Benchmarks
 
 `python -m bench.report --publish` writes this page from the raw records that `make bench` and
@@ -71,189 +68,9 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     runs: dict[str, str] = {}
     rows = [row for row in rows if "run" in row and "case" in row]
     for row in rows:
-        if row["kind"] in ("op", "step"):
+        if row["kind"] in ("op", "step", "generate"):
             runs[row["case"]] = max(runs.get(row["case"], ""), row["run"])
     return [row for row in rows if row["run"] == runs.get(row["case"], row["run"])]
-
-
-def table(header: str, lines: Iterable[Iterable[str]]) -> str:
-    columns = header.split("|")
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
-def link(row: Row) -> str:
-    return f"[record]({row['link']})"
-
-
-def three_digits(x: float) -> str:
-    """Formats a number with three significant digits and no exponent: 0.844, 36.2, 1,040."""
-    rounded = float(f"{x:.3g}")
-    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"
-
-
-def ms(figures: dict[str, float]) -> str:
-    p20, p50, p80 = (three_digits(1e3 * figures[p]) for p in ("p20", "p50", "p80"))
-    return f"{p50} ({p20}, {p80})"
-
-
-def host_us(row: Row) -> str:
-    """Formats the host's time of a row; empty on a CPU, where the host is the device."""
-    return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
-
-
-def rate(row: Row) -> str:
-    """Formats the rate of an op: FLOPs or bytes, depending on which limits it."""
-    if row["bound"] == "matmul":
-        return f"{three_digits(row['tflops'])} TFLOP/s"
-    return f"{three_digits(row['gb_per_s'])} GB/s"
-
-
-def gigabytes(row: Row) -> str:
-    return f"{row['peak_bytes'] / 1e9:.3g}" if row.get("peak_bytes") is not None else ""
-
-
-# --- sections -------------------------------------------------------------------------------------
-
-
-def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
-    lines = []
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["case"], row["pass"]].append(row)
-    for (case, which), group in groups.items():
-        ours = next((r for r in group if r["implementation"] == "ours"), None)
-        best = min((r for r in group if r is not ours), key=seconds, default=None)
-        for row in group:
-            name = row["implementation"] + (" †" if "inexact" in row else "")
-            ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
-            if row is ours:
-                ratio = f"best peer {seconds(best) / seconds(row):.2f}" if best else ""
-            lines.append(
-                (
-                    f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
-                    ms(row["device_s"]), host_us(row), rate(row),
-                    f"{row['share']:.0%} {row['bound']}", ratio, gigabytes(row),
-                    distances(case, which, rows, wanted) if row is ours else "", link(row),
-                )
-            )  # fmt: skip
-    header = "case, pass|implementation|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
-    return table(header, lines)
-
-
-def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Formats the distance of our row from each of its goals, or "none set"."""
-    said = []
-    for goal in wanted:
-        if (goal.case, goal.which) == (case, which):
-            verdict = goals.judge(goal, rows)
-            found = verdict.why if verdict.value is None else f"{verdict.distance:+.0%}"
-            said.append(f"{goal.text}: {found}")
-    return "; ".join(said) or "none set"
-
-
-def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        group = [row for row in rows if row["case"] == case]
-        ours = min(filter(goals.is_ours, group), key=seconds, default=None)
-        best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
-        for row in group:
-            first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
-            if not row.get("first_step_alone", True):
-                first += ", all at once"
-            if "first_step_warm_s" in row:
-                first += f", {row['first_step_warm_s']:.1f}"
-            dropout = f" dropout {row['dropout']:g}" if row["dropout"] else ""
-            lines.append(
-                (
-                    case.split("/", 1)[1] + dropout,
-                    f"**{row['implementation']}**" if row is best else row["implementation"],
-                    row["precision"], f"{row['tok_per_s']:,.0f}",
-                    ms(row["seconds"]), f"{row['mfu']:.1%}",
-                    f"{seconds(row) / seconds(ours):.2f}" if ours else "",
-                    gigabytes(row), first,
-                    distances(case, "", rows, wanted) if row is ours else "", link(row),
-                )
-            )  # fmt: skip
-    header = (
-        "case|trainer|precision|tok/s|ms (p20, p80)|MFU|x ours|peak GB|first step s (cold, warm)|"
-        "goals|"
-    )
-    return table(header, lines)
-
-
-def parts_table(rows: list[Row]) -> str:
-    """Lays out the milliseconds of each part, with the share of its limit where it has one."""
-    lines = []
-    for row in rows:
-        if "parts" in row:
-            cells = []
-            for part in PARTS:
-                spent, least = row["parts"][part], row["limits"][part]
-                share = f" ({least / spent:.0%})" if spent and least else ""
-                cells.append(f"{spent:.2f}{share}")
-            lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
-    return table("case|trainer|" + "|".join(PARTS) + "|", lines) if lines else ""
-
-
-def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Lays out every goal of a device, including missed and unmeasured ones."""
-    lines = []
-    for goal in wanted:
-        verdict = goals.judge(goal, rows)
-        found = (verdict.why, "", "")
-        if verdict.value is not None:
-            reached = "yes" if verdict.distance >= 0 else "**no**"
-            found = (three_digits(verdict.value), f"{verdict.distance:+.0%}", reached)
-        stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
-        lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
-    return table("case|goal|stretch|measured|margin|reached", lines)
-
-
-def missing_table(rows: list[Row]) -> str:
-    """Lists implementations without figures, and why; ops with the same reason share a line."""
-    why: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        if row["kind"] in ("missing", "refused"):
-            key = (row["implementation"], row["kind"], row["reason"])
-            why[key].append(row.get("op") or "step")
-    lines = [
-        (", ".join(dict.fromkeys(ops)), name, kind, reason.replace("|", "/"))
-        for (name, kind, reason), ops in why.items()
-    ]
-    return table("op|implementation|status|reason", lines) if lines else ""
-
-
-def other_tables(rows: list[Row]) -> str:
-    """Lays out races of whole processes, data preparation, and the latest stages of `make gpu`."""
-    races, data, stages = ([r for r in rows if r["kind"] == k] for k in ("race", "data", "stage"))
-    stages = list({row["stage"]: row for row in stages}.values())
-    text = ""
-    for title, header, found, cells in (
-        ("Whole processes to a loss", f"{race.HEADER}|", races, race.cells),
-        ("Data", "measurement|result|", data, _data),
-        ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
-    ):
-        if found:
-            lines = ((*cells(row), link(row)) for row in found)
-            text += f"\n### {title}\n\n{table(header, lines)}"
-    return text
-
-
-def _data(row: Row) -> tuple[str, str]:
-    if row["case"] != "prepare":
-        return row["case"], f"{row['p50']:.0f} million tokens/s"
-    ours, alone = (
-        f"{min(row[key]):.2f} to {max(row[key]):.2f} s" for key in ("prepare_s", "tiktoken_alone_s")
-    )
-    return f"prepare {row['megabytes']} MB", f"{ours}; tiktoken alone {alone}"
-
-
-def _stage(row: Row) -> tuple[str, ...]:
-    passed, key = "yes" if row["passed"] else "**no**", row["key"].replace("|", "/")
-    return row["stage"], passed, key, f"{row['seconds']:.0f}"
 
 
 # --- the document ---------------------------------------------------------------------------------
@@ -273,11 +90,11 @@ def summary(ops: list[Row], steps: list[Row]) -> str:
             against = ("", "", "")
             if best:
                 ratios.append(round(seconds(best) / seconds(ours), 2))
-                its_ms = three_digits(seconds(best) * 1e3)
+                its_ms = tables.three_digits(seconds(best) * 1e3)
                 against = (best["implementation"], its_ms, f"{ratios[-1]:.2f}x")
-            lines.append((name, three_digits(seconds(ours) * 1e3), *against, share))
+            lines.append((name, tables.three_digits(seconds(ours) * 1e3), *against, share))
     header = "case|ours, ms|best peer|its ms|its time / ours|share of the limit"
-    return f"{_standing(ratios)}\n{table(header, lines)}" if lines else ""
+    return f"{_standing(ratios)}\n{tables.table(header, lines)}" if lines else ""
 
 
 def _standing(ratios: list[float]) -> str:
@@ -325,14 +142,14 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     if machine:
         units = {name: "GB/s" if name == "copy" else "GFLOP/s" for name in machine[-1]["rates"]}
         rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
-        text += f"Measured limits of the machine: {rates} ({link(machine[-1])}).\n"
+        text += f"Measured limits of the machine: {rates} ({tables.link(machine[-1])}).\n"
     text += f"\n{summary(ops, steps)}"
     if wanted:
-        text += "\n### Goals\n\n" + goal_table([*ops, *steps], wanted)
+        text += "\n### Goals\n\n" + tables.goal_table([*ops, *steps], wanted)
     if steps:
-        text += "\n### Training step\n\n" + step_table(steps, wanted)
+        text += "\n### Training step\n\n" + tables.step_table(steps, wanted)
         text += f"\nMFU: {steps[-1]['mfu_convention']}. Milliseconds by part (limit / time):\n\n"
-        text += parts_table(steps) + plots.of_steps(steps, folder, slug)
+        text += tables.parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
     pages = []
@@ -342,14 +159,14 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         ]
         picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
         page = folder / f"{slug}-{records.slug(op)}.md"
-        content = f"# {op} on {device}\n\n{GUIDE}\n\n{picture}\n{op_table(mine, wanted)}"
+        content = f"# {op} on {device}\n\n{GUIDE}\n\n{picture}\n{tables.op_table(mine, wanted)}"
         page.write_text(content, encoding="utf-8")
         pages.append(f"[{op}](benchmarks/{page.name})")
     if pages:
         text += f"\n### Ops\n\nEvery case and pass of {', '.join(pages)}.\n"
-    if absent := missing_table(shown):
+    if absent := tables.missing_table(shown):
         text += f"\n### Not measured\n\n{absent}"
-    text += other_tables(rows)
+    text += tables.other_tables(rows)
     older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
     tuned = [r for r in rows if r["kind"] == "tune"]
     for found, what in ((older, "in an older format, not shown"), (tuned, "of `make tune`")):

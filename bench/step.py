@@ -1,9 +1,10 @@
 """Benchmarks a training step beside those of other trainers: `python -m bench.step [recipe]`.
 
 Every contender does what its trainer does between two log lines: batch, forward, backward,
-clipping, optimizer. All have the same number of tokens and the same precision (nanoGPT on a CPU
-also in fp32, its default). Each runs in a process of its own. They take turns in an order that
-alternates, except for the largest batch that fits on a GPU, where each runs alone.
+clipping, optimizer. All have the same number of tokens and the same precision; on a CPU fastgpt and
+nanoGPT are timed in fp32 as well, and llm.c in fp32 alone. Each runs in a process of its own. They
+take turns in an order that alternates, except for the largest batch that fits on a GPU, where each
+runs alone.
 """
 
 import tempfile
@@ -20,7 +21,7 @@ from bench import contenders, parts, records
 from bench.contenders import TINY, Contender, Plan
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
-from bench.trainers import nanogpt_module, run_llmc
+from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
 from fastgpt import device, flags
 from fastgpt.config import Config, DataConfig
 from fastgpt.data.prepare import open_corpus
@@ -48,17 +49,19 @@ class StepBench:
 
     By default 64, 16, 4 and the largest on CUDA, the recipe's on a CPU.
     """
+    context: int | None = None
+    """Tokens in a sequence; by default the recipe's."""
     dropout: float | None = None
     """Dropout of all contenders; by default the recipe's."""
     contenders: tuple[str, ...] = ()
     """Names of the contenders; by default fastgpt, eager and nanogpt (if --nanogpt is given).
 
-    On CUDA `fastgpt triton` and compiled are added.
+    On CUDA `fastgpt triton` and compiled are added, on a CPU `fastgpt fp32`.
     """
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported."""
     llmc: Path | None = None
-    """Path of llm.c's train_gpt2cu, or of a checkout that has it."""
+    """Path of llm.c's train_gpt2cu (on a CPU train_gpt2), or of a checkout that has it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile for fastgpt's model."""
     rounds: int = 5
@@ -94,6 +97,8 @@ def base_config(bench: StepBench, on: str, text: Path) -> Config:
     model = replace(config.model, vocab_size=vocab, **(TINY if bench.tiny else {}))
     if bench.dropout is not None:
         model = replace(model, dropout=bench.dropout)
+    if bench.context is not None:
+        model = replace(model, context=bench.context)
     if not text.exists():
         contenders.write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
     data = DataConfig(source=str(text), tokenizer="chars")
@@ -116,7 +121,7 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     if bench.contenders:
         return bench.contenders
     names = ["fastgpt"]
-    names += ["fastgpt triton", "eager", "compiled"] if on == "cuda" else ["eager"]
+    names += ["fastgpt triton", "eager", "compiled"] if on == "cuda" else ["fastgpt fp32", "eager"]
     if bench.nanogpt is not None:
         names += ["nanogpt"] if on == "cuda" else ["nanogpt", "nanogpt fp32"]
     return tuple(names)
@@ -124,8 +129,9 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
 
 def check(bench: StepBench, on: str) -> None:
     """Raises `UserError` for options that cannot be measured, before anything runs."""
-    if bench.rounds < 1:
-        raise UserError(f"--rounds is {bench.rounds}: expected 1 or more")
+    for name, given in (("rounds", bench.rounds), ("context", bench.context)):
+        if given is not None and given < 1:
+            raise UserError(f"--{name} is {given}: expected 1 or more")
     if wrong := [n for n in bench.batch if n < (0 if on == "cuda" else 1)]:
         raise UserError(
             f"--batch {wrong[0]}: expected 1 or more; on CUDA also 0, the largest that fits"
@@ -163,10 +169,10 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
     plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
-    rates = machine_rates(Timer(on), (precision,), 0.2 if bench.tiny else 1.0)
+    both = (precision, "fp32") if on == "cpu" and precision != "fp32" else (precision,)
+    rates = machine_rates(Timer(on), both, 0.2 if bench.tiny else 1.0)
     if on == "cuda":
         torch.cuda.empty_cache()  # 3 GB for the contenders
-    roof = roof_of(rates, precision)
     end = time.perf_counter() + bench.budget
     recipe_batch = RECIPES[config.recipe][1].global_batch
     for asked in bench.batch or BATCHES[on] or (8 if bench.tiny else recipe_batch,):
@@ -180,23 +186,24 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
             yield "missing", {**about, "case": case, "implementation": "all", "reason": str(error)}
             continue
         now = with_batch(plan, batch)
+        length = "" if bench.context is None else f"/T={bench.context}"
         about |= {
-            "case": f"step/{config.recipe}/B={batch}",
+            "case": f"step/{config.recipe}/B={batch}{length}",
             "shape": {"B": batch, "T": config.model.context},
             "largest": asked == 0,
             "dropout": config.model.dropout,
         }
-        yield from _contenders(bench, names, now, roof, about, folder / "caches")
+        yield from _contenders(bench, names, now, rates, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
                 reason = f"not given: --{name.replace('.', '')} PATH"
                 yield "missing", {**about, "implementation": name, "reason": reason}
         if bench.llmc is not None:
-            yield _llmc(bench, now, roof, about)
+            yield _llmc(bench, now, rates, about)
 
 
 def _contenders(
-    bench: StepBench, names: tuple[str, ...], plan: Plan, roof: dict[str, float],
+    bench: StepBench, names: tuple[str, ...], plan: Plan, rates: dict[str, float],
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yields the measurements of one batch size, each as soon as it is known."""
@@ -213,40 +220,50 @@ def _contenders(
                 yield "missing", row
                 continue
             state = {"before": before, "after": records.state(plan.on)}
-            yield "step", {**row, **how, **_rates(plan, figures, roof), **state}
+            yield "step", {**row, **how, **_rates(plan, figures, rates), **state}
 
 
-def _rates(plan: Plan, found: dict[str, Any], roof: dict[str, float]) -> dict[str, Any]:
+def _rates(plan: Plan, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+    """Returns the speed of a row, and its share of the machine's limits for its precision."""
+    precision = found.get("precision", plan.precision)
+    roof = roof_of(rates, precision)
     tok_per_s = plan.tokens / found["seconds"]["p50"]
     flops = flops_per_token(plan.config.model)
-    rates = {
+    speed: dict[str, Any] = {
         "tok_per_s": tok_per_s, "mfu": tok_per_s * flops / roof["matmul"],
         "mfu_convention": MFU_CONVENTION, "roof": roof,
     }  # fmt: skip
     if "parts" in found:
-        size = 4 if plan.precision == "fp32" else 2
-        rates["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
-    return rates
+        size = 4 if precision == "fp32" else 2
+        speed["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
+    return speed
 
 
 def _llmc(
-    bench: StepBench, plan: Plan, roof: dict[str, float], about: dict[str, Any]
+    bench: StepBench, plan: Plan, rates: dict[str, float], about: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     config, row = plan.config, {**about, "implementation": "llm.c"}
-    corpus = open_corpus(config.data.source, tokenizer="chars", val_fraction=0.1)
     assert bench.llmc is not None
     try:
         contenders.expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
             raise UserError(f"needs GPT-2's vocabulary, got {config.model.vocab_size} tokens")
-        found = run_llmc(
-            bench.llmc, Path(corpus.path), layers=config.model.num_layers,
-            batch=config.global_batch, context=config.model.context, steps=LLMC_STEPS,
-        )  # fmt: skip
+        sizes = {"batch": config.global_batch, "context": config.model.context}
+        if plan.on == "cpu":
+            if sizes != LLMC_ON_CPU:
+                raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
+            found = run_llmc_on_cpu(bench.llmc, config.model, LLMC_STEPS)
+        else:
+            corpus = open_corpus(config.data.source, tokenizer="chars", val_fraction=0.1)
+            layers = config.model.num_layers
+            found = run_llmc(
+                bench.llmc, Path(corpus.path), layers=layers, steps=LLMC_STEPS, **sizes
+            )
     except UserError as error:
         return "missing", {**row, "reason": str(error)}
-    facts = {"optimizer": "adamw", "alternating": False, "precision": "bf16"}
-    return "step", {**row, **facts, **found, **_rates(plan, found, roof)}
+    precision = "fp32" if plan.on == "cpu" else "bf16"
+    found |= {"optimizer": "adamw", "alternating": False, "precision": precision}
+    return "step", {**row, **found, **_rates(plan, found, rates)}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

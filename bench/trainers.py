@@ -6,13 +6,17 @@ nanoGPT checkout, and llm.c's binary. None uses a kernel of ours.
 
 import importlib.util
 import math
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
@@ -53,6 +57,10 @@ def _step(
 # --- plain PyTorch --------------------------------------------------------------------------------
 
 
+GELUS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
+"""PyTorch's argument for each GELU: GPT-2's, and the exact one of nanoGPT."""
+
+
 class Block(nn.Module):
     """A GPT-2 block: pre-norm attention and feed-forward, each added to the residual stream."""
 
@@ -60,6 +68,7 @@ class Block(nn.Module):
         super().__init__()
         C, bias = config.dim, config.bias
         self.heads, self.dropout = config.num_heads, config.dropout
+        self.gelu = GELUS[config.activation]
         self.norm_1, self.norm_2 = nn.LayerNorm(C, bias=bias), nn.LayerNorm(C, bias=bias)
         self.qkv = nn.Linear(C, 3 * C, bias=bias)
         self.out = nn.Linear(C, C, bias=bias)
@@ -76,7 +85,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         y = self.out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, p)
-        y = self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        y = self.down(F.gelu(self.up(self.norm_2(x)), approximate=self.gelu))
         return x + F.dropout(y, p)
 
 
@@ -209,3 +218,81 @@ def run_llmc(
         raise UserError(f"--llmc {binary}: exit status {done.returncode}, last line: {said[0]}")
     mib = sum(map(int, LLMC_MEMORY.findall(done.stdout)))
     return {"seconds": quantiles(steps_s), "peak_bytes": mib * 2**20 or None}
+
+
+LLMC_ON_CPU = {"batch": 4, "context": 64}
+"""Sequences in a step and tokens of each, which llm.c's program for CPUs has built in."""
+LLMC_CPU_STEP = re.compile(r"step \d+: train loss .*\(took ([\d.]+) ms\)")
+"""Pattern of the line that it prints for a step (commit f1e2ace)."""
+
+
+def run_llmc_on_cpu(binary: Path, model: ModelConfig, steps: int) -> dict[str, Any]:
+    """Runs llm.c's training of a GPT-2 on a CPU, with random weights and tokens, in fp32.
+
+    Args:
+        binary: `train_gpt2`, or a checkout that has it.
+        model: sizes of the network; the context must hold that of `LLMC_ON_CPU`.
+        steps: number of steps, 3 to 20, after which it samples text; the first one, which warms up,
+            is not counted.
+
+    Returns:
+        dict[str, Any]: quantiles of a step's seconds.
+
+    Raises:
+        UserError: the binary is missing, fails, takes too long, or prints no steps.
+    """
+    binary = binary / "train_gpt2" if binary.is_dir() else binary
+    if not binary.exists():
+        raise UserError(f"--llmc {binary}: expected llm.c's train_gpt2, found nothing")
+    steps_s: list[float] = []
+    said = "nothing"
+    with tempfile.TemporaryDirectory() as name:
+        _write_llmc_files(Path(name), model)
+        screen, its_end = os.openpty()  # into a pipe it would write its lines late
+        with open(screen, errors="replace") as lines:
+            try:
+                process = subprocess.Popen(
+                    [binary.absolute()], cwd=name, stdout=its_end, stderr=its_end
+                )
+            except OSError as error:
+                raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
+            finally:
+                os.close(its_end)
+            end = threading.Timer(PATIENCE_S, process.kill)
+            end.start()
+            try:
+                for line in lines:
+                    said = line.strip() or said
+                    steps_s += [float(ms) / 1e3 for ms in LLMC_CPU_STEP.findall(line)]
+                    if len(steps_s) == steps:
+                        break
+            except OSError:
+                pass  # it has ended
+            finally:
+                end.cancel()
+                process.kill()
+                process.wait()
+    if len(steps_s) < steps:
+        raise UserError(
+            f"--llmc {binary}: {len(steps_s)} of {steps} steps in {PATIENCE_S} s, last line: {said}"
+        )
+    return {"seconds": quantiles(steps_s[1:])}
+
+
+def _write_llmc_files(folder: Path, model: ModelConfig) -> None:
+    """Writes the files that llm.c's program for CPUs reads: random weights and random tokens."""
+    rng, vocab, L, C = np.random.default_rng(0), model.vocab_size, model.num_layers, model.dim
+    assert vocab is not None
+    header = np.zeros(256, np.int32)
+    sizes = (model.context, vocab, L, model.num_heads, C, model.padded_vocab)
+    header[:8] = 20240326, 3, *sizes
+    parameters = (model.padded_vocab + model.context) * C + L * (12 * C + 13) * C + 2 * C
+    weights = 0.02 * rng.standard_normal(parameters, np.float32)
+    (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
+    texts = folder / "dev" / "data" / "tinyshakespeare"
+    texts.mkdir(parents=True)
+    tokens = rng.integers(vocab, size=2**16, dtype=np.uint16)
+    header[:8] = 20240520, 1, len(tokens), 0, 0, 0, 0, 0
+    for split in ("train", "val"):
+        path = texts / f"tiny_shakespeare_{split}.bin"
+        path.write_bytes(header.tobytes() + tokens.tobytes())

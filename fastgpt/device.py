@@ -168,16 +168,16 @@ def has_fast_bf16(device: str) -> bool:
     return kind_of(device).fast_bf16()
 
 
-def pick_precision(asked: str, device: str) -> str:
+def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> str:
     """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
     kind = kind_of(device)
     if asked == "auto":
         return "bf16" if has_fast_bf16(device) else "fp32"
     if asked == "fp16" and kind is CPU:
-        raise UserError("--train.precision is fp16, which needs CUDA: expected fp32 or bf16")
+        raise UserError(f"{flag} is fp16, which needs CUDA: expected fp32 or bf16")
     if asked == "bf16" and not kind.has_bf16():
         raise UserError(
-            f"--train.precision is bf16, which this {kind.name} device lacks (Apple's needs macOS"
+            f"{flag} is bf16, which this {kind.name} device lacks (Apple's needs macOS"
             " 14): expected fp32 or fp16"
         )
     return asked
@@ -302,12 +302,14 @@ def _remembered(path: Path) -> dict[str, float]:
 
 def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
     """Measures what `peak_flops` returns, without the cache."""
+    from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
+
     n = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 
     def product_seconds() -> float:
         start = time.perf_counter()
-        torch.mm(a, b)
+        linear(a, b)
         synchronize(device)
         return time.perf_counter() - start
 

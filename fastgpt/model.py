@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels.linear.op import linear
 from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.ops import Norms, Ops
 from fastgpt.positions import POSITIONS, Rotary
@@ -55,7 +56,7 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias if self.due is None else self.due.detach()
-        return F.linear(input, self.weight, bias)
+        return linear(input, self.weight, bias)
 
 
 def norm_absorbs(config: ModelConfig, norms: Norms, place: str) -> bool:
@@ -193,7 +194,7 @@ class MLP(nn.Module):
         super().__init__()
         self.ops, self.activation = ops, config.activation
         width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
-        self.c_fc = nn.Linear(config.dim, width, bias=config.bias)
+        self.c_fc = Projection(config.dim, width, bias=config.bias, absorbed=False)
         self.c_proj = Projection(
             config.ffn_width,
             config.dim,
@@ -206,7 +207,8 @@ class MLP(nn.Module):
         if self.ops.activation is None:
             y = ACTIVATIONS[self.activation](self.c_fc(x))
         else:  # a kernel that adds the bias as well
-            y = self.ops.activation(F.linear(x, self.c_fc.weight), self.c_fc.bias, self.activation)
+            y = linear(x, self.c_fc.weight)
+            y = self.ops.activation(y, self.c_fc.bias, self.activation)
         return self.dropout(self.c_proj(y))  # (B, T, F) to (B, T, C)
 
 

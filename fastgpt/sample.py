@@ -50,6 +50,8 @@ class SampleConfig:
     """Random seed for sampling."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
     kernels, on CUDA."""
@@ -104,6 +106,7 @@ def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"), first=FIRST)
     on = device.pick_device(config.device, "--device")
+    precision = device.pick_precision(config.precision, on, "--precision")
     asked = OpsConfig(decode=config.decode)
     try:
         require_toolchain(asked, on, undecided=())
@@ -112,7 +115,7 @@ def main(argv: list[str]) -> None:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     texts = config.prompt or ("\n",)
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
-    with device.autocast(on, device.pick_precision("auto", on)), torch.no_grad():
+    with device.autocast(on, precision), torch.no_grad():
         texts = sample_text(
             model,
             tokenizer,

@@ -5,6 +5,7 @@ steps and evaluations.
 """
 
 import copy
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -33,13 +34,18 @@ class Snapshot:
     def reserve(self, tree: Any) -> None:
         """Allocates the memory for copies of `tree`, and touches each page of it.
 
+        PyTorch would fill it with OpenMP. In a thread of its own that starts a second team of
+        workers; the first then sleeps at the end of each operation instead of spinning, as there
+        are more workers than cores, and small steps take twice as long ever after.
+
         Raises:
             UserError: there is not enough memory.
         """
         tensors = _tensors(tree)
         try:
             for number, tensor in enumerate(tensors):
-                self._buffer(number, tensor).zero_()
+                buffer = self._buffer(number, tensor)
+                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
         except RuntimeError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 2**30
             raise UserError(

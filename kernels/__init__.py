@@ -17,6 +17,7 @@ else:
     from .cross_entropy.op import cross_entropy
     from .decode_attention.op import decode_attention
     from .dropout.op import dropout
+    from .linear.op import linear
     from .norm.op import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .rotary.op import rotary, rotary_ref
 
@@ -33,6 +34,7 @@ else:
         "decode_attention",
         "dropout",
         "layer_norm",
+        "linear",
         "linear_cross_entropy",
         "rms_norm",
         "rotary",

@@ -5,13 +5,14 @@ from .bias_act.spec import SPECS as BIAS_ACT
 from .cross_entropy.spec import SPECS as LOSSES
 from .decode_attention.spec import SPECS as DECODE_ATTENTION
 from .dropout.spec import SPECS as DROPOUT
+from .linear.spec import SPECS as LINEAR
 from .norm.spec import SPECS as NORM
 from .rotary.spec import SPECS as ROTARY
 from .spec import Spec
 
 SPECS: dict[str, Spec] = {
     spec.name: spec
-    for specs in (ATTENTION, NORM, LOSSES, BIAS_ACT, ROTARY, DECODE_ATTENTION, DROPOUT)
+    for specs in (ATTENTION, NORM, LOSSES, BIAS_ACT, ROTARY, DECODE_ATTENTION, DROPOUT, LINEAR)
     for spec in specs
 }
 FORMS = tuple(dict.fromkeys(spec.forms for spec in SPECS.values()))

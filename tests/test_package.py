@@ -62,6 +62,7 @@ def __getattr__(name):
         raise AttributeError(name)
     return type(name, (), {"theirs": True}) if name[0].isupper() else lambda *_: lambda x: x
 """
+LINKED = "import kernels\nprint(kernels.rotary.__module__, hasattr(kernels, '__any__'))"
 ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
 
 
@@ -156,6 +157,12 @@ def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
 @pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")
 def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
     assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
+
+
+def test_folders_of_a_checkout_may_be_links(tmp_path):
+    for name in ("fastgpt", "kernels"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert finish(sys.executable, "-c", LINKED, cwd=tmp_path) == "fastgpt.kernels.rotary.op False\n"
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ of `kernels.cross_entropy.device` on CUDA and in Triton's interpreter, elsewhere
 There is no host sync. A gradient of a gradient raises.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,9 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..checks import INTEGERS, check_float, check_like
-from ..runtime import autocast_dtype, define_op, multiprocessors, undisturbed
+from ..linear.op import by_onednn, product
+from ..runtime import autocast_dtype, define_op, undisturbed
+from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import Options
 
@@ -48,15 +49,7 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(F.linear(x.to(dtype), weight.to(dtype), bias), targets, **options)
 
 
-# --- chunks of tokens -----------------------------------------------------------------------------
-
-CHUNK_BYTES = {"cuda": 560 << 20, "cpu": 64 << 20}
-"""Bytes of logits in memory at a time: on a GPU up to 5,760 tokens of GPT-2's 50,304 logits in
-bf16, which allows full waves of each product's tiles on any of them.
-
-On a CPU every logit counts as fp32: 256 tokens; larger chunks are no faster, in bf16 either."""
-TILE = (128, 256)
-"""Rows and columns of the result that one multiprocessor computes at a time in a large product."""
+# --- settings -------------------------------------------------------------------------------------
 
 
 class Settings(NamedTuple):
@@ -85,47 +78,6 @@ SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chun
 """The fields of `Settings` in the form of an op schema."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of x, weight and bias; an empty tensor stands for one that is not wanted."""
-
-
-def tokens_at_a_time(x: Tensor, weight: Tensor, settings: Settings) -> int:
-    """Returns the number of tokens per chunk for x (M, C): as asked for, or what suits the device.
-
-    On a CPU these are as many as CHUNK_BYTES holds, in chunks of about the same size.
-    """
-    (M, C), V = x.shape, len(weight)
-    if settings.chunk_tokens:
-        return settings.chunk_tokens
-    if x.device.type == "cuda":
-        return chunk_on_gpu(M, V, C, settings.dtype.itemsize, multiprocessors(x.device))
-    most = CHUNK_BYTES["cpu"] // (V * 4)
-    most = max(1, most // 128 * 128 or most)
-    chunks = max(1, -(-M // most))
-    return min(most, -(-M // (128 * chunks)) * 128)
-
-
-@functools.cache
-def chunk_on_gpu(M: int, V: int, C: int, itemsize: int, processors: int) -> int:
-    """Returns the number of tokens per chunk with which a chunk's products leave least unused.
-
-    The product that gives x's gradient has few tiles: 96 for 4096 tokens of width 768, which keep
-    96 of 132 multiprocessors busy, and 132 for 5632.
-    """
-    most = CHUNK_BYTES["cuda"] // (V * itemsize)
-    sizes = range(128, min(most, M + 127) + 1, 128)
-    return min(sizes, key=lambda n: (rounds(M, n, V, C, processors), -n), default=max(1, most))
-
-
-def rounds(M: int, n: int, V: int, C: int, processors: int) -> int:
-    """Returns the time of the three products of M tokens in chunks of n, in multiply-adds along
-    the sum of a tile: each product takes its waves of tiles times the length of its sums."""
-
-    def waves(rows: int, columns: int) -> int:
-        return -(-(-(-rows // TILE[0]) * -(-columns // TILE[1])) // processors)
-
-    def chunk(n: int) -> int:
-        return waves(n, V) * C + waves(n, C) * V + waves(V, C) * n
-
-    return M // n * chunk(n) + (chunk(M % n) if M % n else 0)
 
 
 def empty_gradients(
@@ -165,20 +117,27 @@ def run(
         return losses, grads
     across = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    chunk = tokens_at_a_time(rows, weight, settings)
-    memory = torch.empty((min(chunk, M), V), dtype=dtype, device=x.device)
+    chunk = tokens_at_a_time(rows, weight, settings.chunk_tokens)
+    onednn = by_onednn(rows, across, differentiated=True)
+    memory = torch.empty((min(chunk, M), 0 if onednn else V), dtype=dtype, device=x.device)
     for start in range(0, M, chunk):
         part = slice(start, min(start + chunk, M))
         logits = memory[: part.stop - start]
-        if bias is None:
+        if onednn:
+            logits = product(rows[part], across, bias)
+        elif bias is None:
             torch.mm(rows[part], across.t(), out=logits)
         else:
             torch.addmm(bias, rows[part], across.t(), out=logits)
         by_row = scale[part] if scale is not None and scale.dim() else scale
         losses[part] = in_place(logits, targets[part], by_row, settings.options)
         if settings.of_x:
-            torch.mm(logits, across, out=dx[part])
+            if onednn:
+                dx[part] = product(logits, across.t())
+            else:
+                torch.mm(logits, across, out=dx[part])
         if settings.of_weight:
+            # oneDNN cannot add to what is there: its product of (V, C) would be a second one
             _accumulate_product(dweight, logits.t(), rows[part], first=start == 0)
         if settings.of_bias:
             summed = logits.sum(0, dtype=torch.float32)

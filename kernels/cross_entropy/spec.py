@@ -221,6 +221,7 @@ LINEAR_CROSS_ENTROPY = Spec(
     launches=lambda s: (FWD,),
     forms=forms,
     work=linear_work,
+    terms=lambda s: s["V"],  # of the gradient of x, where a BLAS adds them in one chain
     problems={
         "mean": CHUNKED,
         "none": {**CHUNKED, **EVERY, "bias": False, "valid_vocab": 61, "reduction": "none"},

@@ -116,6 +116,18 @@ def test_ours_of_every_op_are_right_and_kernels_of_ours(name):
         assert judge.complaints(case.implementations["ours"]("cpu"))[0] == []
 
 
+def test_long_sums_may_err_by_more_as_in_the_tests():
+    case = case_of("linear")
+    few = replace(case, spec=replace(case.spec, terms=lambda s: 64))
+    many = replace(case, spec=replace(case.spec, terms=lambda s: 10**6))
+
+    def off(*tensors):
+        return torch.nn.functional.linear(*tensors) * (1 + 3e-6)
+
+    assert measure.Judge(few, "cpu").complaints(off)[0]
+    assert not measure.Judge(many, "cpu").complaints(off)[0]
+
+
 def test_dropout_that_drops_too_much_is_refused():
     case = replace(case_of("dropout"), shape={"M": 100, "N": 200})
     judge = measure.Judge(case, "cpu")

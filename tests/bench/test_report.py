@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import goals, records, report
+from bench import goals, records, report, tables
 from bench.cases import cases
 from bench.goals import Goal, judge, seconds
 from fastgpt.errors import UserError
@@ -137,18 +137,26 @@ def test_the_same_records_give_the_same_files(tmp_path):
     assert sorted(files[0]) == ["benchmarks.md", "nvidia-h200-attention.md", *plots]
 
 
-def test_records_of_stages_races_and_data_are_shown(tmp_path):
+def test_the_newest_records_of_stages_races_texts_and_data_are_shown(tmp_path):
     stage = {"kind": "stage", "run": "r1", **COMMON, "seconds": 12.0, "budget": 150}
+    race = {"kind": "race", **COMMON, "val_loss": [1.9], "nanogpt_over_it": [1.0]}
     rows = [
         {**stage, "stage": "parity", "passed": False, "key": "3 passed, 1 failed"},
         {**stage, "stage": "parity", "passed": True, "key": "4 passed | 0 failed", "run": "r2"},
-        {"kind": "race", "run": "r1", **COMMON, "run_name": "nanogpt", "seconds": [74.0, 70.0],
-         "val_loss": [1.9, 1.9], "nanogpt_over_it": [1.0, 1.0]},
+        {**race, "run": "nanogpt", "seconds": [81.0]},  # in the form of old records
+        {**race, "run": "r1", "run_name": "nanogpt", "seconds": [82.0]},
+        {**race, "run": "r2", "run_name": "nanogpt", "seconds": [74.0]},
+        {"kind": "generate", "run": "r1", **COMMON, "case": "generate/gpt2-124m/2 prompts",
+         "implementation": "fastgpt", "prompts": [4, 8], "tokens": 10,
+         "seconds": {"p20": 1.0, "p50": 2.0, "p80": 3.0}},
         {"kind": "data", "run": "r1", **COMMON, "case": "loader (64, 1024)", "p50": 120.0},
     ]  # fmt: skip
     text = text_of(tmp_path, *rows)
     assert "| parity | yes | 4 passed / 0 failed | 12 |" in text
-    assert "| nanogpt | 74.0 70.0 | 1.9000 1.9000 | 1.00 1.00 |" in text
+    assert "| nanogpt | 74.0 | 1.9000 | 1.00 |" in text
+    assert "| 81.0 |" not in text
+    assert "| 82.0 |" not in text
+    assert "| generate/gpt2-124m/2 prompts | fastgpt | 1.00 2.00 3.00 | 100.0 |" in text
     assert "| loader (64, 1024) | 120 million tokens/s |" in text
 
 
@@ -174,7 +182,7 @@ def test_the_page_begins_with_ours_beside_the_best_peer(tmp_path):
 
 
 def test_numbers_have_three_digits_and_no_exponent():
-    shown = [report.three_digits(x) for x in (0.0844, 36.24, 999.6, 1039.7, 595_000)]
+    shown = [tables.three_digits(x) for x in (0.0844, 36.24, 999.6, 1039.7, 595_000)]
     assert shown == ["0.0844", "36.2", "1,000", "1,040", "595,000"]
 
 

@@ -6,12 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bench import contenders, parts, records, step, trainers
 from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
+from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
+from fastgpt.lecture import build_model
+from fastgpt.ops import select
 from fastgpt.recipes import RECIPES
 
 # A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
@@ -252,6 +256,58 @@ def test_llmc_that_fails_is_an_error_in_one_line(tmp_path, monkeypatch, script, 
         run_llmc(tmp_path, script)
 
 
+ON_CPU = """num_layers: 2
+step 0: train loss 10.95 (took 900.0 ms)
+step 1: train loss 10.90 (took 100.0 ms)
+step 2: train loss 10.80 (took 110.0 ms)
+step 3: train loss 10.70 (took 120.0 ms)
+"""
+TINY_GPT2 = ModelConfig(num_layers=2, num_heads=2, dim=16, context=64, vocab_size=300)
+
+
+def run_llmc_on_cpu(folder, script):
+    binary = folder / "train_gpt2"
+    if script:
+        binary.write_text(f"#!/bin/sh\n{script}\n")
+        binary.chmod(0o755)
+    return trainers.run_llmc_on_cpu(binary if script else folder, TINY_GPT2, steps=4)
+
+
+def test_llmcs_program_for_cpus_is_given_weights_and_tokens_and_stopped(tmp_path):
+    files = "gpt2_124M.bin dev/data/tinyshakespeare/tiny_shakespeare_train.bin"
+    copies = f"cp {files} {tmp_path}\ncat <<'END'\n{ON_CPU}END\nexec sleep 60"
+    found = run_llmc_on_cpu(tmp_path, copies)
+    assert found["seconds"]["p50"] == pytest.approx(0.110)  # the first step warms up
+    assert found["seconds"]["samples"] == 3
+    header = np.fromfile(tmp_path / "gpt2_124M.bin", np.int32, 256)
+    assert header[:8].tolist() == [20240326, 3, 64, 300, 2, 2, 16, 320]
+    weights = np.fromfile(tmp_path / "gpt2_124M.bin", np.float32, offset=1024)
+    model = build_model(TINY_GPT2, select(OpsConfig(), "cpu", compiled=False))
+    assert len(weights) == sum(p.numel() for p in model.parameters())
+    tokens = np.fromfile(tmp_path / "tiny_shakespeare_train.bin", np.uint16, offset=1024)
+    assert tokens.max() < 300
+    assert len(tokens) == np.fromfile(tmp_path / "tiny_shakespeare_train.bin", np.int32)[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo Bad magic model file; exit 1",
+            "0 of 4 steps in .* s, last line: Bad magic model file",
+        ),
+        (f"cat <<'END'\n{ON_CPU.split('step 3')[0]}END", "3 of 4 steps in .* s, last line: step 2"),
+        ("exec sleep 5", "0 of 4 steps in 0.1 s, last line: nothing"),
+        (None, "expected llm.c's train_gpt2, found nothing"),
+    ],
+)
+def test_llmc_on_a_cpu_that_fails_is_an_error_in_one_line(tmp_path, monkeypatch, script, message):
+    if script == "exec sleep 5":
+        monkeypatch.setattr(trainers, "PATIENCE_S", 0.1)
+    with pytest.raises(UserError, match=message):
+        run_llmc_on_cpu(tmp_path, script)
+
+
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -260,6 +316,7 @@ GEMM       nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN
 GEMM       sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64
 GEMM       void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>
 GEMM       aten::addmm
+GEMM       mkldnn::_linear_pointwise
 attention  void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>
 attention  cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma
 attention  _attention_bwd_dkv_kernel

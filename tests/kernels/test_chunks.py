@@ -7,13 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from fastgpt.kernels import linear_cross_entropy
-from fastgpt.kernels.cross_entropy.linear import (
-    TILE,
-    Settings,
-    chunk_on_gpu,
-    rounds,
-    tokens_at_a_time,
-)
+from fastgpt.kernels.cross_entropy.chunks import TILE, chunk_on_gpu, rounds, tokens_at_a_time
 
 V, C = 50_304, 768
 
@@ -23,9 +17,8 @@ V, C = 50_304, 768
     [(4096, 0, V, 256), (300, 0, V, 256), (4096, 77, V, 77), (4096, 0, 10**9, 1)],
 )
 def test_chunks_on_a_cpu_follow_from_a_budget(M, asked, columns, tokens):
-    settings = Settings(True, True, True, torch.bfloat16, asked, columns, -100, 0.0, 0.0, None)
     x, weight = (torch.empty(1, C).expand(rows, C) for rows in (M, columns))
-    assert tokens_at_a_time(x, weight, settings) == tokens
+    assert tokens_at_a_time(x, weight, asked) == tokens
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ LANES = 2**16
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.01, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9])
 def test_share_scale_and_mean(p):
-    keep, scale = dropout_keep((1_000_003,), p)
+    keep, scale = dropout_keep((1_000_003,), p, torch.bool)
     dropped = min(round(p * LANES), LANES - 1)  # in lanes: never all of them
     assert scale == LANES / (LANES - dropped)
     share = 1 - dropped / LANES
@@ -22,7 +22,7 @@ def test_share_scale_and_mean(p):
 
 
 def test_the_four_lanes_of_a_number_are_independent():
-    lanes = dropout_keep((4 * 100_000,), 0.5)[0].double().view(-1, 4)
+    lanes = dropout_keep((4 * 100_000,), 0.5, torch.bool)[0].double().view(-1, 4)
     correlation = torch.corrcoef(lanes.T) - torch.eye(4)
     assert correlation.abs().max() < 5 / math.sqrt(len(lanes))
     after = torch.corrcoef(torch.stack((lanes[:-1].flatten(), lanes[1:].flatten())))[0, 1]
@@ -40,8 +40,8 @@ INPUTS = {
 def test_input_and_gradient_go_through_the_mask_of_the_seed(x, p):
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
-    keep, scale = dropout_keep(tuple(x.shape), p)
-    assert (keep.shape, keep.dtype) == (x.shape, torch.bool)
+    keep, scale = dropout_keep(tuple(x.shape), p, x.dtype)
+    assert (keep.shape, keep.dtype) == (x.shape, x.dtype)
     torch.manual_seed(7)
     y = dropout(x, p)
     (dx,) = torch.autograd.grad(y, x, upstream := torch.randn(x.shape))

@@ -8,6 +8,7 @@ import torch
 
 from fastgpt import device
 from fastgpt.cli import parse
+from fastgpt.kernels import linear
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
 from tests.trainer.runs import series
@@ -111,14 +112,15 @@ def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, m
 
 
 def test_peak_is_what_the_machine_does(tmp_path, one_thread):
-    """The measured peak is within a factor of 3 of a matrix product timed by hand."""
-    peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)
+    """The measured peak is within a factor of 1.8 of a matrix product timed by hand, in turns."""
     a, b = torch.randn(2, 768, 768)
     times = []
-    for _ in range(150):  # over a second: one of them has the core for itself
-        begin = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - begin)
+    for _ in range(8):  # over two seconds: each has the core for itself once
+        peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)  # the fastest so far
+        for _ in range(20):
+            begin = time.perf_counter()
+            linear(a, b)
+            times.append(time.perf_counter() - begin)
     assert 1 / 1.8 < peak / (2 * 768**3 / min(times)) < 1.8
 
 

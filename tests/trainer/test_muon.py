@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,8 +31,10 @@ def advance(optimizer, weights, step):
     optimizer.step()
 
 
-def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch):
-    monkeypatch.setattr(muon, "MOST_ON_CPU", 2 * 128 * 32)  # two of the largest at once, of three
+@pytest.mark.parametrize("most", ["MOST_ON_CPU", "MOST"])
+def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch, most):
+    monkeypatch.setattr(muon, most, 2 * 128 * 32)  # two of the largest at once, of three
+    monkeypatch.setattr(torch.Tensor, "is_cpu", most == "MOST_ON_CPU")
     weights = matrices()
     others = twins(weights)
     pair = Muon(weights, World(), **SETTINGS), torch.optim.Muon(others, **SETTINGS)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgpt import torch_ops
 from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.device import DTYPES
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
 from fastgpt.sample import load_run, main, separated
@@ -40,6 +42,20 @@ def test_samples_of_each_prompt_stand_together(sample):
     assert sample(*flags, "--seed", "1") != texts
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_have_the_precision_asked_for(sample, precision, monkeypatch):
+    dtypes, logits = set(), torch_ops.head_logits
+
+    def seen(*args, **options):
+        y = logits(*args, **options)
+        dtypes.add(y.dtype)
+        return y
+
+    monkeypatch.setattr("fastgpt.model.head_logits", seen)
+    sample("--prompt", "the", "--precision", precision)
+    assert dtypes == {DTYPES[precision]}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -47,6 +63,7 @@ def test_samples_of_each_prompt_stand_together(sample):
         (("--prompt", "the", "--prompt", ""), "--prompt is empty: expected some text"),
         (("--prompt", "the", "--decode", "triton"), None),
         (("--max-tokens", "9"), "unknown argument '--max-tokens'; did you mean '--tokens'?"),
+        (("--precision", "fp16"), "--precision is fp16, which needs CUDA: expected fp32 or bf16"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
         (("--tokens", "1" + 11 * "0"), "--tokens is 100000000000: expected at most 268,435,456"),
         (("--tokens", "1", "--n", str(2**28 + 1)), "--n is 268435457, --tokens is 1: expected"),

@@ -1,8 +1,11 @@
 """Checkpoints are written by a thread while training goes on, and no run ends before they are."""
 
 import re
+import subprocess
+import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -52,6 +55,34 @@ def test_files_are_those_of_a_save_in_line_though_training_goes_on(tiny, tmp_pat
             saver.wait()
             for path in expected.iterdir():
                 assert (found / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+import torch
+from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.saver import Saver
+
+torch.set_num_threads(2)
+tensors = {"a": torch.ones(2**20), "b": torch.ones(2**10, 2**10).T}
+tensors["a"].add_(1)  # the main thread has its workers
+before = len(os.listdir("/proc/self/task"))
+fixed = {"config_json": "{}", "save_tokenizer": ByteTokenizer().save, "keep": 3}
+saver = Saver(Path(sys.argv[1]), **fixed)
+saver.reserve(tensors, {})
+saver.save(1, tensors, {"m": tensors["a"]})
+saver.wait()
+print("new threads:", len(os.listdir("/proc/self/task")) - before)
+saver.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_the_thread_starts_no_workers_of_its_own(tmp_path):
+    command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "new threads: 1\n"
 
 
 def test_copies_are_made_in_memory_that_is_there(tmp_path):

@@ -22,7 +22,7 @@ from tests.kernels.cuda.proof import (
 from tests.parity import awkward, launches, several
 
 pytestmark = pytest.mark.gpu
-KERNELS = [name for name, spec in SPECS.items() if not spec.random]
+KERNELS = [name for name, spec in SPECS.items() if spec.sizes["cuda"]]
 every_op = pytest.mark.parametrize("name", KERNELS)
 
 

@@ -1,0 +1,200 @@
+"""Tables of records in Markdown for `bench.report`, one function for each kind of record."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from bench import generate, goals, race
+from bench.goals import seconds
+from bench.parts import PARTS
+
+Row = dict[str, Any]
+
+
+def table(header: str, lines: Iterable[Iterable[str]]) -> str:
+    columns = header.split("|")
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def link(row: Row) -> str:
+    return f"[record]({row['link']})"
+
+
+def three_digits(x: float) -> str:
+    """Formats a number with three significant digits and no exponent: 0.844, 36.2, 1,040."""
+    rounded = float(f"{x:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"
+
+
+def ms(figures: dict[str, float]) -> str:
+    p20, p50, p80 = (three_digits(1e3 * figures[p]) for p in ("p20", "p50", "p80"))
+    return f"{p50} ({p20}, {p80})"
+
+
+def host_us(row: Row) -> str:
+    """Formats the host's time of a row; empty on a CPU, where the host is the device."""
+    return f"{row['host_s']['p50'] * 1e6:.0f}" if row["on"] == "cuda" else ""
+
+
+def rate(row: Row) -> str:
+    """Formats the rate of an op: FLOPs or bytes, depending on which limits it."""
+    if row["bound"] == "matmul":
+        return f"{three_digits(row['tflops'])} TFLOP/s"
+    return f"{three_digits(row['gb_per_s'])} GB/s"
+
+
+def gigabytes(row: Row) -> str:
+    return f"{row['peak_bytes'] / 1e9:.3g}" if row.get("peak_bytes") is not None else ""
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
+    lines = []
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["case"], row["pass"]].append(row)
+    for (case, which), group in groups.items():
+        ours = next((r for r in group if r["implementation"] == "ours"), None)
+        best = min((r for r in group if r is not ours), key=seconds, default=None)
+        for row in group:
+            name = row["implementation"] + (" †" if "inexact" in row else "")
+            ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
+            if row is ours:
+                ratio = f"best peer {seconds(best) / seconds(row):.2f}" if best else ""
+            lines.append(
+                (
+                    f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
+                    ms(row["device_s"]), host_us(row), rate(row),
+                    f"{row['share']:.0%} {row['bound']}", ratio, gigabytes(row),
+                    distances(case, which, rows, wanted) if row is ours else "", link(row),
+                )
+            )  # fmt: skip
+    header = "case, pass|implementation|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
+    return table(header, lines)
+
+
+def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """Formats the distance of our row from each of its goals, or "none set"."""
+    said = []
+    for goal in wanted:
+        if (goal.case, goal.which) == (case, which):
+            verdict = goals.judge(goal, rows)
+            found = verdict.why if verdict.value is None else f"{verdict.distance:+.0%}"
+            said.append(f"{goal.text}: {found}")
+    return "; ".join(said) or "none set"
+
+
+def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        group = [row for row in rows if row["case"] == case]
+        ours = min(filter(goals.is_ours, group), key=seconds, default=None)
+        best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
+        for row in group:
+            first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
+            if not row.get("first_step_alone", True):
+                first += ", all at once"
+            if "first_step_warm_s" in row:
+                first += f", {row['first_step_warm_s']:.1f}"
+            dropout = f" dropout {row['dropout']:g}" if row["dropout"] else ""
+            lines.append(
+                (
+                    case.split("/", 1)[1] + dropout,
+                    f"**{row['implementation']}**" if row is best else row["implementation"],
+                    row["precision"], f"{row['tok_per_s']:,.0f}",
+                    ms(row["seconds"]), f"{row['mfu']:.1%}",
+                    f"{seconds(row) / seconds(ours):.2f}" if ours else "",
+                    gigabytes(row), first,
+                    distances(case, "", rows, wanted) if row is ours else "", link(row),
+                )
+            )  # fmt: skip
+    header = (
+        "case|trainer|precision|tok/s|ms (p20, p80)|MFU|x ours|peak GB|first step s (cold, warm)|"
+        "goals|"
+    )
+    return table(header, lines)
+
+
+def parts_table(rows: list[Row]) -> str:
+    """Lays out the milliseconds of each part, with the share of its limit where it has one."""
+    lines = []
+    for row in rows:
+        if "parts" in row:
+            cells = []
+            for part in PARTS:
+                spent, least = row["parts"][part], row["limits"][part]
+                share = f" ({least / spent:.0%})" if spent and least else ""
+                cells.append(f"{spent:.2f}{share}")
+            lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
+    return table("case|trainer|" + "|".join(PARTS) + "|", lines) if lines else ""
+
+
+def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """Lays out every goal of a device, including missed and unmeasured ones."""
+    lines = []
+    for goal in wanted:
+        verdict = goals.judge(goal, rows)
+        found = (verdict.why, "", "")
+        if verdict.value is not None:
+            reached = "yes" if verdict.distance >= 0 else "**no**"
+            found = (three_digits(verdict.value), f"{verdict.distance:+.0%}", reached)
+        stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
+        lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
+    return table("case|goal|stretch|measured|margin|reached", lines)
+
+
+def missing_table(rows: list[Row]) -> str:
+    """Lists implementations without figures, and why; ops with the same reason share a line."""
+    why: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] in ("missing", "refused"):
+            key = (row["implementation"], row["kind"], row["reason"])
+            why[key].append(row.get("op") or "step")
+    lines = [
+        (", ".join(dict.fromkeys(ops)), name, kind, reason.replace("|", "/"))
+        for (name, kind, reason), ops in why.items()
+    ]
+    return table("op|implementation|status|reason", lines) if lines else ""
+
+
+def other_tables(rows: list[Row]) -> str:
+    """Lays out races of whole processes, text generation, data, and the stages of `make gpu`."""
+    kinds = ("race", "generate", "data", "stage")
+    races, texts, data, stages = ([r for r in rows if r["kind"] == kind] for kind in kinds)
+    races = _latest(races)
+    stages = list({row["stage"]: row for row in stages}.values())
+    text = ""
+    for title, header, found, cells in (
+        ("Whole processes to a loss", f"{race.HEADER}|", races, race.cells),
+        ("Text generation", f"{generate.HEADER}|", texts, generate.cells),
+        ("Data", "measurement|result|", data, _data),
+        ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
+    ):
+        if found:
+            lines = ((*cells(row), link(row)) for row in found)
+            text += f"\n### {title}\n\n{table(header, lines)}"
+    return text
+
+
+def _latest(rows: list[Row]) -> list[Row]:
+    """Returns the rows of the newest run; old records of races do not know theirs."""
+    runs = [row["run"] if row["kind"] != "race" or "run_name" in row else "" for row in rows]
+    return [row for row, run in zip(rows, runs, strict=True) if run == max(runs)]
+
+
+def _data(row: Row) -> tuple[str, str]:
+    if row["case"] != "prepare":
+        return row["case"], f"{row['p50']:.0f} million tokens/s"
+    ours, alone = (
+        f"{min(row[key]):.2f} to {max(row[key]):.2f} s" for key in ("prepare_s", "tiktoken_alone_s")
+    )
+    return f"prepare {row['megabytes']} MB", f"{ours}; tiktoken alone {alone}"
+
+
+def _stage(row: Row) -> tuple[str, ...]:
+    passed, key = "yes" if row["passed"] else "**no**", row["key"].replace("|", "/")
+    return row["stage"], passed, key, f"{row['seconds']:.0f}"
