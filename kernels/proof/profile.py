@@ -39,6 +39,8 @@ TILED = {"T": ("BLOCK_M", "BLOCK_N", "BLOCK_T"), "M": ("BLOCK_M",), "Tmax": ("BL
 """Size of a problem that grows -> block sizes by which the kernels may walk through it."""
 DEGREE = {"T": 2}
 """Largest power of a size's number of tiles in a count; 1 for the others."""
+WHOLE = ("decode_attention",)
+"""Ops that are executed at full size: their splits depend on it, and they read each byte once."""
 TRIES = 5
 """Number of ways to choose small sizes that are tried: each unit is twice the one before."""
 
@@ -151,6 +153,8 @@ class Axis:
 def axes(call: Call, launches: Iterable[Launch]) -> list[Axis]:
     """Returns the sizes of a problem that may grow without other code being compiled."""
     found, metas = [], [launch.meta for launch in launches]
+    if call.spec.name in WHOLE:
+        return []
     for name in dict.fromkeys(name for change in call.spec.growing for name in change):
         if isinstance(call.problem.get(name), int):
             unit = math.lcm(*(meta[b] for meta in metas for b in TILED.get(name, ()) if b in meta))
@@ -241,7 +245,9 @@ class Extrapolation:
 
     @property
     def executed(self) -> str:
-        """The sizes that were run."""
+        """What was run."""
+        if not self.axes:
+            return "the whole problem"
         names = [axis.name for axis in self.axes]
         return ", ".join(" ".join(f"{a}={n}" for a, n in zip(names, x)) for x in self.counts)
 
@@ -258,7 +264,7 @@ class Profile:
     least: int
     """Fewest multiply-adds of tensor cores; 0 if not known."""
     executed: str
-    """Sizes that were run, the last of which confirmed what the others foretold."""
+    """What was run: the whole problem, or small ones, of which the last confirmed the rest."""
 
 
 def counters_of(launch: Launch, arch: int) -> Counters:
@@ -358,13 +364,14 @@ def main(argv: list[str] | None = None) -> int:
     except NotExactError as error:
         parser.error(str(error))
     name = f"{args.op} {args.shape} {args.dtype} sm_{args.arch}"
-    print(f"{name}: {dict(call.problem)}, forward and backward")
+    passes = "forward and backward" if call.spec.differentiable else "forward"
+    print(f"{name}: {dict(call.problem)}, {passes}")
     head = ("instructions", *NAMES, "barriers")
     print(f"\nWarp instructions of PTX\n{table(head, profiles, instructions)}")
     head = ("MB, each once", "MB", "sectors", "x least", "wavefronts", "x least", "multiply-adds",
             "x least")  # fmt: skip
     print(f"\nMemory and products\n{table(head, profiles, memory)}")
-    print(f"\nExact: from {profiles[0].executed}; some of these only confirm the prediction.")
+    print(f"\nExact, from executing {profiles[0].executed}.")
     return 0
 
 

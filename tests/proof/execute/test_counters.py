@@ -187,3 +187,28 @@ def test_small_sizes_foretell_every_count_of_an_executed_larger_one(tmp_path):
     kernels = {"rotary": 2, "rms_norm": 3, "attention": 3}
     lines = [f"{op} False {{}} {[True] * number}" for op, number in kernels.items()]
     assert done.stdout.splitlines() == lines
+
+
+DECODE = """
+import torch
+from fastgpt.kernels.proof.profile import Call, profile
+from fastgpt.kernels.specs import SPECS
+
+problem = {"B": 2, "T": 700, "H": 3, "D": 64}
+for x in profile(Call(SPECS["decode_attention"], problem, torch.bfloat16, 90)):
+    print(x.config.kernel, x.counters.thread_blocks, x.counters.total("touched"), x.executed)
+"""
+
+
+def test_decode_attention_is_profiled_at_full_size():
+    done = python("-c", DECODE, TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    (split, blocks, touched, said), (combine, merged, *_) = (
+        line.split(maxsplit=3) for line in done.stdout.splitlines()
+    )
+    assert (split, combine, said) == (
+        "_decode_attention_kernel", "_decode_combine_kernel", "the whole problem",
+    )  # fmt: skip
+    assert int(blocks) > int(merged) == 2 * 3  # splits of each head and sequence
+    keys_and_values = 2 * (2 * 700 * 3 * 64) * 2  # bytes
+    assert keys_and_values < int(touched) < 1.1 * keys_and_values
