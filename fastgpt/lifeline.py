@@ -69,9 +69,10 @@ class Lifeline:
                 link.sendall(word + self.rank.to_bytes(RANK_BYTES))
 
     def _watch(self, server: socket.socket | None, woken: socket.socket) -> None:
+        done: set[socket.socket] = set()  # they stay open: closed, this process would seem killed
         while True:
-            watched: list[socket.socket] = [*self.links, woken, *([server] if server else [])]
-            ready, _, _ = select.select(watched, [], [])
+            links = self.links.keys() - done
+            ready, _, _ = select.select([*links, woken, *([server] if server else [])], [], [])
             if woken in ready:
                 return
             for link in ready:
@@ -81,7 +82,7 @@ class Lifeline:
                 word, about = _received(link, self.links[link])
                 if word != DONE:
                     self._end_after(about, word)
-                del self.links[link]
+                done.add(link)
 
     def _accept(self, link: socket.socket, _address: object) -> None:
         link.settimeout(5)  # a stranger's connection may be silent
