@@ -33,8 +33,10 @@ class ModelConfig:
     num_kv_heads: int | None = None
     """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
     fewer give grouped-query attention."""
+    head_size: int | None = None
+    """Width of each attention head; by default model.dim / model.num-heads."""
     dim: int = 768
-    """Width of the model, a multiple of model.num-heads."""
+    """Width of the model, a multiple of model.num-heads. With model.head-size it may be any."""
     ffn_dim: int | None = None
     """Width of the feed-forward layers. By default 4 x model.dim; with SwiGLU 8/3 x model.dim
     rounded up to a multiple of 64."""
@@ -45,7 +47,10 @@ class ModelConfig:
     vocab_multiple: int = 64
     """Multiple to which the vocabulary is padded, for speed; padding tokens are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation layer. Its epsilon is 1e-5 for LayerNorm, 1e-6 for RMSNorm."""
+    """Normalisation layer."""
+    norm_eps: float | None = None
+    """Epsilon of the normalisation layers, added to the variance; by default 1e-5 for LayerNorm and
+    1e-6 for RMSNorm."""
     norm_position: Literal["pre", "post"] = "pre"
     """Place of the normalisation: before each sub-layer, as in GPT-2, or after each residual sum,
     as in the transformer of 2017."""
@@ -63,11 +68,17 @@ class ModelConfig:
     """Position encoding: learned or sinusoidal embeddings, rotary, or none."""
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies; larger ones suit longer contexts."""
+    rotary_scaling: tuple[float, float, float, int] | None = None
+    """Llama 3's change of the rotary frequencies for contexts longer than those trained on: factor,
+    low and high frequency factor, and the context trained on, for example 8 1 4 8192. By default
+    there is none."""
     score_scale: Literal["head", "width"] = "head"
     """Divisor of the attention scores: the square root of the head's dimension, or of the model's,
     as in the lecture's first steps."""
     qk_norm: bool = False
-    """RMS normalisation of queries and keys in each head, without weights."""
+    """RMS normalisation of queries and keys in each head."""
+    qk_norm_weight: bool = False
+    """Weights of that normalisation, which all heads of a layer share; it needs model.qk-norm."""
     tied: bool = True
     """Shared weight matrix for the token embedding and the output head."""
     softcap: float | None = None
@@ -102,9 +113,10 @@ class ModelConfig:
         check(self, POSITIVE, "model.num_heads", "model.num_kv_heads", "model.dim", *layers)
         check(self, POSITIVE, "model.ffn_dim", "model.context", "model.vocab_size", "model.window")
         check(self, POSITIVE, "model.vocab_multiple", "model.rotary_base", "model.softcap")
+        check(self, POSITIVE, "model.head_size", "model.norm_eps")
         dropouts = (name for name in self.__slots__ if name.endswith("dropout"))
         check(self, FRACTION, *(f"model.{name}" for name in dropouts))
-        if self.dim % self.num_heads:
+        if self.head_size is None and self.dim % self.num_heads:
             raise UserError(
                 f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"
                 f" {self.num_heads}"
@@ -114,10 +126,12 @@ class ModelConfig:
                 f"--model.num-heads is {self.num_heads}: expected a multiple of"
                 f" --model.num-kv-heads, {self.kv_heads}"
             )
-        if self.position == "rotary" and self.head_dim % 2:
-            raise UserError(
-                f"--model.dim / --model.num-heads is {self.head_dim}: rotary needs an even number"
-            )
+        if self.head_size is not None and self.architecture != "gpt":
+            raise UserError("--model.head-size: only --model.architecture gpt has it")
+        if self.qk_norm_weight and not self.qk_norm:
+            raise UserError("--model.qk-norm-weight: there is no --model.qk-norm")
+        if self.position == "rotary":
+            self._check_rotary()
         if self.position == "sinusoidal" and self.dim % 2:
             raise UserError(f"--model.dim is {self.dim}: sinusoidal needs an even number")
         if self.head_bias and self.tied:
@@ -125,13 +139,32 @@ class ModelConfig:
                 "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"
             )
 
+    def _check_rotary(self) -> None:
+        if self.head_dim % 2:
+            given = self.head_size is not None
+            name = "--model.head-size" if given else "--model.dim / --model.num-heads"
+            raise UserError(f"{name} is {self.head_dim}: rotary needs an even number")
+        if self.rotary_scaling is not None:
+            factor, low, high, context = self.rotary_scaling
+            if not (factor >= 1 and 0 < low < high and context >= 1):
+                raise UserError(
+                    f"--model.rotary-scaling is {self.rotary_scaling}: expected a factor of 1 or"
+                    " more, a low factor above 0, a higher one, and a context of 1 or more"
+                )
+
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        return self.dim // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the normalisation layers."""
+        own = {"layernorm": 1e-5, "rmsnorm": 1e-6}[self.norm]
+        return own if self.norm_eps is None else self.norm_eps
 
     @property
     def attention_scale(self) -> float:
@@ -394,5 +427,9 @@ def from_json(text: str) -> Config:
     values = json.loads(text)
     for section in dataclasses.fields(Config):
         if isinstance(section.default_factory, type):
-            values[section.name] = section.default_factory(**values[section.name])
+            given = {
+                name: tuple(x) if isinstance(x, list) else x
+                for name, x in values[section.name].items()
+            }
+            values[section.name] = section.default_factory(**given)
     return Config(**values)

@@ -81,16 +81,16 @@ class LayerNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.eps = ops, config.epsilon
         self.weight = nn.Parameter(torch.ones(config.dim))
         self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self.ops.norms.layer_norm(x, self.weight, self.bias, 1e-5), x
+            return self.ops.norms.layer_norm(x, self.weight, self.bias, self.eps), x
         stream, due = residual
         return self.ops.norms.add_layer_norm(
-            x, stream, self.weight, self.bias, 1e-5, input_bias=due
+            x, stream, self.weight, self.bias, self.eps, input_bias=due
         )
 
 
@@ -99,17 +99,24 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.eps = ops, config.epsilon
         self.weight = nn.Parameter(torch.ones(config.dim))
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self.ops.norms.rms_norm(x, self.weight, 1e-6), x
+            return self.ops.norms.rms_norm(x, self.weight, self.eps), x
         stream, due = residual
-        return self.ops.norms.add_rms_norm(x, stream, self.weight, 1e-6, input_bias=due)
+        return self.ops.norms.add_rms_norm(x, stream, self.weight, self.eps, input_bias=due)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def head_norm(config: ModelConfig) -> nn.RMSNorm | None:
+    """Builds the normalisation of the queries or keys of each head, if there is one."""
+    eps = 1e-6 if config.norm_eps is None else config.norm_eps
+    weighted = config.qk_norm_weight
+    return nn.RMSNorm(config.head_dim, eps, weighted) if config.qk_norm else None
 
 
 class Attention(nn.Module):
@@ -121,8 +128,9 @@ class Attention(nn.Module):
         self.ops = ops
         self.heads, self.head_dim = (H, K, K), D
         self.scale, self.window = config.attention_scale, config.window
-        self.qk_norm, self.p = config.qk_norm, config.dropout_at("attention")
-        as_projected = not self.qk_norm and config.position != "rotary"
+        self.p = config.dropout_at("attention")
+        self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
+        as_projected = not config.qk_norm and config.position != "rotary"
         self.attention_packed = ops.attention_packed if as_projected else None
         self.c_attn = Projection(
             C,
@@ -164,9 +172,9 @@ class Attention(nn.Module):
                 input_bias=self.c_attn.due,
             )  # fmt: skip
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
-        if self.qk_norm:
+        if self.q_norm is not None and self.k_norm is not None:
             # autocast may normalise in fp32
-            q, k = (F.rms_norm(t, (self.head_dim,), eps=1e-6).type_as(v) for t in (q, k))
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         if cos_sin is not None:
             q, k = self.rotate(q, k, *cos_sin)
         if layer_cache is not None:

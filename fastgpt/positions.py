@@ -39,7 +39,7 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        angles = _angles(config.context, config.dim, 10_000.0)  # (context, C/2)
+        angles = _angles(config.context, _frequencies(config.dim, 10_000.0))  # (context, C/2)
         self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
 
     def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
@@ -57,7 +57,10 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        angles = _angles(config.context, config.head_dim, config.rotary_base)
+        frequencies = _frequencies(config.head_dim, config.rotary_base)
+        if config.rotary_scaling is not None:
+            frequencies = _lowered(frequencies, *config.rotary_scaling)
+        angles = _angles(config.context, frequencies)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -65,8 +68,23 @@ class Rotary(nn.Module):
         return self.cos[positions].flatten(0, -2), self.sin[positions].flatten(0, -2)
 
 
-def _angles(T: int, width: int, base: float) -> Tensor:
-    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+def _frequencies(width: int, base: float) -> Tensor:
+    return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def _lowered(frequencies: Tensor, factor: float, low: float, high: float, context: int) -> Tensor:
+    """Divides frequencies with fewer than `low` turns in the context by `factor`, and those with
+    more than `high` turns by 1; in between, the inverse of the divisor is interpolated.
+
+    Llama 3.1's scaling: Grattafiori et al. 2024, "The Llama 3 Herd of Models", and its published
+    code.
+    """
+    turns = context * frequencies / (2 * torch.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def _angles(T: int, frequencies: Tensor) -> Tensor:
     return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
 
 

@@ -123,8 +123,8 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
-    op, eps = ("add_layer_norm", 1e-5) if model.norm == "layernorm" else ("add_rms_norm", 1e-6)
-    options: dict[str, Any] = {"eps": eps}
+    op = "add_layer_norm" if model.norm == "layernorm" else "add_rms_norm"
+    options: dict[str, Any] = {"eps": model.epsilon}
     if op == "add_layer_norm" and not model.bias:
         options["bias"] = None
     absorbs = norm_absorbs(model, ops.NORMS["triton"], "residual") and model.bias_at("projection")
