@@ -22,7 +22,7 @@ from bench.trainers import nanogpt_module
 from fastgpt import device, flags
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.generate import generate
+from fastgpt.generation import generate
 from fastgpt.lecture import build_model
 from fastgpt.ops import select
 from fastgpt.recipes import RECIPES

@@ -22,10 +22,11 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.errors import UserError as UserError
     from fastgpt.evaluate import encode_prompt as encode_prompt
     from fastgpt.evaluate import sample_text as sample_text
+    from fastgpt.generation import generate as generate
     from fastgpt.lecture import build_model as build_model
+    from fastgpt.loading import load as load
     from fastgpt.model import GPT as GPT
     from fastgpt.recipes import RECIPES as RECIPES
-    from fastgpt.sample import load_run as load_run
     from fastgpt.trainer import Trainer as Trainer
 
 # Imported when first asked for: `import fastgpt` must not take the seconds that torch takes.
@@ -39,7 +40,8 @@ _MODULES = {
     "UserError": "errors",
     "build_model": "lecture",
     "encode_prompt": "evaluate",
-    "load_run": "sample",
+    "generate": "generation",
+    "load": "loading",
     "sample_text": "evaluate",
 }
 

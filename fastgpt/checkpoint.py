@@ -32,6 +32,8 @@ from fastgpt.storage import sync_directory
 FORMAT_VERSION = 2
 STEP = re.compile(r"step_\d{8,}")
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
+OPTIONAL = ("tokenizer.json",)
+"""A model that was converted may lack it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def save(
     weights: dict[str, Tensor],
     state: dict[str, Any],
     config_json: str,
-    save_tokenizer: Callable[[Path], None],
+    save_tokenizer: Callable[[Path], None] | None,
     keep: int,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes all but the newest `keep`.
@@ -75,14 +77,16 @@ def save(
         # safetensors creates files with mode 0600, whatever the umask
         shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
         (temporary / "config.json").write_text(config_json)
-        save_tokenizer(temporary / "tokenizer.json")
+        if save_tokenizer is not None:
+            save_tokenizer(temporary / "tokenizer.json")
+        files = [name for name in FILES if name not in OPTIONAL or save_tokenizer is not None]
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
-            "sha256": {name: _sha256(temporary / name) for name in FILES},
+            "sha256": {name: _sha256(temporary / name) for name in files},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
-        for name in (*FILES, "checkpoint.json"):
+        for name in (*files, "checkpoint.json"):
             with (temporary / name).open("rb+") as file:
                 os.fsync(file.fileno())
         sync_directory(temporary)
@@ -166,14 +170,17 @@ def _step(path: Path) -> float:
         return float("inf")
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, state: bool = True) -> Checkpoint:
     """Loads a checkpoint and verifies its checksums.
+
+    Args:
+        state: also loads the state of optimizer and data; else that is empty.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format.
     """
     record = read_record(path)
-    for name in FILES:
+    for name in record["sha256"]:
         if not (path / name).exists():
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
         found, expected = _sha256(path / name), record["sha256"][name]
@@ -186,8 +193,12 @@ def load(path: Path) -> Checkpoint:
         path=path,
         step=record["step"],
         weights=load_file(path / "model.safetensors"),
-        state=torch.load(path / "state.pt", weights_only=True, map_location="cpu"),
+        state=_state(path) if state else {},
     )
+
+
+def _state(path: Path) -> dict[str, Any]:
+    return torch.load(path / "state.pt", weights_only=True, map_location="cpu")
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -196,7 +207,8 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads((path / "checkpoint.json").read_text())
         version = record["format_version"]
         whole = version != FORMAT_VERSION or (
-            isinstance(record["step"], int) and set(record["sha256"]) == set(FILES)
+            isinstance(record["step"], int)
+            and set(FILES) - set(OPTIONAL) <= set(record["sha256"]) <= set(FILES)
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
@@ -209,21 +221,22 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def find(resume: str) -> tuple[Checkpoint, list[str]]:
+def find(resume: str, *, state: bool = True) -> tuple[Checkpoint, list[str]]:
     """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
     Args:
         resume: path of a checkpoint, or of a run, whose newest valid checkpoint is loaded.
+        state: as in `load`.
 
     Raises:
         UserError: there is no valid checkpoint.
     """
     path, complaints = Path(resume), []
     if (path / "checkpoint.json").exists():
-        return load(path), []
+        return load(path, state=state), []
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
-            return load(candidate), complaints
+            return load(candidate, state=state), complaints
         except UserError as error:
             complaints.append(str(error))
     if complaints:

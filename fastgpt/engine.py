@@ -130,6 +130,11 @@ class Engine:
         if resume in (None, "auto") or run.begins_again(Path(resume)):  # `auto` that found no run
             return None
         found, complaints = checkpoint.find(resume)
+        if not found.state:
+            raise UserError(
+                f"{found.path} cannot be resumed: it was converted from another program's model,"
+                " and has no optimizer state"
+            )
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
         run.check_same(found, self.config, self.data.tokenizer)

@@ -13,7 +13,7 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.device import kind_of
 from fastgpt.distributed import Stopped, StopSignal, World
 from fastgpt.errors import UserError
-from fastgpt.generate import generate
+from fastgpt.generation import generate
 from fastgpt.model import GPT
 
 

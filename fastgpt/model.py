@@ -11,6 +11,7 @@ Source
 """
 
 import math
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from fastgpt.cache import Cache, LayerCache
-from fastgpt.config import ModelConfig
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.errors import UserError
+from fastgpt.generation import generate
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.linear.op import linear
 from fastgpt.kernels.runtime import autocast_dtype
-from fastgpt.ops import Norms, Ops
+from fastgpt.ops import Norms, Ops, select
 from fastgpt.positions import POSITIONS, Rotary
 from fastgpt.torch_ops import head_logits
 
@@ -294,6 +297,33 @@ class GPT(nn.Module):
         self.register_state_dict_post_hook(_cut_padding)
         self.register_load_state_dict_pre_hook(_restore_padding)
 
+    generate = generate
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig | None = None, *, device: str = "cpu", **settings: Any
+    ):
+        """Builds an untrained model, with the ops that suit the device.
+
+        Args:
+            config: settings of the model; by default those of GPT-2 with 124M parameters.
+            device: `cpu`, `cuda`, `xpu` or `mps`.
+            settings: fields of `ModelConfig` that differ, such as `num_layers=4`.
+
+        Raises:
+            UserError: the size of the vocabulary is missing, or settings do not go together.
+        """
+        unknown = settings.keys() - {field.name for field in fields(ModelConfig)}
+        if unknown:
+            raise UserError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
+        config = replace(config or ModelConfig(), **settings)
+        if config.vocab_size is None:
+            raise UserError("vocab_size is missing: expected the number of tokens")
+        if config.architecture != "gpt":
+            raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
+        ops = select(OpsConfig(), device, compiled=False)
+        return cls(config, ops).to(device)
+
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
         return Block(config, ops)
@@ -331,6 +361,11 @@ class GPT(nn.Module):
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
         """
         assert cache is None or not self.training
+        if tokens.shape[1] > self.config.context:
+            raise UserError(
+                f"{tokens.shape[1]} tokens are longer than the model's context,"
+                f" {self.config.context}"
+            )
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
         if self.narrow_residual:

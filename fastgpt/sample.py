@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from fastgpt import checkpoint, device, flags, ops
+from fastgpt import device, flags
 from fastgpt.checks import INT64, check
 from fastgpt.choose import require_toolchain
 from fastgpt.config import MOST_TOKENS, OpsConfig
-from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
-from fastgpt.lecture import build_model
-from fastgpt.model import GPT
-from fastgpt.run import saved_config
+from fastgpt.loading import load
 
 FIRST = ("run", "prompt", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
 """Flags that --help shows."""
@@ -30,8 +27,9 @@ class SampleConfig:
     """Continues text with a trained model."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of a run or checkpoint, such as RUN/checkpoints/best. For a run, its newest valid
-    checkpoint is used."""
+    """Model to sample from: folder of a run, of a checkpoint such as RUN/checkpoints/best, or of a
+    Hugging Face model, or the name of one on the hub. For a run, its newest valid checkpoint is
+    used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; by default a newline. It may be repeated for several prompts, which are
     continued in one batch."""
@@ -69,28 +67,6 @@ class SampleConfig:
             )
 
 
-def load_run(
-    path: Path | str, on: str = "cpu", asked: OpsConfig | None = None
-) -> tuple[GPT, Tokenizer]:
-    """Loads a trained model, in evaluation mode, and its tokenizer.
-
-    Args:
-        path: folder of a run, whose newest valid checkpoint is used, or of a checkpoint.
-        on: device: `cpu`, `cuda`, `xpu` or `mps`.
-        asked: implementations of the model's ops; by default those that suit the device.
-
-    Raises:
-        UserError: there is no valid checkpoint.
-    """
-    found, complaints = checkpoint.find(str(path))
-    for complaint in complaints:
-        print(f"warning: {complaint}", file=sys.stderr)
-    selected = ops.select(asked or OpsConfig(), on, compiled=False)
-    model = build_model(saved_config(found.path).model, selected)
-    model.load_state_dict(found.weights)
-    return model.to(on).eval(), load_tokenizer(found.path / "tokenizer.json")
-
-
 def separated(texts: Sequence[str], each: int) -> str:
     """Joins samples, `each` of every prompt in turn; a line above each of several tells which."""
     if len(texts) == 1:
@@ -110,9 +86,11 @@ def main(argv: list[str]) -> None:
     asked = OpsConfig(decode=config.decode)
     try:
         require_toolchain(asked, on, undecided=())
-        model, tokenizer = load_run(config.run, on, asked)
+        model, tokenizer = load(str(config.run), on, asked)
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
+    if tokenizer is None:
+        raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
     texts = config.prompt or ("\n",)
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
     with device.autocast(on, precision), torch.no_grad():

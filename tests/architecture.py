@@ -28,7 +28,7 @@ PARTS = {
     "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
     "What a run leaves behind": (
         "fastgpt/checkpoint", "fastgpt/run", "fastgpt/metrics", "fastgpt/evaluate",
-        "fastgpt/generate",
+        "fastgpt/generation",
     ),
 }  # fmt: skip
 CORE = [name for names in PARTS.values() for name in names]

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgpt import ops
 from fastgpt.cache import Cache
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.generate import generate
+from fastgpt.generation import generate
 from fastgpt.kernels import runtime
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
@@ -31,7 +31,7 @@ class Bigram(nn.Module):
     def __init__(self, logits: list[list[float]]) -> None:
         super().__init__()
         self.table = torch.tensor(logits)
-        self.config = ModelConfig(num_heads=1, dim=1, context=4)
+        self.config = ModelConfig(num_heads=1, dim=1, context=4, vocab_size=len(logits))
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         return self.table[tokens]

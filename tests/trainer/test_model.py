@@ -12,7 +12,7 @@ from fastgpt.cli import parse
 from fastgpt.config import OpsConfig
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.generate import generate
+from fastgpt.generation import generate
 from fastgpt.kernels import attention_ref
 from fastgpt.model import GPT
 from fastgpt.ops import Ops

@@ -21,10 +21,10 @@ from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.loading import load
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.model import GPT
 from fastgpt.run import RunLock
-from fastgpt.sample import load_run
 from fastgpt.trainer import Trainer
 from tests.processes import ROOT, python
 from tests.trainer.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
@@ -320,7 +320,7 @@ def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit,
     with pytest.raises(UserError, match=holder):  # of a run that has no directory yet, say
         RunLock(run)
     assert (run / "metrics.jsonl").read_bytes() == before
-    load_run(run)
+    load(run)
     first.fit()
     Trainer(parse(tiny("--resume auto --steps 9"))).fit()
 

@@ -12,7 +12,8 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.device import DTYPES
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate import encode_prompt, sample_text
-from fastgpt.sample import load_run, main, separated
+from fastgpt.loading import load
+from fastgpt.sample import main, separated
 from tests.trainer.models import greedy, sharp
 from tests.trainer.runs import one_line_error
 
@@ -117,10 +118,12 @@ def test_several_samples_stand_below_a_line_that_tells_which():
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=r" is not a run: expected a folder with checkpoints, such"):
-        load_run(tmp_path)
-    with pytest.raises(UserError, match=r"^RUN '.*/no' does not exist: expected the path of a r"):
-        load_run(tmp_path / "no")
+    with pytest.raises(UserError, match=r" is no model: expected a run or checkpoint, or a folder"):
+        load(tmp_path)
+    with pytest.raises(
+        UserError, match=r"/no does not exist: expected a folder, or a model's name"
+    ):
+        load(tmp_path / "no")
 
 
 def test_an_empty_prompt_begins_a_document_where_there_are_any():

@@ -1,20 +1,30 @@
 """Text generation: samples one token after another from the model's distribution."""
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.cache import Cache
-from fastgpt.model import GPT
+from fastgpt.config import ModelConfig
+from fastgpt.errors import UserError
+
+
+class LanguageModel(Protocol):
+    """A model from tokens (B, T) to logits (B, T, V); see `GPT.forward`."""
+
+    config: ModelConfig
+    __call__: Any
 
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    model: LanguageModel,
     tokens: Tensor,
     *,
     max_new_tokens: int,
-    vocab_size: int,
+    vocab_size: int | None = None,
     lengths: Tensor | None = None,
     stop_id: int | None = None,
     temperature: float = 1.0,
@@ -31,7 +41,8 @@ def generate(
     Args:
         model: in evaluation mode.
         tokens: (B, T) int64 prompts, T >= 1.
-        vocab_size: ids from this one on are never sampled (the tokenizer has no text for them).
+        vocab_size: ids from this one on are never sampled (the tokenizer has no text for them);
+            None: the model's vocabulary.
         lengths: (B,) int64 on the CPU, length of each prompt, 1 to T; tokens beyond it are ignored.
             None: T.
         stop_id: token that ends a row; generation stops early when all rows have ended.
@@ -44,7 +55,12 @@ def generate(
     Returns:
         Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with `stop_id`
         (0 if None).
+
+    Raises:
+        UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary.
     """
+    check_tokens(tokens, model.config)
+    vocab_size = vocab_size or model.config.vocab_size
     B, T = tokens.shape
     context, device = model.config.context, tokens.device
     filler = 0 if stop_id is None else stop_id
@@ -80,7 +96,24 @@ def generate(
     return tokens
 
 
-def _of_window(model: GPT, tokens: Tensor, ends: Tensor) -> Tensor:
+def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
+    """Raises `UserError` unless tokens are ids (B, T), T >= 1, of the model's vocabulary."""
+    if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            f"the tokens have the shape {tuple(tokens.shape)} and dtype {tokens.dtype}: expected"
+            " (batch, length), int64"
+        )
+    assert config.vocab_size is not None
+    if tokens.is_meta or not tokens.numel():
+        return
+    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        raise UserError(
+            f"the tokens reach from {int(tokens.min())} to {int(tokens.max())}: expected ids of the"
+            f" vocabulary, 0 to {config.vocab_size - 1}"
+        )
+
+
+def _of_window(model: LanguageModel, tokens: Tensor, ends: Tensor) -> Tensor:
     """Returns the logits (B, V) after the first `ends` (B,) tokens of each row, without a cache."""
     context = model.config.context
     first = (ends - context).clamp(min=0)

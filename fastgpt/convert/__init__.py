@@ -1,0 +1,1 @@
+"""Conversion of models from and to other programs' files: `python -m fastgpt.convert`."""

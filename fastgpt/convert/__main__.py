@@ -1,0 +1,95 @@
+"""Converts a model between programs: `python -m fastgpt.convert SOURCE TARGET --to hf`.
+
+SOURCE is a run or checkpoint of fastgpt, a folder of Hugging Face with safetensors files (GPT-2,
+Llama, Qwen3), or the name of such a model on the hub. Before success is reported the new files are
+read by the program that they are for, and its logits and text are compared with the source's.
+"""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fastgpt import flags
+from fastgpt.checks import POSITIVE, check
+from fastgpt.convert.proof import prove
+from fastgpt.convert.source import Source, read
+from fastgpt.convert.target import DTYPES, write_folder, write_run
+from fastgpt.display import command
+from fastgpt.errors import UserError, run_command
+from fastgpt.storage import temporary_name
+
+FIRST = ("source", "target", "to", "dtype", "verify")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertConfig:
+    """Converts a model between fastgpt and Hugging Face."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """Model to convert: a run, a checkpoint, a folder of Hugging Face, or a name on the hub."""
+    target: Annotated[Path, tyro.conf.Positional]
+    """Folder to write, which must not exist yet."""
+    to: Literal["hf", "run"]
+    """Format to write. hf: Hugging Face's GPT-2, Llama or Qwen3, whichever fits; run: a run of
+    fastgpt."""
+    dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Number format of the weights; by default that of the source."""
+    shard_gb: float = 5.0
+    """Size from which a new safetensors file is begun, in gigabytes."""
+    verify: bool = True
+    """Proof that the written model is the same, by its logits and text. Without it the result is
+    marked as unverified."""
+
+    def __post_init__(self) -> None:
+        check(self, POSITIVE, "shard_gb")
+
+
+def convert(config: ConvertConfig) -> str:
+    """Converts a model; returns what was proved.
+
+    Raises:
+        UserError: the source cannot be read, the target exists or cannot be written or express the
+            model, or the proof fails; nothing is left at the target then.
+    """
+    if config.target.exists():
+        raise UserError(f"{config.target} exists: expected a new folder")
+    source, dtype = read(config.source), DTYPES.get(config.dtype)
+    for warning in source.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for name, x in source.weights.items():
+        source.weights[name] = x if dtype is None else x.to(dtype)
+    temporary = temporary_name(config.target)
+    try:
+        _write(config, source, temporary)
+        said = "unverified: nothing was compared"
+        if config.verify:
+            said = prove(source.path, source.kind, temporary, config.to, dtype)
+        temporary.rename(config.target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return said
+
+
+def _write(config: ConvertConfig, source: Source, folder: Path) -> None:
+    if config.to == "hf":
+        write_folder(source, folder, int(config.shard_gb * 1e9))
+    else:
+        write_run(source, folder)
+    source.weights.clear()
+
+
+def main(argv: list[str]) -> None:
+    """Runs the command line `argv`."""
+    config = flags.parse(
+        ConvertConfig, argv, prog=command("python -m fastgpt.convert"), first=FIRST
+    )
+    said = convert(config)
+    print(f"{said}\nwrote {config.target}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,128 @@
+"""How a model of another program corresponds to one of ours: settings, and names of tensors.
+
+Tensors keep their bits: they are renamed, transposed, cut into query, key and value or put
+together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgpt.checks import flag
+from fastgpt.config import ModelConfig
+from fastgpt.errors import UserError
+
+Settings = dict[str, Any]
+"""Content of a config.json of Hugging Face."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How one of our tensors is stored by others."""
+
+    names: tuple[str, ...]
+    """Names of the others' tensors, which hold the rows of ours one after the other."""
+    rows: tuple[int, ...] = ()
+    """Numbers of those rows; empty for a single tensor."""
+    transposed: bool = False
+    filler: float | None = None
+    """Value of all elements if our model has no such tensor; None: it has one."""
+
+    def shapes(self, shape: torch.Size) -> list[tuple[int, ...]]:
+        """Returns the shapes of the others' tensors for one of ours."""
+        whole = tuple(reversed(shape)) if self.transposed else tuple(shape)
+        return [(rows, *whole[1:]) for rows in self.rows] if self.rows else [whole]
+
+    def ours(self, parts: list[Tensor]) -> Tensor:
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.T.contiguous() if self.transposed else whole
+
+    def theirs(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        whole = x.T.contiguous() if self.transposed else x
+        yield from zip(self.names, whole.split(self.rows) if self.rows else [whole])
+
+
+Links = dict[str, Link]
+"""Name of a tensor of ours -> where it is. Names of tensors that we lack have a filler."""
+
+
+class Fields:
+    """A config.json that is read field by field, and knows which fields were not."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._read = settings, set(IGNORED)
+
+    def get(self, name: str, *default: Any) -> Any:
+        """Returns a field, or the default if it is missing or null.
+
+        Raises:
+            UserError: it is missing, and there is no default.
+        """
+        self._read.add(name)
+        value = self._settings.get(name)
+        if value is None and not default:
+            raise UserError(f"config.json has no {name}")
+        return default[0] if value is None else value
+
+    def require(self, name: str, *allowed: Any) -> Any:
+        """Returns a field, by default the first value allowed.
+
+        Raises:
+            UserError: it has another value.
+        """
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            raise UserError(
+                f"config.json: {name} is {value}: expected {either(allowed)}, since fastgpt has"
+                " nothing else"
+            )
+        return value
+
+    def unknown(self) -> list[str]:
+        return sorted(self._settings.keys() - self._read)
+
+
+IGNORED: tuple[str, ...] = (
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "fastgpt", "gradient_checkpointing", "id2label", "initializer_range",
+    "is_encoder_decoder", "label2id", "max_window_layers", "model_type", "n_ctx",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "reorder_and_upcast_attn", "return_dict", "sliding_window", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+"""Fields that say nothing of what the model computes, or only together with one that is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model class of transformers."""
+
+    architecture: str
+    model_type: str
+    needs: Mapping[str, tuple[Any, ...]]
+    """Field of `ModelConfig` -> values that the family can express."""
+    settings_of: Callable[[ModelConfig], Settings]
+    """Translates our settings to theirs."""
+    config_of: Callable[[Fields], ModelConfig]
+    """Translates their settings to ours; a `UserError` if our model cannot express them."""
+    links: Callable[[ModelConfig], Links]
+    buffers: tuple[str, ...] = ()
+    """Ends of the names of tensors that hold no weights."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `UserError` if a model's settings are beyond the family, with all their names."""
+        wrong = [
+            f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
+            for name, allowed in self.needs.items()
+            if getattr(config, name) not in allowed
+        ]
+        if wrong:
+            raise UserError(f"{self.architecture} cannot express this model: {'; '.join(wrong)}")
+
+
+def either(values: tuple[Any, ...]) -> str:
+    return " or ".join(map(str, values))

@@ -1,0 +1,140 @@
+"""Proof that a converted model is the same: logits and text of both, computed by each side.
+
+What was written is read back by the program that it was written for, and compared with the source
+as the source's own program computes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgpt import ops
+from fastgpt.config import OpsConfig
+from fastgpt.convert.source import Source, read
+from fastgpt.errors import UserError
+from fastgpt.generation import generate
+from fastgpt.lecture import build_model
+from fastgpt.model import GPT
+
+TOLERANCE = 1e-4
+"""Largest difference of logits, as a share of their largest magnitude."""
+PROMPTS, LENGTH, NEW = 2, 24, 16
+"""Number of random prompts, their length, and the tokens by which they are continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a model says to the same random prompts, in fp32 on the CPU."""
+
+    text: Tensor
+    """(PROMPTS, T) int64: the prompts, continued with the likeliest tokens."""
+    logits: Tensor
+    """(PROMPTS, T, V) fp32, of that text."""
+
+
+def built(source: Source) -> GPT:
+    """Builds a model in evaluation mode, in fp32 on the CPU."""
+    model = build_model(source.config, ops.select(OpsConfig(), "cpu", compiled=False))
+    model.load_state_dict(source.weights)
+    return model.eval()
+
+
+def prompts(vocab_size: int, context: int) -> tuple[Tensor, int]:
+    """Returns random prompts (PROMPTS, T) int64, and by how many tokens to continue them."""
+    length = max(1, min(LENGTH, context // 2))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (PROMPTS, length), generator=generator)
+    return tokens, min(NEW, context - length)
+
+
+def rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Rounds a model's weights to `dtype`, if given; they stay fp32."""
+    if dtype is not None:
+        for weight in model.parameters():
+            weight.data = weight.to(dtype).float()
+
+
+@torch.no_grad()
+def ours(path: Path, dtype: torch.dtype | None) -> Answers:
+    """Computes the answers with fastgpt, for weights rounded to `dtype`, if given."""
+    source = read(str(path))
+    model, vocab_size = built(source), source.weights["wte.weight"].shape[0]
+    rounded(model, dtype)
+    tokens, new = prompts(vocab_size, source.config.context)
+    text = generate(model, tokens, max_new_tokens=new, vocab_size=vocab_size, temperature=0)
+    return Answers(text, model(text))
+
+
+@torch.no_grad()
+def transformers_says(path: Path, dtype: torch.dtype | None) -> Answers:
+    """Computes the answers with transformers, for weights rounded to `dtype`, if given.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "the proof needs the package transformers, by which the model is read: install it, or"
+            " pass --no-verify"
+        ) from error
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    rounded(model, dtype)
+    settings = model.config
+    tokens, new = prompts(settings.vocab_size, settings.max_position_embeddings)
+    text = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
+        do_sample=False, pad_token_id=0, eos_token_id=None,
+    ) if new else tokens  # fmt: skip
+    return Answers(text, model(text).logits)
+
+
+BY: dict[str, Callable[[Path, torch.dtype | None], Answers]] = {
+    "hf": transformers_says,
+    "run": ours,
+}
+"""Kind of files -> the program that they are for."""
+
+
+def prove(source: Path, kind: str, target: Path, to: str, dtype: torch.dtype | None = None) -> str:
+    """Compares a converted model with its source; both are not in memory at the same time.
+
+    Args:
+        source: what was converted, of the kind `kind`, a key of `BY`.
+        target: what was written, of the kind `to`.
+        dtype: to which the weights were rounded; None: they were not.
+
+    Returns:
+        str: what was compared, and the largest difference.
+
+    Raises:
+        UserError: they differ.
+    """
+    before, after = BY[kind](source, dtype), BY[to](target, None)
+    if before.logits.shape != after.logits.shape:
+        shapes = f"{tuple(before.logits.shape)} and {tuple(after.logits.shape)}"
+        raise UserError(f"{target} is not the model {source}: logits of {shapes}")
+    scale = before.logits.abs().max().clamp(min=1e-30)
+    same = (before.text == after.text).cumprod(1).bool()  # after other text, logits may differ
+    error = ((after.logits - before.logits)[same].abs().max() / scale).item()
+    if not error <= TOLERANCE:
+        raise UserError(
+            f"{target} is not the model {source}: the logits differ by {error:.2g} of the largest,"
+            f" expected at most {TOLERANCE:g}"
+        )
+    for row, shared in enumerate(same.sum(1).tolist()):
+        if shared < same.shape[1]:
+            first, second = before.logits[row, shared - 1].topk(2).values
+            if first - second > 2 * TOLERANCE * scale:  # else both are the likeliest
+                raise UserError(
+                    f"{target} is not the model {source}: its text differs from token {shared} on"
+                )
+    return (
+        f"proved: logits of {int(same.sum())} tokens differ by at most {error:.1e} of the largest,"
+        " and the likeliest continuations are equal"
+    )

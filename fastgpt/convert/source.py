@@ -1,0 +1,219 @@
+"""What a model is read from: a run, a checkpoint, or a folder or hub name of Hugging Face."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastgpt import checkpoint, ops
+from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.convert.families import config_from, links_of
+from fastgpt.convert.family import Family, Links, Settings
+from fastgpt.convert.vocabulary import from_folder
+from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
+from fastgpt.errors import UserError, counted, reason
+from fastgpt.lecture import build_model
+from fastgpt.run import saved_config
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FILES = ("*.safetensors", "*.json", "merges.txt")
+"""Files of a hub repository that are downloaded: no pickles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that was read."""
+
+    path: Path
+    kind: str
+    """`run` (a run or checkpoint of ours) or `hf` (Hugging Face)."""
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """By our names, on the CPU, in the dtype of the file, without padding of the vocabulary."""
+    tokenizer: Tokenizer | None
+    warnings: list[str] = field(default_factory=list)
+
+
+def read(source: str) -> Source:
+    """Reads a model, whatever it was written by.
+
+    Args:
+        source: folder of a run, whose newest valid checkpoint is taken, of a checkpoint or of a
+            Hugging Face model, or the name of one on the hub, such as `gpt2`.
+
+    Raises:
+        UserError: there is no such model, it cannot be a GPT of ours, or a file is damaged.
+    """
+    path = Path(source).expanduser()
+    if (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir():
+        return _of_run(path)
+    if (path / "config.json").is_file():
+        return _of_folder(path)
+    if path.exists():
+        raise UserError(
+            f"{source} is no model: expected a run or checkpoint, or a folder with config.json and"
+            " safetensors files"
+        )
+    return _of_folder(_downloaded(source))
+
+
+def _of_run(path: Path) -> Source:
+    found, complaints = checkpoint.find(str(path), state=False)
+    saved = found.path / "tokenizer.json"
+    return Source(
+        path=found.path,
+        kind="run",
+        config=saved_config(found.path).model,
+        weights=found.weights,
+        tokenizer=load_tokenizer(saved) if saved.exists() else None,
+        warnings=complaints,
+    )
+
+
+def _downloaded(name: str) -> Path:
+    """Returns the folder of a model of the hub, downloaded if it was not yet."""
+    if not HUB_NAME.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
+        raise UserError(f"{name} does not exist: expected a folder, or a model's name on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{name} does not exist; as a name on the hub it needs the package huggingface_hub"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # many kinds: no network, no such name, no permission
+        raise UserError(
+            f"{name} is no folder here, and cannot be had from the hub ({reason(error)}): put the"
+            " model's config.json, *.safetensors and tokenizer.json into a folder and pass that"
+        ) from error
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def _of_folder(path: Path) -> Source:
+    config, family, unknown = config_from(_json(path / "config.json"))
+    warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
+    tokenizer, complaint = from_folder(path)
+    if complaint:
+        warnings.append(complaint)
+    assert config.vocab_size is not None
+    if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
+            f" vocab_size {config.vocab_size:,}: expected at least as many"
+        )
+    weights = Reader(path, family, links_of(family, config)).read(shapes(config))
+    return Source(path, "hf", config, weights, tokenizer, warnings)
+
+
+def _json(path: Path) -> Settings:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}: expected an object")
+    return content
+
+
+def shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Returns the shapes of a model's weights, without padding of the vocabulary."""
+    with torch.device("meta"):
+        model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    return {name: x.shape for name, x in model.state_dict().items()}
+
+
+class Reader:
+    """The tensors of a folder of Hugging Face, in one file or several."""
+
+    def __init__(self, path: Path, family: Family, links: Links) -> None:
+        self.path, self.family, self.links = path, family, links
+        self.where = _tensors(path)
+        """Name of a tensor -> its file."""
+
+    def read(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Reads all tensors, under our names.
+
+        Raises:
+            UserError: one is missing, has another shape, or belongs to no part of our model.
+        """
+        taken, found = set(), {}
+        for ours, link in self.links.items():
+            parts = [self.tensor(name) for name in link.names]
+            taken.update(map(self.stored, link.names))
+            if link.filler is not None:
+                self.check_filler(link.names, parts, link.filler)
+                continue
+            for name, part, shape in zip(link.names, parts, link.shapes(shapes[ours])):
+                if part.shape != shape:
+                    raise UserError(
+                        f"{self.where[self.stored(name)]}: {name} has the shape"
+                        f" {tuple(part.shape)}: expected {shape}, as config.json has it"
+                    )
+            found[ours] = link.ours(parts)
+        self.check_rest(self.where.keys() - taken, found)
+        return found
+
+    def stored(self, name: str) -> str:
+        """Returns the name in the file: GPT-2's on the hub lack the prefix."""
+        short = name.removeprefix("transformer.")
+        return short if name not in self.where and short in self.where else name
+
+    def tensor(self, name: str) -> Tensor:
+        name = self.stored(name)
+        if name not in self.where:
+            raise UserError(f"{self.path} has no tensor {name}, which config.json asks for")
+        file = self.where[name]
+        try:
+            with safe_open(file, "pt") as opened:
+                return opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+
+    def check_filler(self, names: tuple[str, ...], parts: list[Tensor], filler: float) -> None:
+        for name, part in zip(names, parts):
+            if not (part == filler).all():
+                raise UserError(
+                    f"{name} is not {filler:g} everywhere, although config.json says under"
+                    " `fastgpt` that the model has no such tensor"
+                )
+
+    def check_rest(self, rest: set[str], found: dict[str, Tensor]) -> None:
+        """Raises `UserError` if tensors that the model would need are left over."""
+        for name in sorted(rest):
+            if name.endswith(self.family.buffers):
+                continue
+            if name == "lm_head.weight" and torch.equal(self.tensor(name), found["wte.weight"]):
+                continue  # tied, and stored twice
+            raise UserError(
+                f"{self.where[name]}: {name} belongs to no part of a {self.family.architecture}"
+                " as config.json describes it"
+            )
+
+
+def _tensors(path: Path) -> dict[str, Path]:
+    """Returns the file of each tensor."""
+    index = path / "model.safetensors.index.json"
+    files = [path / "model.safetensors"]
+    if index.is_file():
+        files = sorted({path / str(name) for name in _json(index).get("weight_map", {}).values()})
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        few = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+        raise UserError(f"{path}: {counted(len(missing), 'file')} missing: {few}")
+    found = {}
+    for file in files:
+        if file.parent != path:
+            raise UserError(f"{index} names {file}: expected files of the same folder")
+        try:
+            with safe_open(file, "pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+    return found

@@ -1,0 +1,147 @@
+"""Tokenizers in the files of Hugging Face, which AutoTokenizer loads with the same ids."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from fastgpt.errors import UserError, writing
+
+NAMES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def from_folder(path: Path) -> tuple[Tokenizer | None, str]:
+    """Reads the tokenizer of a model's folder: (tokenizer, warning if there is none).
+
+    Raises:
+        UserError: the files are damaged, or need a package that is missing.
+    """
+    if (path / "tokenizer.json").is_file():
+        return load_tokenizer(path), ""
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return _of_merges(path), ""
+    return None, f"{path} has no tokenizer.json: the model works on token ids only"
+
+
+def _of_merges(path: Path) -> Tokenizer:
+    """Reads the two files of byte-level BPE that older models have."""
+    from tokenizers import models
+
+    from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+
+    try:
+        model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"{path}: vocab.json and merges.txt cannot be read: {error}") from error
+    vocabulary = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
+    end = "<|endoftext|>"
+    return JsonTokenizer(_byte_level(model, [end] if end in vocabulary else [], words=True))
+
+
+def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` into a folder.
+
+    Args:
+        context: longest text of the model, in tokens.
+
+    Raises:
+        UserError: the package tokenizers is missing.
+    """
+    content = to_json(tokenizer)
+    end = _name_of_end(content, tokenizer.eot_id)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if end is not None:
+        settings |= {"bos_token": end, "eos_token": end}
+    with writing(folder):
+        (folder / NAMES[0]).write_text(content, encoding="utf-8")
+        (folder / NAMES[1]).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def to_json(tokenizer: Tokenizer) -> str:
+    """Returns a `tokenizer.json` in Hugging Face's format."""
+    content = tokenizer.to_json()
+    if "model" in json.loads(content):
+        return content
+    try:
+        from tokenizers import models
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "a tokenizer.json needs the tokenizers package: install the extra `data`,"
+            " make setup EXTRAS=dev,data"
+        ) from error
+    if isinstance(tokenizer, ByteTokenizer):
+        letters = _letters()
+        return _byte_level(models.BPE({x: i for i, x in enumerate(letters)}, []), [], words=False)
+    if isinstance(tokenizer, CharTokenizer):
+        return _of_characters(tokenizer.chars)
+    from fastgpt.data.tokenizers.gpt2 import EOT, GPT2Tokenizer
+
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    vocabulary = {_spelled(token): i for i, token in enumerate(tokenizer.tokens)}
+    pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
+    model = models.BPE(vocabulary | {EOT: len(vocabulary)}, pairs)
+    return _byte_level(model, [EOT], words=True)
+
+
+def _byte_level(model: Any, special: Sequence[str], *, words: bool) -> str:
+    """Returns the JSON of byte-level BPE; with `words` GPT-2's pattern cuts the text first."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    return made.to_str()
+
+
+def _of_characters(chars: Sequence[str]) -> str:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({char: i for i, char in enumerate(chars)}, unk_token=""))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return made.to_str()
+
+
+def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """Returns the pair that each token of BPE was merged from, in the order of the tokens.
+
+    Single bytes have none. A token's pair is what merging its bytes with the earlier ones leaves.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = []
+    for token in tokens:
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [a + b for a, b in itertools.pairwise(parts)]
+            best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
+            parts[best : best + 2] = [pairs[best]]
+        if len(parts) == 2:
+            found.append((parts[0], parts[1]))
+    return found
+
+
+def _letters() -> list[str]:
+    """Returns the printable character that stands for each byte in byte-level BPE (GPT-2's)."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+
+
+def _spelled(token: bytes, letters: Sequence[str] = tuple(_letters())) -> str:
+    return "".join(letters[byte] for byte in token)
+
+
+def _name_of_end(content: str, eot_id: int | None) -> str | None:
+    saved = json.loads(content)
+    added = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
+    vocabulary = saved["model"].get("vocab", {})
+    if isinstance(vocabulary, dict):
+        added = {i: name for name, i in vocabulary.items()} | added
+    return None if eot_id is None else added.get(eot_id)

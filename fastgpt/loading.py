@@ -1,0 +1,35 @@
+"""Loading a trained model for use: `fastgpt.load("runs/x")`."""
+
+import sys
+
+from fastgpt import ops
+from fastgpt.config import OpsConfig
+from fastgpt.convert.source import read
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.lecture import build_model
+from fastgpt.model import GPT
+
+
+def load(
+    source: str, device: str = "cpu", asked: OpsConfig | None = None
+) -> tuple[GPT, Tokenizer | None]:
+    """Loads a model, in evaluation mode and fp32, and its tokenizer.
+
+    Args:
+        source: folder of a run, whose newest valid checkpoint is used, of a checkpoint, or of a
+            Hugging Face model (GPT-2, Llama, Qwen3), or the name of one on the hub.
+        device: `cpu`, `cuda`, `xpu` or `mps`.
+        asked: implementations of the model's ops; by default those that suit the device.
+
+    Returns:
+        tuple[GPT, Tokenizer | None]: the tokenizer is None if the folder has none.
+
+    Raises:
+        UserError: there is no such model, a file is damaged, or our model cannot express it.
+    """
+    found = read(str(source))
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    model = build_model(found.config, ops.select(asked or OpsConfig(), device, compiled=False))
+    model.load_state_dict(found.weights)
+    return model.to(device).eval(), found.tokenizer

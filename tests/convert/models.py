@@ -1,0 +1,93 @@
+"""Small random models of Hugging Face and of ours, and their tensors in files."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from fastgpt.config import ModelConfig
+from fastgpt.convert.__main__ import ConvertConfig, convert
+from fastgpt.convert.source import Source, read
+from fastgpt.convert.target import write_run
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.model import GPT
+
+V, CONTEXT = 100, 40
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 20,
+}  # fmt: skip
+
+
+def moved(model: torch.nn.Module) -> None:
+    """Adds noise to all weights: those of norms would else be 1 and biases 0."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+
+
+def theirs(family: str, **options) -> PreTrainedModel:
+    """Builds a model of transformers with random weights."""
+    if family == "gpt2":
+        sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": V}
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = GPT2LMHeadModel(GPT2Config(**sizes | dropouts | options))
+    else:
+        sizes = {
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "hidden_size": 32, "intermediate_size": 50, "vocab_size": V, "head_dim": 8,
+            "max_position_embeddings": CONTEXT,
+        } | options  # fmt: skip
+        made = {
+            "llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+        }  # fmt: skip
+        build, config = made[family]
+        model = build(config(**sizes))
+    moved(model)
+    return model.eval()
+
+
+def saved(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Saves a model in several files."""
+    model.to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    model.float()
+    return folder
+
+
+def saved_run(
+    folder: Path, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32, **options
+) -> Path:
+    """Saves a model of ours with random weights."""
+    sizes = {"num_layers": 2, "num_heads": 4, "dim": 32, "context": CONTEXT, "vocab_size": V}
+    config = ModelConfig(**sizes | options)
+    model = GPT.from_config(config)
+    moved(model)
+    weights = {name: x.detach().to(dtype) for name, x in model.state_dict().items()}
+    write_run(Source(folder, "run", config, weights, tokenizer), folder)
+    return folder
+
+
+def converted(source: Path, target: Path, to: str, **options) -> Path:
+    convert(ConvertConfig(source=str(source), target=target, to=to, **options))
+    return target
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """Reads a model of any kind under our names."""
+    return read(str(path)).weights
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """True if two sets of tensors have the same names, dtypes and bits."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )

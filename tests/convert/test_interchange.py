@@ -1,0 +1,152 @@
+"""Models between fastgpt and Hugging Face: the same bits, and the same logits."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import fastgpt
+from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.errors import UserError
+from tests.convert.models import (
+    CONTEXT,
+    LLAMA3,
+    V,
+    converted,
+    same,
+    saved,
+    saved_run,
+    theirs,
+    weights,
+)
+
+FAMILIES = {
+    "gpt2": {"activation_function": ("gelu_new", "gelu", "relu"), "n_inner": (None, 48)},
+    "llama": {
+        "attention_bias": (False, True), "mlp_bias": (False, True), "head_dim": (8, 16),
+        "num_key_value_heads": (1, 2, 4), "rope_scaling": (None, LLAMA3), "rope_theta": (1e4, 5e5),
+        "rms_norm_eps": (1e-6, 1e-3),
+    },
+    "qwen3": {
+        "head_dim": (8, 16), "num_key_value_heads": (2, 4), "attention_bias": (False, True),
+        "rms_norm_eps": (1e-6, 1e-2),
+    },
+}  # fmt: skip
+
+
+def files(folder):
+    """Reads the tensors of all files of a folder under the names that they have there."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_there_and_back_every_bit_is_the_same(family, data):
+    grid = FAMILIES[family] | {"tie_word_embeddings": (False, True)}
+    options = {name: data.draw(st.sampled_from(values), name) for name, values in grid.items()}
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)), "dtype")
+    model = theirs(family, **options)
+    with tempfile.TemporaryDirectory() as name:
+        there = saved(model, Path(name) / "there", dtype)
+        run = converted(there, Path(name) / "run", "run", verify=False)
+        back = converted(run, Path(name) / "back", "hf", verify=False, shard_gb=2e-5)
+        assert len(list(back.glob("*.safetensors"))) > 1
+        before, after = files(there), files(back)
+        assert same(before, {name: after[name] for name in before})
+        assert after.keys() - before.keys() <= {"lm_head.weight"}
+
+
+OURS = {
+    "gpt2": {},
+    "gpt2-without-biases": {"bias": False, "qkv_bias": True},
+    "gpt2-untied": {"tied": False, "activation": "relu_squared", "ffn_dim": 40},
+    "llama": {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False},
+    "qwen3": {
+        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
+        "qk_norm": True, "qk_norm_weight": True, "num_kv_heads": 2, "head_size": 16,
+    },
+    "qwen3-without-weights": {
+        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
+        "qk_norm": True, "tied": False, "norm_eps": 1e-5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
+def test_back_and_forth_every_bit_is_the_same(options, dtype, tmp_path):
+    run = saved_run(tmp_path / "run", dtype=dtype, **options)
+    folder = converted(run, tmp_path / "hf", "hf")
+    again = converted(folder, tmp_path / "again", "run", verify=False)
+    assert same(weights(run), weights(again))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_theirs(family, tmp_path):
+    model = theirs(family, **({"rope_scaling": LLAMA3} if family == "llama" else {}))
+    ours, tokenizer = fastgpt.load(saved(model, tmp_path / "hf"))
+    assert tokenizer is None
+    tokens = torch.randint(V, (3, CONTEXT))
+    logits, expected = ours(tokens), model(tokens).logits
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * scale)
+    upstream = torch.randn_like(logits)
+    logits.backward(upstream)
+    expected.backward(upstream)
+    table = {"gpt2": "transformer.wte.weight"}.get(family, "model.embed_tokens.weight")
+    gradient = dict(model.named_parameters())[table].grad
+    error = (ours.wte.weight.grad[:V] - gradient).abs().max() / gradient.abs().max()
+    assert error < 1e-5
+
+
+def test_rounded_weights_are_proved_against_the_rounded_source(tmp_path):
+    run = saved_run(tmp_path / "run")
+    half = converted(run, tmp_path / "half", "hf", dtype="bf16")
+    rounded = {name: x.bfloat16() for name, x in weights(run).items()}
+    assert same(weights(half), rounded)
+    assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_another_model_does_not_pass_the_proof(tmp_path, monkeypatch):
+    run = saved_run(tmp_path / "run")
+    monkeypatch.setattr(
+        "fastgpt.convert.family.Link.ours", lambda link, parts: 1.001 * torch.cat(parts).T
+    )
+    monkeypatch.setattr(
+        "fastgpt.convert.family.Link.theirs",
+        lambda link, x: zip(link.names, [1.001 * (x.T if link.transposed else x).contiguous()]),
+    )
+    with pytest.raises(UserError, match=r"is not the model .*: the logits differ by 0\.0"):
+        converted(run, tmp_path / "hf", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    said = converted(run, tmp_path / "hf", "hf", verify=False)
+    assert said.exists()
+
+
+def test_generation_takes_ids_of_the_vocabulary_alone(tmp_path):
+    model, tokenizer = fastgpt.load(saved_run(tmp_path / "run", ByteTokenizer(), vocab_size=256))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert model.generate(tokens, max_new_tokens=4, temperature=0).shape == (1, 7)
+    assert tokenizer.kind == "bytes"
+    for wrong in (torch.tensor([[256]]), torch.tensor([[-1]]), torch.tensor([1]), tokens.float()):
+        with pytest.raises(UserError, match="expected"):
+            model.generate(wrong, max_new_tokens=1)
+    with pytest.raises(
+        UserError, match=rf"41 tokens are longer than the model's context, {CONTEXT}"
+    ):
+        model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
+
+
+def test_a_model_is_built_from_settings():
+    model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=8, context=4, vocab_size=10)
+    assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 10)
+    with pytest.raises(UserError, match=r"^vocab_size is missing: expected the number of tokens"):
+        fastgpt.GPT.from_config(num_layers=1)
+    with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
+        fastgpt.GPT.from_config(layers=1, vocab_size=3)

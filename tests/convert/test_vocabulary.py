@@ -1,0 +1,49 @@
+"""Tokenizers that are written for Hugging Face give the same ids there."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from fastgpt.convert import vocabulary
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer
+from tests.convert.models import converted, saved_run
+from tests.data.sets import gpt2_files
+
+TEXTS = (
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n",
+    "  two  spaces\t\ttabs\r\n", "don't won't I'm 12345 x=1;y+=2", "a", "",
+)  # fmt: skip
+WIDE = ("na\u00efve caf\u00e9 \u4f60\u597d \U0001f600 \u00a0\u2003|", "\x00\x7f\ufffd")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "gpt2", "bpe"])
+def test_other_programs_give_the_same_ids(kind, tmp_path):
+    if kind == "gpt2":
+        gpt2_files()
+    tokenizer = make_tokenizer(kind, lambda: iter((*TEXTS, *WIDE)))
+    vocabulary.write(tokenizer, tmp_path, context=64)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert theirs.model_max_length == 64
+    assert theirs.eos_token_id == tokenizer.eot_id == ours.eot_id
+    for text in (*TEXTS, *WIDE):
+        ids = tokenizer.encode(text).tolist()
+        assert (
+            theirs(text, add_special_tokens=False)["input_ids"] == ids == ours.encode(text).tolist()
+        )
+        assert theirs.decode(ids) == text == ours.decode(ids)
+
+
+def test_gpt2s_merges_follow_from_its_tokens():
+    files = gpt2_files()
+    merges = vocabulary.merges(make_tokenizer("gpt2", None).tokens)
+    published = (files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    spelled = (" ".join(map(vocabulary._spelled, pair)) for pair in merges)
+    assert list(spelled) == published
+
+
+def test_a_converted_run_keeps_its_tokenizer(tmp_path):
+    run = saved_run(tmp_path / "run", make_tokenizer("chars", lambda: iter(TEXTS)))
+    again = converted(converted(run, tmp_path / "hf", "hf"), tmp_path / "again", "run")
+    tokenizer = load_tokenizer(again / "checkpoints" / "step_00000000")
+    assert tokenizer.encode(TEXTS[0]).tolist() == load_tokenizer(
+        run / "checkpoints" / "step_00000000"
+    ).encode(TEXTS[0]).tolist()  # fmt: skip
