@@ -4,14 +4,12 @@ Every result is rounded as the ISA says. Where it leaves bits open (`ex2.approx`
 the result here is the correctly rounded one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .build import Build, Mask, Step, opcode, unknown
+from .build import Build, Machine, Mask, Step, opcode, unknown
 from .formats import (
     F32,
     F64,
@@ -25,9 +23,6 @@ from .formats import (
 )
 from .lanes import TYPES, plain
 from .ptx import BOOL, U16, U32, U64, Instruction, Vector
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 def _divide(a: Any, b: Any) -> Any:

@@ -24,6 +24,8 @@ from .unwritten import suspects, watched
 
 if TYPE_CHECKING:
     from .machine import Machine
+else:
+    Machine = Any  # a name in annotations alone: that module imports all others
 
 WARP = 32
 Mask = Array | None

@@ -5,20 +5,14 @@ Instructions are those of PTX: the assembler makes fewer or more of them, mostly
 and conversions. An instruction whose predicate is false for all threads counts, as it is issued.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import WARP
+from .build import WARP, Machine
 from .ptx import Array, Instruction, Name, Program
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 SECTOR, BANKS, WORD = 32, 32, 4
 """Bytes of a sector of global memory; banks of shared memory; bytes of a bank's word."""

@@ -4,21 +4,15 @@ Nothing asynchronous happens before something waits for it, as late as the ISA a
 waits too little meets memory that is still being copied to, or registers that hold NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .build import Build, Mask, Step, address_of, opcode, unknown
+from .build import Build, Machine, Mask, Step, address_of, opcode, unknown
 from .ptx import Array, Immediate, Instruction
 from .shared import COMING
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 NAN = np.uint32(0x7FFF_FFFF)
 
@@ -38,7 +32,7 @@ class Copy:
     group: Array
     """Number of the commit group of each lane."""
 
-    def part(self, chosen: Array) -> Copy:
+    def part(self, chosen: Array) -> "Copy":
         """The copies of some of the lanes."""
         parts = (self.lanes, self.offset, self.data, self.group)
         return Copy(*(part[chosen] for part in parts))

@@ -1,20 +1,14 @@
 """Steps that are one function for all lanes: operands seen as a dtype, result written (9.4.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .build import Build, Mask, Step
+from .build import Build, Machine, Mask, Step
 from .errors import UnknownPtxError
 from .formats import F16, F32, F64
 from .ptx import BOOL, U16, U32, U64, Instruction
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32, "u32": U32,
          "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),

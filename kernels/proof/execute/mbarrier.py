@@ -1,18 +1,12 @@
 """mbarrier objects: what asynchronous work reports to, and threads poll (9.7.14.15)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import Build, Mask, Step, address_of, opcode
+from .build import Build, Machine, Mask, Step, address_of, opcode
 from .errors import LaneError
 from .ptx import Array, Immediate, Instruction
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 @dataclass(slots=True)

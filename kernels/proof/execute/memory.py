@@ -5,22 +5,15 @@ blocks, or of two warps of one between two barriers, one writes what the other r
 Memory that is never touched is never committed, so tensors may be gigabytes apart.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import Build, Mask, Step, address_of, bits, loaded, opcode
+from .build import Build, Machine, Mask, Step, address_of, bits, loaded, opcode
 from .errors import LaneError
 from .ptx import U8, U16, Array, Immediate, Instruction, Program
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 SEVERAL = np.uint16(0xFFFF)
 """Mark of memory that several thread blocks read."""

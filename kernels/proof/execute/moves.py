@@ -1,22 +1,17 @@
 """Moves and conversions (9.7.9): mov, packing, cvt, parameters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .build import Build, Mask, Step, opcode, unknown
+from .build import Build, Machine, Mask, Step, opcode, unknown
 from .errors import UnknownPtxError
 from .formats import F32, F64, from_bf16, joined, to_bf16, to_half
 from .lanes import TYPES, moving, plain
 from .ptx import U16, U32, Instruction, Name, Vector
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 @opcode("mov")

@@ -5,20 +5,12 @@ that is a race, whatever order the warps ran in here. Bytes that nobody wrote, b
 still on its way to, and bytes that a product still reads are marked as such.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from .build import Build, Mask, Step, address_of, bits, loaded, opcode
+from .build import Build, Machine, Mask, Step, address_of, bits, loaded, opcode
 from .errors import LaneError
 from .memory import WarpMarks
 from .ptx import Array, Instruction
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 NOTHING, READY, COMING = 0, 1, 2
 """States of memory: never written, readable, awaiting an asynchronous copy."""

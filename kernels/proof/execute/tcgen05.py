@@ -1,22 +1,15 @@
 """tcgen05: tensor memory and the products into it (9.7.16), of sm_100."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import WARP, Build, Mask, Step, address_of, opcode, unknown
+from .build import WARP, Build, Machine, Mask, Step, address_of, opcode, unknown
 from .errors import LaneError
 from .mbarrier import each
 from .ptx import Array, Immediate, Instruction
 from .tensor import product, read_operand, widened
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 LANES, COLUMNS = 128, 512
 KINDS = {0: "f16", 1: "bf16"}

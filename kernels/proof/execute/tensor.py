@@ -4,19 +4,13 @@ Products of 16-bit floats are exact in float64; a product over K = 16 is summed 
 accumulator and rounded to float32 once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import Build, Mask, Step, opcode, unknown
+from .build import Build, Machine, Mask, Step, opcode, unknown
 from .errors import UnknownPtxError
 from .ptx import Array, Instruction
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 def widened(bits: Array, kind: str) -> Array:

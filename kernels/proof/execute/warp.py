@@ -1,18 +1,10 @@
 """Instructions that exchange values within a warp: shuffles, reductions, elections."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from .build import WARP, Build, Mask, Step, opcode, unknown
+from .build import WARP, Build, Machine, Mask, Step, opcode, unknown
 from .lanes import TYPES
 from .ptx import Immediate, Instruction, Vector
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 ALL = (Immediate(-1), Immediate(0xFFFFFFFF))
 """Masks of members that Triton writes: all threads of the warp."""

@@ -1,19 +1,11 @@
 """wgmma: matrix products of warp groups, asynchronous to their threads (9.7.15.5)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from .build import WARP, Build, Mask, Step, opcode, unknown
+from .build import WARP, Build, Machine, Mask, Step, opcode, unknown
 from .errors import LaneError
 from .ptx import Array, Immediate, Instruction
 from .tensor import a_fragment, c_fragment, c_registers, product, read_operand
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 GROUP = 4 * WARP
 """Threads of a warp group."""
