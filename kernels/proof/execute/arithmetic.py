@@ -44,17 +44,9 @@ def _shift_left(x: Any, n: Any) -> Any:
 
 
 def _shift_right(x: Any, n: Any) -> Any:
-    return (
-        x >> np.minimum(n, 8 * x.dtype.itemsize - 1).astype(x.dtype)
-        if x.dtype.kind == "i"
-        else (
-            np.where(
-                n >= 8 * x.dtype.itemsize,
-                0,
-                x >> np.minimum(n, 8 * x.dtype.itemsize - 1).astype(x.dtype),
-            )
-        ).astype(x.dtype)
-    )
+    width = 8 * x.dtype.itemsize
+    shifted = x >> np.minimum(n, width - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(n >= width, 0, shifted).astype(x.dtype)
 
 
 def _extract(x: Any, start: Any, length: Any) -> Any:
@@ -163,21 +155,14 @@ def _narrow(x: Any) -> Any:
     y = x.astype(F32)
     back = y.astype(F64)
     even = (y.view(U32) & np.uint32(1)) == 0
-    return np.where(
-        (back != x) & even, np.nextafter(y, np.where(x > back, np.inf, -np.inf).astype(F32)), y
-    )
+    towards = np.where(x > back, np.inf, -np.inf).astype(F32)
+    return np.where((back != x) & even, np.nextafter(y, towards), y)
 
 
 def _of_pairs(name: str) -> Any:
     def f(*packed: Any) -> Any:
-        parts = [
-            (
-                (x & np.uint64(0xFFFFFFFF)).astype(U32).view(F32),
-                (x >> np.uint64(32)).astype(U32).view(F32),
-            )
-            for x in packed
-        ]
-        low, high = (FLOAT[name](*x).view(U32).astype(U64) for x in zip(*parts))
+        parts = ([(x >> np.uint64(at)).astype(U32).view(F32) for x in packed] for at in (0, 32))
+        low, high = (FLOAT[name](*x).view(U32).astype(U64) for x in parts)
         return low | (high << np.uint64(32))
 
     return plain((U64,) * (3 if name == "fma" else 2), U64, f)
@@ -185,10 +170,11 @@ def _of_pairs(name: str) -> Any:
 
 def _mixed(name: str, kind: str) -> Any:
     """fma, add and sub of 16-bit floats into float32 (9.7.5): the last operand is float32."""
-    if name == "fma":
-        f = lambda a, c, d: fma(from_half(a, kind), from_half(c, kind), d)  # noqa: E731
-        return plain((U16, U16, F32), F32, f)
-    return plain((U16, F32), F32, lambda a, c: FLOAT[name](from_half(a, kind), c))
+
+    def f(*x: Any) -> Any:
+        return FLOAT[name](*(from_half(y, kind) for y in x[:-1]), x[-1])
+
+    return plain((*(U16,) * (2 if name == "fma" else 1), F32), F32, f)
 
 
 def _wide_product(name: str, kind: str) -> Any:
@@ -199,27 +185,15 @@ def _wide_product(name: str, kind: str) -> Any:
     return plain((dtype, dtype, wide), wide, lambda a, c, d: a.astype(wide) * c.astype(wide) + d)
 
 
-@opcode("shl")
-def _shl(b: Build, instruction: Instruction) -> Step:
+OF_BITS = {"shl": _shift_left, "shr": _shift_right, "bfe": _extract, "prmt": _permute}
+
+
+@opcode("shl", "shr", "bfe.u32", "bfe.s32", "prmt.b32")
+def _of_bits(b: Build, instruction: Instruction) -> Step:
+    """Shifts, fields and permutations: all operands but the first are u32."""
     dtype = TYPES[instruction.type]
-    return plain((dtype, U32), dtype, _shift_left)(b, instruction)
-
-
-@opcode("shr")
-def _shr(b: Build, instruction: Instruction) -> Step:
-    dtype = TYPES[instruction.type]
-    return plain((dtype, U32), dtype, _shift_right)(b, instruction)
-
-
-@opcode("bfe.u32", "bfe.s32")
-def _bfe(b: Build, instruction: Instruction) -> Step:
-    dtype = TYPES[instruction.type]
-    return plain((dtype, U32, U32), dtype, _extract)(b, instruction)
-
-
-@opcode("prmt.b32")
-def _prmt(b: Build, instruction: Instruction) -> Step:
-    return plain((U32, U32, U32), U32, _permute)(b, instruction)
+    dtypes = (dtype, *(U32,) * (len(instruction.args) - 2))
+    return plain(dtypes, dtype, OF_BITS[instruction.mods[0]])(b, instruction)
 
 
 @opcode("selp")
@@ -249,12 +223,10 @@ def _setp(b: Build, instruction: Instruction) -> Step:
         raise unknown(instruction)
     if pair:
         return _setp_pair(b, instruction, COMPARE[compare], kind)
-    f, dtype = COMPARE[compare], TYPES.get(kind, U16)
+    f, dtype = COMPARE[compare], TYPES[kind]
+    seen: Callable[[Any], Any] = flushed if mods else lambda x: x
     if kind in ("f16", "bf16"):
-        seen: Callable[[Any], Any] = lambda x: from_half(x, kind)  # noqa: E731
-        dtype = U16
-    else:
-        seen = flushed if mods else lambda x: x
+        dtype, seen = U16, lambda x: from_half(x, kind)
     return plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
 
 

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import UnknownPtxError
-from .ptx import (
-    BOOL,
-    CLASSES,
-    Address,
-    Array,
-    Immediate,
-    Instruction,
-    Name,
-    Operand,
-    Program,
-    Vector,
-)
+from .ptx import BOOL, Address, Array, Immediate, Instruction, Name, Operand, Program, Vector
 from .unwritten import suspects, watched
 
 if TYPE_CHECKING:
@@ -63,11 +52,12 @@ class Build:
                 steps.append(_go_on(self.here + 1))
             self.blocks.append(steps)
 
-    def fill(self, machine: Machine) -> None:
-        """Gives a machine its constants."""
-        machine.R += [None] * (len(self.program.dtypes) - len(machine.R))
+    def registers(self) -> list[Any]:
+        """Slot -> value before the first instruction: None, but for constants."""
+        values: list[Any] = [None] * len(self.program.dtypes)
         for (value, dtype), slot in self.constants.items():
-            machine.R[slot] = np.dtype(dtype).type(value)
+            values[slot] = np.dtype(dtype).type(value)
+        return values
 
     def slot(self, operand: Any, dtype: Any) -> int:
         """Slot of a register, or of a number of the given dtype."""
@@ -91,11 +81,6 @@ class Build:
         """Slots of a list in braces, or of one register alone."""
         items = operand.items if isinstance(operand, Vector) else (operand,)
         return [None if item is None else self.slot(item, dtype) for item in items]
-
-    def target(self, instruction: Instruction) -> int:
-        (name,) = instruction.args
-        assert isinstance(name, Name)
-        return self.program.labels[name.text]
 
     def _step(self, instruction: Instruction) -> Step:
         parts = instruction.op.split(".")
@@ -127,16 +112,6 @@ def unknown(instruction: Instruction) -> UnknownPtxError:
     )
 
 
-def bits(kind: str) -> np.dtype:
-    """dtype of the bits of a type, such as "f32"."""
-    return CLASSES[kind]
-
-
-def loaded(kind: str) -> np.dtype:
-    """dtype of what a load of a type gives: signed if a wider register has its sign extended."""
-    return np.dtype(f"i{bits(kind).itemsize}") if kind.startswith("s") else bits(kind)
-
-
 def ends(instruction: Instruction) -> bool:
     """True if an instruction says itself where its threads go next."""
     first, *rest = instruction.op.split(".")
@@ -164,7 +139,7 @@ def _guarded(inner: Step, guard: int, negated: bool) -> Step:
 
 @opcode("bra")
 def _bra(b: Build, instruction: Instruction) -> Step:
-    target, after = b.target(instruction), b.here + 1
+    target, after = b.program.target(instruction), b.here + 1
     guard, negated = instruction.guard, instruction.negated
 
     def jump(m: Machine, mask: Mask) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .build import WARP, Machine
-from .ptx import Array, Instruction, Name, Program
+from .ptx import Array, Program
 
 SECTOR, BANKS, WORD = 32, 32, 4
 """Bytes of a sector of global memory; banks of shared memory; bytes of a bank's word."""
@@ -152,9 +152,10 @@ class Counters:
         """Returns the innermost loops of at least so many instructions, by place in the code."""
         found = []
         for number, block in enumerate(self.program.blocks):
-            target = _jumps_to(self.program, block)
-            if target is not None and target <= number:
-                found.append(Loop(target, number, block[-1].source))
+            if block and block[-1].mods[0] == "bra":
+                target = self.program.target(block[-1])
+                if target <= number:
+                    found.append(Loop(target, number, block[-1].source))
         inner = [x for x in found if not any(_holds(x, y) for y in found)]
         sizes = [sum(map(len, self.program.blocks[x.blocks])) for x in inner]
         return [x for x, size in zip(inner, sizes) if size >= least]
@@ -162,14 +163,6 @@ class Counters:
     def passes(self, loop: Loop) -> float:
         """Returns how often thread blocks went through a loop, all together."""
         return int(self.table[0, loop.last]) / self.warps
-
-
-def _jumps_to(program: Program, block: list[Instruction]) -> int | None:
-    if not block or block[-1].op.split(".")[0] != "bra":
-        return None
-    (target,) = block[-1].args
-    assert isinstance(target, Name)
-    return program.labels[target.text]
 
 
 def _holds(outer: Loop, inner: Loop) -> bool:

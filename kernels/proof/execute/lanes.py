@@ -8,11 +8,11 @@ import numpy as np
 from .build import Build, Machine, Mask, Step
 from .errors import UnknownPtxError
 from .formats import F16, F32, F64
-from .ptx import BOOL, U16, U32, U64, Instruction
+from .ptx import BOOL, U8, U16, U32, U64, Instruction
 
 TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32, "u32": U32,
          "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),
-         "f64": F64, "f16": F16, "s8": np.dtype("i1"), "u8": np.dtype("u1")}  # fmt: skip
+         "f64": F64, "f16": F16, "bf16": U16, "s8": np.dtype("i1"), "u8": U8}  # fmt: skip
 
 PACKING = ("cvt.u64.u32", "shl.b64", "or.b64")
 """Opcodes by which Triton 3.6 packs two registers into one, where Triton 3.7 has a mov."""

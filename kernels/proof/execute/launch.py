@@ -82,18 +82,15 @@ def run_ptx(
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
             machine = Machine(
-                program,
-                build.blocks,
+                build,
                 params=params,
                 grid=whole,
                 threads=threads,
                 blocks=np.arange(first, min(first + at_once, blocks)),
                 shared=kernel.shared,
-                unit=smallest_access(program, "shared"),
                 memory=memory,
                 counters=counters,
             )
-            build.fill(machine)
             machine.run()
     if counters is not None:
         counters.finish(memory.touched())
@@ -102,11 +99,7 @@ def run_ptx(
 def _bits(value: Any, dtype: np.dtype) -> Any:
     """A parameter's bits: of a float in float32, of an integer modulo its width."""
     if isinstance(value, float):
-        return (
-            np.float32(value).view(np.uint32)
-            if dtype.itemsize == 4
-            else np.float64(value).view(np.uint64)
-        )
+        return np.dtype(f"f{dtype.itemsize}").type(value).view(dtype)
     return dtype.type(int(value) % (1 << 8 * dtype.itemsize))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from .build import WARP, Mask, Step
+from .build import WARP, Build, Mask
 from .counters import Counters
 from .errors import FaultError, LaneError
 from .flight import Copies, LateRegisters
 from .mbarrier import Mbarriers
-from .memory import GlobalMemory
-from .ptx import Array, Instruction, Program
+from .memory import GlobalMemory, smallest_access
+from .ptx import Array, Instruction
 from .shared import SharedMemory
 from .tcgen05 import TensorMemories
 from .unwritten import BITS, BOTH
@@ -27,35 +27,30 @@ class Machine:
     """Some thread blocks of one launch.
 
     Args:
-        program: the kernel.
-        steps: what each instruction of each block does.
+        build: the kernel, and what each of its instructions does.
         params: values of the parameters, as numpy scalars.
         grid: thread blocks in x, y and z.
         threads: threads of a block.
         blocks: which thread blocks run here, as linear numbers, x fastest.
         shared: bytes of shared memory of a block.
-        unit: bytes of shared memory that share a mark.
         memory: global memory.
         counters: what counts instructions and memory accesses, if anything does.
     """
 
     def __init__(
         self,
-        program: Program,
-        steps: Sequence[Sequence[Step]],
+        build: Build,
         *,
         params: dict[str, Any],
         grid: tuple[int, int, int],
         threads: int,
         blocks: Array,
         shared: int,
-        unit: int,
         memory: GlobalMemory,
         counters: Counters | None = None,
     ) -> None:
-
-        self.program, self.steps, self.params, self.memory = program, steps, params, memory
-        self.counters = counters
+        self.program, self.steps = build.program, build.blocks
+        self.params, self.memory, self.counters = params, memory, counters
         self.threads, self.warps = threads, threads // WARP
         self.size = len(blocks) * threads
         self.lanes = np.arange(self.size)
@@ -65,13 +60,12 @@ class Machine:
         """Lane -> number of its thread block in the grid."""
         self.tid = self.lanes % threads
         self.warp = self.tid // WARP
+        unit = smallest_access(self.program, "shared")
         self.shared = SharedMemory(self, len(blocks), shared, unit)
         self.copies, self.late = Copies(self), LateRegisters(self)
         self.groups, self.mbarriers = WarpGroups(self), Mbarriers(self)
         self.tensor = TensorMemories(self, len(blocks))
-        self.visits = np.zeros(len(program.blocks), np.int64)
-        """Basic block -> warps that ran it."""
-        self.R: list[Any] = [None] * len(program.dtypes)
+        self.R = build.registers()
         self.unwritten: dict[int, Array] = {}
         """Slot -> lanes that never wrote it, as marks: see `unwritten`."""
         self._special(grid)
@@ -182,10 +176,8 @@ class Machine:
         while self.fronts or self._wakes():
             number = self._next()
             mask = self.fronts.pop(number)
-            warps = self._warps_in(mask)
-            self.visits[number] += warps
             if self.counters is not None:
-                self.counters.enter(number, warps)
+                self.counters.enter(number, self._warps_in(mask))
             at = 0
             try:
                 for step in self.steps[number]:
@@ -195,11 +187,9 @@ class Machine:
                 instruction = self.program.blocks[number][at]
                 raise self._fault(instruction, trouble.lane, str(trouble)) from None
             except Exception as error:
-                instruction = self.program.blocks[number][at]
-                error.add_note(
-                    f"{self.program.name}, PTX line {instruction.line}: {instruction.text}"
-                )
-                self._unwritten(instruction, mask)
+                i = self.program.blocks[number][at]
+                error.add_note(f"{self.program.name}, PTX line {i.line}: {i.text}")
+                self._unwritten(i, mask)
                 raise
         left = self.tensor.left_over()
         if left is not None:

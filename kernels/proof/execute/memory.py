@@ -8,12 +8,13 @@ Memory that is never touched is never committed, so tensors may be gigabytes apa
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, bits, loaded, opcode
+from .build import Build, Machine, Mask, Step, address_of, opcode
 from .errors import LaneError
-from .ptx import U8, U16, Array, Immediate, Instruction, Program
+from .ptx import CLASSES, U8, U16, Array, Immediate, Instruction, Program
 
 SEVERAL = np.uint16(0xFFFF)
 """Mark of memory that several thread blocks read."""
@@ -44,6 +45,17 @@ MANY = 255
 """Warp number in a `WarpMarks` mark that stands for several warps."""
 
 
+def view(data: Array, dtype: np.dtype) -> Array:
+    """Bytes as elements of a type, without those left over at the end."""
+    return data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def elements(offset: Array, unit: int, size: int) -> Array:
+    """Numbers of the units of `unit` bytes that accesses touch: (units of one, *offset.shape)."""
+    of_one = np.arange(max(1, size // unit)).reshape(-1, *[1] * offset.ndim)
+    return (offset // unit)[None] + of_one
+
+
 class WarpMarks:
     """Marks of the warps that last read and wrote each unit of memory, and since which barrier.
 
@@ -64,10 +76,8 @@ class WarpMarks:
 
     def clashes(self, mine: Array, units: Array) -> Array:
         """Where another warp read or wrote units since the last barrier."""
-        written, read = (
-            (mark >> 8 == mine >> 8) & (mark != mine)
-            for mark in (self.writer[units], self.reader[units])
-        )
+        marks = self.writer[units], self.reader[units]
+        written, read = ((mark >> 8 == mine >> 8) & (mark != mine) for mark in marks)
         return written | read
 
 
@@ -81,10 +91,8 @@ class _Segment:
         count = -(-self.bytes // unit)
         valid = np.zeros(count * unit, U8)
         for r in regions:
-            view = np.lib.stride_tricks.as_strided(
-                valid[r.address - self.base :], (*r.shape, r.itemsize), (*r.strides, 1)
-            )
-            view[...] = 1
+            shape, strides = (*r.shape, r.itemsize), (*r.strides, 1)
+            np.lib.stride_tricks.as_strided(valid[r.address - self.base :], shape, strides)[...] = 1
         self.valid = valid
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
         self.warps = WarpMarks(count)
@@ -112,11 +120,10 @@ class GlobalMemory:
     ) -> Array:
         """Elements (count, lanes)."""
         out = np.empty((count, len(lanes)), dtype)
-        for segment, chosen, offset in self._parts(
-            m, lanes, addresses, dtype.itemsize * count, "reads"
-        ):
+        size = dtype.itemsize * count
+        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "reads"):
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units, at = self._units(offset, dtype.itemsize * count), (who, segment, offset)
+            units, at = elements(offset, self.unit, size), (who, segment, offset)
             written = segment.writer[units]
             self._refuse((written != 0) & (written != mine), "reads what another block writes", *at)
             clash = segment.warps.read(m.shared.mark[who], units)
@@ -127,7 +134,7 @@ class GlobalMemory:
             many = (again != mine) & (again != SEVERAL)
             if many.any():
                 segment.reader[units[many]] = SEVERAL
-            out[:, chosen] = self._elements(segment, offset, dtype, count)
+            out[:, chosen] = view(segment.data, dtype)[elements(offset, dtype.itemsize, size)]
         return out
 
     def touched(self) -> int:
@@ -137,17 +144,15 @@ class GlobalMemory:
 
     def store(self, m: Machine, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
-        count, size = len(values), values.itemsize * len(values)
+        size = values.itemsize * len(values)
         for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units, at = self._units(offset, size), (who, segment, offset)
+            units, at = elements(offset, self.unit, size), (who, segment, offset)
             for mark, did in ((segment.writer[units], "writes"), (segment.reader[units], "reads")):
                 self._refuse((mark != 0) & (mark != mine), f"writes what another block {did}", *at)
             segment.writer[units] = mine
-            index = (offset // values.itemsize)[None] + np.arange(count)[:, None]
-            data = segment.data[: segment.bytes // values.itemsize * values.itemsize].view(
-                values.dtype
-            )
+            data = view(segment.data, values.dtype)
+            index = elements(offset, values.itemsize, size)
             clash = segment.warps.clashes(m.shared.mark[who], units).any(0)
             changed = clash & (data[index] != values[:, chosen])
             what = "writes what another warp reads or writes, without a barrier between"
@@ -157,16 +162,9 @@ class GlobalMemory:
             lost = data[index] != values[:, chosen]
             self._refuse(lost, "writes what another thread writes in the same instruction", *at)
 
-    def _elements(self, segment: _Segment, offset: Array, dtype: np.dtype, count: int) -> Array:
-        data = segment.data[: segment.bytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        return data[(offset // dtype.itemsize)[None] + np.arange(count)[:, None]]
-
     def _mine(self, m: Machine, lanes: Array) -> Array:
         """Mark of each lane's thread block."""
         return (m.cta[lanes] % 0xFFFE + 1).astype(U16)
-
-    def _units(self, offset: Array, size: int) -> Array:
-        return (offset // self.unit)[None] + np.arange(max(1, size // self.unit))[:, None]
 
     def _parts(
         self, m: Machine, lanes: Array, addresses: Array, size: int, does: str
@@ -176,10 +174,9 @@ class GlobalMemory:
             m.counters.in_global(m, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
         if len(wrong):
-            at = int(addresses[wrong[0]])
-            raise LaneError(
-                lanes[wrong[0]], f"{does} {size} bytes at a misaligned address, {self._named(at)}"
-            )
+            where = self._named(int(addresses[wrong[0]]))
+            what = f"{does} {size} bytes at a misaligned address, {where}"
+            raise LaneError(lanes[wrong[0]], what)
         numbers = np.searchsorted(self.bases, addresses, side="right") - 1
         first = int(numbers[0])
         alone = (numbers == first).all()
@@ -189,32 +186,23 @@ class GlobalMemory:
             offset = addresses[chosen].astype(np.int64) - segment.base
             inside = (offset >= 0) & (offset + size <= segment.bytes)
             if inside.all():
-                units = (offset // size)[:, None] * size + np.arange(size)
-                inside = (
-                    segment.valid[units].all(1) if size < 8 else self._valid(segment, offset, size)
-                )
+                word = np.dtype(f"u{min(size, 8)}")  # bytes that are looked at together
+                valid = view(segment.valid, word)[elements(offset, word.itemsize, size)]
+                inside = (valid == int.from_bytes(b"\1" * word.itemsize)).all(0)
             if not inside.all():
                 bad = int(np.flatnonzero(~inside)[0])
-                at = int(addresses[chosen][bad])
-                raise LaneError(
-                    lanes[chosen][bad],
-                    f"{does} {size} bytes outside of every tensor, {self._named(at)}",
-                )
+                where = self._named(int(addresses[chosen][bad]))
+                what = f"{does} {size} bytes outside of every tensor, {where}"
+                raise LaneError(lanes[chosen][bad], what)
             yield segment, chosen, offset
-
-    def _valid(self, segment: _Segment, offset: Array, size: int) -> Array:
-        words = segment.valid[: len(segment.valid) // 8 * 8].view(np.uint64)
-        index = (offset // 8)[:, None] + np.arange(size // 8)
-        return (words[index] == 0x0101010101010101).all(1)
 
     def _refuse(
         self, wrong: Array, what: str, lanes: Array, segment: _Segment, offset: Array
     ) -> None:
         if wrong.any():
             lane = int(np.argwhere(wrong)[0][1])
-            raise LaneError(
-                lanes[lane], f"race: {what}, {segment.named(segment.base + int(offset[lane]))}"
-            )
+            where = segment.named(segment.base + int(offset[lane]))
+            raise LaneError(lanes[lane], f"race: {what}, {where}")
 
     def _named(self, address: int) -> str:
         if not self.segments:
@@ -228,8 +216,9 @@ def smallest_access(program: Program, space: str) -> int:
     sizes = [16]
     for i in program.instructions:
         if i.op.startswith((f"ld.{space}", f"st.{space}")):
-            sizes.append(bits(i.type).itemsize * _count(i))
-        elif i.op.startswith("cp.async") and isinstance(i.args[2:3], list) and len(i.args) > 2:
+            count = next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
+            sizes.append(CLASSES[i.type].itemsize * count)
+        elif i.op.startswith("cp.async") and len(i.args) > 2:
             assert isinstance(i.args[2], Immediate)
             sizes.append(i.args[2].value)
         elif i.op.startswith(("tcgen05.alloc", "mbarrier")):
@@ -237,33 +226,32 @@ def smallest_access(program: Program, space: str) -> int:
     return min(sizes)
 
 
-def _count(i: Instruction) -> int:
-    return next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
-
-
-@opcode("ld.global")
-def _ld_global(b: Build, i: Instruction) -> Step:
-    """ld.global (9.7.9.8); cache operators and hints change no result."""
-    slots = b.vector(i.args[0], bits(i.type))
-    slot, offset = address_of(b, i.args[1], np.uint64)
-    dtype = loaded(i.type)
+@opcode("ld.global", "ld.shared")
+def _ld(b: Build, i: Instruction) -> Step:
+    """ld (9.7.9.8); cache operators and hints change no result."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slots = b.vector(i.args[0], dtype)
+    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
+    if i.type.startswith("s"):  # a wider register has the sign extended
+        dtype = np.dtype(f"i{dtype.itemsize}")
 
     def step(m: Machine, mask: Mask) -> None:
-        addresses = m.addresses(slot, offset, mask)
-        m.put_rows(slots, m.memory.load(m, m.index(mask), addresses, dtype, len(slots)), mask)
+        load = partial(m.memory.load, m) if in_global else m.shared.load
+        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
+        m.put_rows(slots, rows, mask)
 
     return step
 
 
-@opcode("st.global")
-def _st_global(b: Build, i: Instruction) -> Step:
-    """st.global (9.7.9.11)."""
-    dtype = bits(i.type)
-    slot, offset = address_of(b, i.args[0], np.uint64)
+@opcode("st.global", "st.shared")
+def _st(b: Build, i: Instruction) -> Step:
+    """st (9.7.9.11)."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
     slots = b.vector(i.args[1], dtype)
 
     def step(m: Machine, mask: Mask) -> None:
-        addresses = m.addresses(slot, offset, mask)
-        m.memory.store(m, m.index(mask), addresses, m.rows(slots, mask, dtype))
+        store = partial(m.memory.store, m) if in_global else m.shared.store
+        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
 
     return step

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from .build import Build, Machine, Mask, Step, opcode, unknown
-from .errors import UnknownPtxError
 from .formats import F32, F64, from_bf16, joined, to_bf16, to_half
 from .lanes import TYPES, moving, plain
-from .ptx import U16, U32, Instruction, Name, Vector
+from .ptx import U32, Instruction, Name, Vector
 
 
 @opcode("mov")
@@ -67,12 +66,7 @@ def _cvt(b: Build, instruction: Instruction) -> Step:
     if to in ("bf16x2", "f16x2") and of == "f32" and mods == ["rn"]:
         f = lambda high, low: joined(to_half(low, to), to_half(high, to))  # noqa: E731
         return plain((F32, F32), U32, f)(b, instruction)
-    source = U16 if of == "bf16" else TYPES[of]
-    return plain((source,), _kind(to), _conversion(instruction, mods, to, of))(b, instruction)
-
-
-def _kind(name: str) -> np.dtype:
-    return U16 if name == "bf16" else TYPES[name]
+    return plain((TYPES[of],), TYPES[to], _conversion(instruction, mods, to, of))(b, instruction)
 
 
 ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -85,13 +79,7 @@ def _conversion(
     rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
     if rest or "sat" in mods:
         raise unknown(instruction)
-    if of == "bf16":
-        widen: Callable[[Any], Any] = from_bf16
-    else:
-        widen = lambda x: x  # noqa: E731
-    if to in floats and of not in floats:
-        target = TYPES["f32" if to == "bf16" else to]
-        return (lambda x: to_bf16(x.astype(F32))) if to == "bf16" else lambda x: x.astype(target)
+    widen: Callable[[Any], Any] = from_bf16 if of == "bf16" else lambda x: x
     if to == "bf16":
         return lambda x: to_bf16(widen(x).astype(F32))
     dtype = TYPES[to]
@@ -111,7 +99,7 @@ def _conversion(
 def _ld_param(b: Build, instruction: Instruction) -> Step:
     to, name = instruction.args
     if not isinstance(name, Name) or not isinstance(to, int):
-        raise UnknownPtxError(f"PTX line {instruction.line}: {instruction.text}")
+        raise unknown(instruction)
     dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
     if kind.itemsize != dict(b.program.params)[name.text].itemsize:
         raise unknown(instruction)

@@ -5,7 +5,7 @@ Section numbers in this package are those of the PTX ISA 9.1.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -125,11 +125,16 @@ class Program:
     blocks: list[list[Instruction]]
     labels: dict[str, int]
     """Label -> number of the block that it begins."""
-    lines: list[str] = field(repr=False)
 
     @property
     def instructions(self) -> Iterator[Instruction]:
         return (instruction for block in self.blocks for instruction in block)
+
+    def target(self, branch: Instruction) -> int:
+        """Number of the block that a `bra` jumps to."""
+        (name,) = branch.args
+        assert isinstance(name, Name)
+        return self.labels[name.text]
 
 
 def parse(text: str) -> Program:
@@ -163,7 +168,6 @@ class _Parser:
             dtypes=self.dtypes,
             blocks=[[]],
             labels={},
-            lines=self.lines,
         )
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
         self.scopes: list[int] = []
@@ -176,13 +180,15 @@ class _Parser:
 
     def _body(self, start: int) -> None:
         """Reads the statements from line `start` to the brace that closes the kernel."""
-        pending, first, opened = "", 0, 0
+        pending, first = "", 0
         for number, line in enumerate(self.lines[start:], start + 1):
             line = line.split("//")[0].strip()
             if not pending and line in ("{", "}"):
-                opened += 1
-                self._brace(line, opened)
-                if line == "}" and not self.scopes:
+                if line == "{":
+                    self.scopes.append(number)
+                else:
+                    self.scopes.pop()
+                if not self.scopes:
                     break
                 continue
             if not self.scopes or not line:
@@ -199,18 +205,15 @@ class _Parser:
                 statement, _, pending = pending.partition(";")
                 pending = pending.strip()
                 self._statement(statement.strip(), first)
-        self.program.blocks = (
-            self.program.blocks if self.program.blocks[-1] else self.program.blocks[:-1]
-        )
+        if not self.program.blocks[-1]:
+            self.program.blocks.pop()
 
-    def _brace(self, brace: str, number: int) -> None:
-        if brace == "{":
-            self.scopes.append(number)
-        else:
-            self.scopes.pop()
+    def _inner(self, name: str) -> str:
+        """A new name of inline assembly is known in its braces alone."""
+        return f"{name}@{self.scopes[-1]}" if len(self.scopes) > 1 else name
 
     def _scoped(self, name: str) -> str:
-        """Name of a label or register of inline assembly, which is known in its braces alone."""
+        """The register that a name means, in the innermost braces that know it."""
         for scope in reversed(self.scopes[1:]):
             if f"{name}@{scope}" in self.slots:
                 return f"{name}@{scope}"
@@ -223,9 +226,7 @@ class _Parser:
     def _label(self, name: str) -> None:
         if self.program.blocks[-1]:
             self.program.blocks.append([])
-        if len(self.scopes) > 1:
-            name = f"{name}@{self.scopes[-1]}"
-        self.program.labels[name] = len(self.program.blocks) - 1
+        self.program.labels[self._inner(name)] = len(self.program.blocks) - 1
 
     def _statement(self, text: str, line: int) -> None:
         if match := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text):
@@ -245,15 +246,13 @@ class _Parser:
             source=self.source,
             text=text,
         )
-        if op.startswith("bra") and op.split(".")[0] == "bra":
-            instruction.args = [Name(self._target(rest.strip()))]
+        if instruction.mods[0] == "bra":
+            label = rest.strip()
+            instruction.args = [Name(label if "$" in label else self._inner(label))]
         self.program.blocks[-1].append(instruction)
         if op.startswith(ENDS):
             self.program.blocks.append([])
         return None
-
-    def _target(self, label: str) -> str:
-        return label if len(self.scopes) == 1 or "$" in label else f"{label}@{self.scopes[-1]}"
 
     def _declare(self, dtype: np.dtype, names: str) -> None:
         for name in re.split(r"\s*,\s*", names.strip()):
@@ -261,8 +260,7 @@ class _Parser:
                 for i in range(int(many[2])):
                     self._register(f"{many[1]}{i}", dtype)
             else:
-                inner = len(self.scopes) > 1
-                self._register(f"{name}@{self.scopes[-1]}" if inner else name, dtype)
+                self._register(self._inner(name), dtype)
 
     def _operand(self, text: str) -> Operand:
         if text.startswith("{"):
@@ -288,13 +286,10 @@ class _Parser:
 
     def _address(self, text: str) -> Operand:
         base, _, offset = (part.strip() for part in text.partition("+"))
-        if base in self.slots:
-            return Address(self.slots[base], _number(offset) if offset else 0)
-        if NUMBER.match(base):
-            return Address(None, _number(base))
-        if base == "global_smem":  # Triton's one variable in shared memory, at its start
-            return Address(None, _number(offset) if offset else 0)
-        return Name(base)
+        if base in self.slots or base == "global_smem":
+            # that is Triton's one variable in shared memory, at its start
+            return Address(self.slots.get(base), _number(offset or "0"))
+        return Address(None, _number(base)) if NUMBER.match(base) else Name(base)
 
 
 def _split(text: str) -> list[str]:

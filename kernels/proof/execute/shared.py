@@ -7,10 +7,10 @@ still on its way to, and bytes that a product still reads are marked as such.
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, bits, loaded, opcode
+from .build import WARP, Build, Machine, Mask, Step, address_of, opcode
 from .errors import LaneError
-from .memory import WarpMarks
-from .ptx import Array, Instruction
+from .memory import WarpMarks, elements
+from .ptx import U16, Array, Instruction
 
 NOTHING, READY, COMING = 0, 1, 2
 """States of memory: never written, readable, awaiting an asynchronous copy."""
@@ -50,27 +50,26 @@ class SharedMemory:
             n = int(np.argwhere(wrong)[0][0])
             at = int(addresses[n].max()) if addresses.ndim > 1 else int(addresses[n])
             why = "misaligned" if at % size else f"outside of the {self.size} bytes there are"
-            self._trouble(lanes[n], f"{does} {size} bytes of shared memory at {at}: {why}")
+            raise LaneError(lanes[n], f"{does} {size} bytes of shared memory at {at}: {why}")
         base = self.m.block[lanes] * self.stride
         return addresses + (base[:, None] if addresses.ndim > 1 else base)
 
     def units(self, offset: Array, size: int) -> Array:
         """Numbers of the units that accesses touch: (units of one, *offset.shape)."""
-        first = (offset // self.unit)[None]
-        return first + np.arange(max(1, size // self.unit)).reshape(-1, *[1] * offset.ndim)
+        return elements(offset, self.unit, size)
 
     def load(self, lanes: Array, addresses: Array, dtype: np.dtype, count: int) -> Array:
         """Elements (count, lanes)."""
         size = dtype.itemsize * count
         offset = self.place(lanes, addresses, size, "reads")
         self.reads(lanes, self.units(offset, size))
-        return self.data.view(dtype)[self._elements(offset, dtype, count)]
+        return self.data.view(dtype)[elements(offset, dtype.itemsize, size)]
 
     def store(self, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
         size = values.itemsize * len(values)
         offset = self.place(lanes, addresses, size, "writes")
-        units, index = self.units(offset, size), self._elements(offset, values.dtype, len(values))
+        units, index = self.units(offset, size), elements(offset, values.itemsize, size)
         data = self.data.view(values.dtype)
         clash = self.clashes(lanes, units)
         if clash is not None and (np.take(data, index) != values)[:, clash].any():
@@ -101,11 +100,7 @@ class SharedMemory:
         stays = np.zeros(int(index.max()) + 1, warp.dtype)
         stays[index] = warp
         wrong = (lost & ~(near & (stays[index] == warp))).any(0)
-        if wrong.any():
-            self._race(lanes, wrong, "writes what another thread writes in the same instruction")
-
-    def _elements(self, offset: Array, dtype: np.dtype, count: int) -> Array:
-        return (offset // dtype.itemsize)[None] + np.arange(count)[:, None]
+        self._race(lanes, wrong, "writes what another thread writes in the same instruction")
 
     # --- marks ------------------------------------------------------------------------------------
 
@@ -115,19 +110,15 @@ class SharedMemory:
         if (state != READY).any():
             n = self._first(state != READY)
             why = "is still being copied" if state[..., n].max() == COMING else "nobody wrote"
-            self._trouble(lanes[n], f"reads shared memory that {why}")
+            raise LaneError(lanes[n], f"reads shared memory that {why}")
         clash = self.warps.read(self.mark[lanes], units)
-        if clash.any():
-            self._race(lanes, clash, "reads what another warp writes")
+        self._race(lanes, clash, "reads what another warp writes")
 
     def clashes(self, lanes: Array, units: Array) -> Array | None:
         """Lanes that write what another warp touched since the last barrier, or None."""
-        if (self.state[units] == COMING).any():
-            n = self._first(self.state[units] == COMING)
-            self._trouble(lanes[n], "writes shared memory that is still being copied to")
-        if self.pinned[units].any():
-            n = self._first(self.pinned[units] > 0)
-            self._trouble(lanes[n], "writes shared memory that a product under way still reads")
+        what = "writes shared memory that"
+        self._refuse(lanes, self.state[units] == COMING, f"{what} is still being copied to")
+        self._refuse(lanes, self.pinned[units] > 0, f"{what} a product under way still reads")
         clash = self.warps.clashes(self.mark[lanes], units)
         return np.any(clash.reshape(-1, len(lanes)), axis=0) if clash.any() else None
 
@@ -139,10 +130,8 @@ class SharedMemory:
 
     def async_reads(self, lanes: Array, units: Array, who: str) -> None:
         """Like `reads`, by tensor cores, which see what threads wrote only after a fence."""
-        if self.unfenced[units].any():
-            n = self._first(self.unfenced[units])
-            what = f"{who} reads what threads wrote, without a fence.proxy.async between"
-            self._trouble(lanes[n], what)
+        what = f"{who} reads what threads wrote, without a fence.proxy.async between"
+        self._refuse(lanes, self.unfenced[units], what)
         self.reads(lanes, units)
 
     def written(self, lanes: Array, units: Array) -> None:
@@ -167,78 +156,38 @@ class SharedMemory:
         """Number of the first lane, the last axis, with a wrong unit."""
         return int(np.flatnonzero(wrong.reshape(-1, wrong.shape[-1]).any(0))[0])
 
+    def _refuse(self, lanes: Array, wrong: Array, what: str) -> None:
+        if wrong.any():
+            raise LaneError(lanes[self._first(wrong)], what)
+
     def _race(self, lanes: Array, wrong: Array, what: str) -> None:
-        self._trouble(
-            lanes[self._first(wrong)], f"race: {what} in shared memory, without a barrier between"
-        )
-
-    def _trouble(self, lane: int, what: str) -> None:
-        raise LaneError(lane, what)
+        self._refuse(lanes, wrong, f"race: {what} in shared memory, without a barrier between")
 
 
-@opcode("ld.shared")
-def _ld_shared(b: Build, i: Instruction) -> Step:
-    slots = b.vector(i.args[0], bits(i.type))
-    slot, offset = address_of(b, i.args[1], np.uint32)
-    dtype = loaded(i.type)
+@opcode("ldmatrix.sync.aligned.m8n8", "stmatrix.sync.aligned.m8n8")
+def _matrices(b: Build, i: Instruction) -> Step:
+    """ldmatrix (9.7.15.5.15): 8 x 8 matrices of 16-bit elements, a row of 16 bytes a thread.
 
-    def step(m: Machine, mask: Mask) -> None:
-        lanes = m.index(mask)
-        rows = m.shared.load(lanes, m.addresses(slot, offset, mask), dtype, len(slots))
-        m.put_rows(slots, rows, mask)
-
-    return step
-
-
-@opcode("st.shared")
-def _st_shared(b: Build, i: Instruction) -> Step:
-    slot, offset = address_of(b, i.args[0], np.uint32)
-    dtype = bits(i.type)
-    slots = b.vector(i.args[1], dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        lanes = m.index(mask)
-        m.shared.store(lanes, m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
-
-    return step
-
-
-@opcode("ldmatrix.sync.aligned.m8n8")
-def _ldmatrix(b: Build, i: Instruction) -> Step:
-    """ldmatrix (9.7.15.5.15): 8 x 8 matrices of 16-bit elements, a row of 16 bytes a thread."""
-    slots = b.vector(i.args[0], np.uint32)
-    slot, offset = address_of(b, i.args[1], np.uint32)
+    stmatrix (9.7.15.5.16) is the reverse.
+    """
+    load = i.mods[0] == "ldmatrix"
+    registers, place = i.args if load else reversed(i.args)
+    slots, (slot, offset) = b.vector(registers, np.uint32), address_of(b, place, np.uint32)
     trans, count = "trans" in i.mods, len(slots)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "ldmatrix")
-        lanes = m.index(mask)
-        warps = lanes.reshape(-1, 32)[:, : 8 * count]
-        rows = warps.reshape(-1)
+        m.whole_warps(mask, i.mods[0])
+        rows = m.index(mask).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         addresses = (m.full(slot) + offset)[rows]
-        data = m.shared.load(rows, addresses, np.dtype("u2"), 8).T.reshape(-1, count, 8, 8)
-        data = np.ascontiguousarray(data.swapaxes(2, 3) if trans else data).view(np.uint32)
-        values = data.transpose(1, 0, 2, 3).reshape(count, -1)  # thread 4 * row + pair
-        m.put_rows(slots, values, mask)
-
-    return step
-
-
-@opcode("stmatrix.sync.aligned.m8n8")
-def _stmatrix(b: Build, i: Instruction) -> Step:
-    """stmatrix (9.7.15.5.16): the reverse of ldmatrix."""
-    slot, offset = address_of(b, i.args[0], np.uint32)
-    slots = b.vector(i.args[1], np.uint32)
-    trans, count = "trans" in i.mods, len(slots)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "stmatrix")
-        lanes = m.index(mask)
-        values = m.rows(slots, mask).reshape(count, -1, 8, 4)
-        data = np.ascontiguousarray(values.transpose(1, 0, 2, 3)).view(np.uint16)
-        data = data.swapaxes(2, 3) if trans else data
-        rows = lanes.reshape(-1, 32)[:, : 8 * count].reshape(-1)
-        addresses = (m.full(slot) + offset)[rows]
-        m.shared.store(rows, addresses, np.ascontiguousarray(data.reshape(-1, 8).T))
+        if load:
+            data = m.shared.load(rows, addresses, U16, 8).T.reshape(-1, count, 8, 8)
+            data = np.ascontiguousarray(data.swapaxes(2, 3) if trans else data).view(np.uint32)
+            values = data.transpose(1, 0, 2, 3).reshape(count, -1)  # thread 4 * row + pair
+            m.put_rows(slots, values, mask)
+        else:
+            values = m.rows(slots, mask).reshape(count, -1, 8, 4)
+            data = np.ascontiguousarray(values.transpose(1, 0, 2, 3)).view(np.uint16)
+            data = data.swapaxes(2, 3) if trans else data
+            m.shared.store(rows, addresses, np.ascontiguousarray(data.reshape(-1, 8).T))
 
     return step

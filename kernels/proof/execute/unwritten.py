@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import LaneError
-from .ptx import Array, Instruction, Name, Program, Vector
+from .ptx import SPECIAL, Array, Instruction, Program, Vector
 
 if TYPE_CHECKING:
     from .build import Mask, Step
@@ -57,10 +57,7 @@ def _defined(program: Program) -> list[set[int] | None]:
         {slot for i in block if i.guard is None for slot in i.writes} for block in program.blocks
     ]
     before: list[set[int] | None] = [None] * count
-    before[0] = {
-        slot for name, slot in program.slots.items() if name.startswith("%") and "." in name
-    }
-    before[0].add(program.slots["%laneid"])
+    before[0] = {program.slots[name] for name in SPECIAL}
     todo = [0]
     while todo:
         number = todo.pop()
@@ -83,9 +80,7 @@ def _successors(program: Program, number: int) -> list[int]:
     after = [number + 1] if number + 1 < len(program.blocks) else []
     if last is None or last.mods[0] != "bra":
         return after
-    (name,) = last.args
-    assert isinstance(name, Name)
-    return [program.labels[name.text], *(after if last.guard is not None else [])]
+    return [program.target(last), *(after if last.guard is not None else [])]
 
 
 def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
