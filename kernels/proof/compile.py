@@ -160,12 +160,10 @@ def sources(kernel: Any) -> dict[str, str]:
         found[function.__name__] = _without_comments(function.fn)
         for name in function.fn.__code__.co_names:
             value = function.fn.__globals__.get(name)
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) or type(value).__name__ == "constexpr":
                 found[name] = repr(value)
             elif hasattr(value, "fn") and name not in found:
                 open_.append(value)
-            elif type(value).__name__ == "constexpr":
-                found[name] = repr(value)
     return dict(sorted(found.items()))
 
 

@@ -6,6 +6,7 @@ waits too little meets memory that is still being copied to, or registers that h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -97,21 +98,27 @@ def _copy(b: Build, i: Instruction) -> Step:
     return step
 
 
-@opcode("cp.async.commit_group")
+WORK = {"cp": attrgetter("copies"), "wgmma": attrgetter("groups")}
+"""Beginning of an opcode -> what keeps its work in a machine, in groups that can be waited for."""
+
+
+@opcode("cp.async.commit_group", "wgmma.commit_group.sync.aligned")
 def _commit(b: Build, i: Instruction) -> Step:
+    work = WORK[i.mods[0]]
+
     def step(m: Machine, mask: Mask) -> None:
-        m.copies.group[m.index(mask)] += 1
+        work(m).group[m.index(mask)] += 1
 
     return step
 
 
-@opcode("cp.async.wait_group")
+@opcode("cp.async.wait_group", "wgmma.wait_group.sync.aligned")
 def _wait(b: Build, i: Instruction) -> Step:
-    (allowed,) = i.args
+    work, allowed = WORK[i.mods[0]], i.args[-1]  # Triton's wgmma has the accumulators before it
     assert isinstance(allowed, Immediate)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.copies.wait(m.index(mask), allowed.value)
+        work(m).wait(m.index(mask), allowed.value)
 
     return step
 

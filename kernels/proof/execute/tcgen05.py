@@ -1,6 +1,6 @@
 """tcgen05: tensor memory and the products into it (9.7.16), of sm_100."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,21 +115,10 @@ def _dealloc(b: Build, i: Instruction) -> Step:
             column = int(m.full(slot)[lane])
             users, now = m.tensor.of(lane).users, m.shared.epoch[m.block[lane]]
             if any(epoch == now and warp != m.warp[lane] for warp, epoch in users.items()):
-                raise LaneError(
-                    lane, "tcgen05.dealloc of what another warp uses, without a barrier"
-                )
+                what = "tcgen05.dealloc of what another warp uses, without a barrier"
+                raise LaneError(lane, what)
             if m.tensor.of(lane).allocated.pop(column, None) is None:
                 raise LaneError(lane, f"tcgen05.dealloc of column {column}, which is not allocated")
-
-    return step
-
-
-@opcode("tcgen05.relinquish_alloc_permit")
-def _relinquish(b: Build, i: Instruction) -> Step:
-    """Lets other blocks of the multiprocessor allocate, which changes no result."""
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.relinquish_alloc_permit")
 
     return step
 
@@ -153,8 +142,8 @@ def _operands(
 
 def _cells(
     m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger, columns: int, half: int | None
-) -> tuple[Array, Array]:
-    """(lane, first column) of tensor memory that each thread accesses.
+) -> Iterator[tuple[Array, TensorMemory, Cells]]:
+    """Of each block (which of the lanes are its own, its memory, the cells that they access).
 
     Shape .32x32b: a lane for each thread of the warp. Shape .16x32bx2: 16 lanes; the second half of
     the threads accesses the same ones, `half` columns further on (9.7.16.2.3).
@@ -174,7 +163,10 @@ def _cells(
         memory = m.tensor.of(lane)
         memory.users[int(m.warp[lane])] = int(m.shared.epoch[m.block[lane]])
         memory.check(lane, int(first), int(first) + columns + (half or 0))
-    return row + own, column
+    where = column + np.arange(columns)[:, None]
+    for block in np.unique(m.block[lanes]):
+        mine = m.block[lanes] == block
+        yield mine, m.tensor.blocks[block], ((row + own)[mine], where[:, mine])
 
 
 @opcode("tcgen05.ld.sync.aligned")
@@ -183,13 +175,9 @@ def _ld(b: Build, i: Instruction) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.ld")
-        rows, column = _cells(m, mask, slot, offset, len(slots), half)
         lanes = m.index(mask)
-        where = column + np.arange(len(slots))[:, None]
         values = np.empty((len(slots), len(lanes)), np.uint32)
-        for block in np.unique(m.block[lanes]):
-            mine = m.block[lanes] == block
-            memory, cells = m.tensor.blocks[block], (rows[mine], where[:, mine])
+        for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
             memory.reads(lanes[mine][0], "tcgen05.ld", cells)
             values[:, mine] = memory.cells[cells]
         m.late.defer(slots, values, lanes, np.zeros(len(lanes), np.int64))
@@ -212,12 +200,8 @@ def _st(b: Build, i: Instruction) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.st")
-        rows, column = _cells(m, mask, slot, offset, len(slots), half)
         lanes, values = m.index(mask), m.rows(slots, mask)
-        where = column + np.arange(len(slots))[:, None]
-        for block in np.unique(m.block[lanes]):
-            mine = m.block[lanes] == block
-            memory, cells = m.tensor.blocks[block], (rows[mine], where[:, mine])
+        for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
             memory.cells[cells] = values[:, mine]
             memory.storing[cells] = m.warp[lanes[mine]] + 1
 

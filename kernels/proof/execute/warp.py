@@ -79,11 +79,15 @@ def _elect(b: Build, i: Instruction) -> Step:
     return step
 
 
-@opcode("bar.warp.sync")
-def _bar_warp(b: Build, i: Instruction) -> Step:
-    """bar.warp.sync (9.7.13.2): here the threads of a warp that meet are together anyway."""
+@opcode("bar.warp.sync", "wgmma.fence.sync.aligned", "tcgen05.relinquish_alloc_permit")
+def _nothing(b: Build, i: Instruction) -> Step:
+    """What changes nothing here.
+
+    The threads of a warp that meet (9.7.13.2) are together anyway, accesses to registers
+    (9.7.15.7.1) in order, and other blocks of the multiprocessor may allocate whatever they like.
+    """
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "bar.warp.sync")
+        m.whole_warps(mask, i.op)
 
     return step

@@ -84,32 +84,3 @@ def _wgmma(b: Build, i: Instruction) -> Step:
             m.counters.add("multiply_adds", 16 * result.size)
 
     return step
-
-
-@opcode("wgmma.fence.sync.aligned")
-def _fence(b: Build, i: Instruction) -> Step:
-    """wgmma.fence (9.7.15.7.1) orders accesses to registers, which are in order here."""
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "wgmma.fence")
-
-    return step
-
-
-@opcode("wgmma.commit_group.sync.aligned")
-def _commit(b: Build, i: Instruction) -> Step:
-    def step(m: Machine, mask: Mask) -> None:
-        m.groups.group[m.index(mask)] += 1
-
-    return step
-
-
-@opcode("wgmma.wait_group.sync.aligned")
-def _wait(b: Build, i: Instruction) -> Step:
-    allowed = i.args[-1]  # Triton's form has the accumulators before it
-    assert isinstance(allowed, Immediate)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.groups.wait(m.index(mask), allowed.value)
-
-    return step
