@@ -24,8 +24,8 @@ def python(*arguments: object, **environment: str | None) -> subprocess.Complete
     return ended(sys.executable, *arguments, **environment)
 
 
-def printed_by(script: str, **environment: str) -> str:
+def printed_by(script: str, *arguments: object, **environment: str) -> str:
     """Returns the output of a script that must succeed; Triton compiles in it."""
-    done = python("-c", script, TRITON_INTERPRET=None, **environment)
+    done = python("-c", script, *arguments, TRITON_INTERPRET=None, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

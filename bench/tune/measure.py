@@ -73,10 +73,8 @@ def complaints(
     dtype = inputs["q"].dtype
     with trying(step, settings):
         got = results(attention, dtype=dtype)
-    eager, truth = (
-        results(ATTENTION.eager, dtype=dtype),
-        results(ATTENTION.ref, dtype=torch.float64),
-    )
+    eager = results(ATTENTION.eager, dtype=dtype)
+    truth = results(ATTENTION.ref, dtype=torch.float64)
     return parity.complaints(got, eager, truth, dtype)
 
 

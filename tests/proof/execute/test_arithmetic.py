@@ -1,6 +1,7 @@
 """Arithmetic of the executor against exact fractions, Python's integers and PyTorch's formats."""
 
 import math
+import operator
 import struct
 from fractions import Fraction
 
@@ -109,9 +110,8 @@ def test_fma_rounds_once():
     generator = np.random.default_rng(0)
     a = generator.standard_normal(4000).astype(np.float32)
     b = generator.standard_normal(4000).astype(np.float32)
-    c = (generator.standard_normal(4000) * 10.0 ** generator.integers(-12, 12, 4000)).astype(
-        np.float32
-    )
+    c = generator.standard_normal(4000) * 10.0 ** generator.integers(-12, 12, 4000)
+    c = c.astype(np.float32)
     a[:4] = [1 + 2**-12, 1 + 2**-12, 2**-75, 1 + 2**-23]
     b[:4] = [2**-25 + 2**-37, -(2**-25) - 2**-37, 2**-74, 2**-24 + 2**-47]
     c[:4] = [1, 1, 2**-126, 1]
@@ -152,33 +152,24 @@ def test_16_bit_fma_rounds_once(kind, dtype):
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, np.inf, -np.inf, np.nan, 0.1], np.float32)
 
 
-@pytest.mark.parametrize(
-    "compare", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "gtu"]
-)
+COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "gtu"]
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
 def test_comparisons_with_nan(compare):
     a, b = pairs(SPECIAL, np.float32)
     operation = f"setp.{compare}.f32 %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1;"
     got = apply(operation, np.uint32, a, b)
-    python = {
-        "eq": "__eq__",
-        "ne": "__ne__",
-        "lt": "__lt__",
-        "le": "__le__",
-        "gt": "__gt__",
-        "ge": "__ge__",
-    }
-    base = {"equ": "eq", "neu": "ne", "ltu": "lt", "gtu": "gt"}.get(compare, compare)
+    ordered = getattr(operator, compare[:2])  # a third letter: true of NaN
     for value, x, y in zip(got.tolist(), a.tolist(), b.tolist()):
         unordered = math.isnan(x) or math.isnan(y)
-        want = (len(compare) == 3) if unordered else getattr(x, python[base])(y)
-        assert value == want, (x, y)
+        assert value == (len(compare) == 3 if unordered else ordered(x, y)), (x, y)
 
 
 def test_comparisons_of_pairs_give_two_predicates():
     a, b = pairs([0, -0.0, 1, -1, 0.5, 65504, np.inf, -np.inf, np.nan], np.float16)
-    x, y = (
-        p.view(np.uint16) + (q.view(np.uint16).astype(np.uint32) << 16) for p, q in ((a, b), (b, a))
-    )
+    low, high = (p.view(np.uint16).astype(np.uint32) for p in (a, b))
+    x, y = low | high << 16, high | low << 16
     operation = """setp.lt.f16x2 %p1|%p2, {1}, {2}; selp.b32 %r50, 1, 0, %p1;
         selp.b32 {0}, 2, 0, %p2; add.s32 {0}, {0}, %r50;"""
     assert apply(operation, np.uint32, x, y).tolist() == ((a < b) + 2 * (b < a)).tolist()
@@ -193,13 +184,7 @@ def test_max_and_min_ignore_nan_and_know_the_signs_of_zero():
             if not known:
                 assert np.isnan(value)
                 continue
-            want = max(
-                known,
-                key=lambda v: (
-                    sign * float(v),
-                    sign * math.copysign(1, v),
-                ),
-            )
+            want = max(known, key=lambda v: (sign * float(v), sign * math.copysign(1, v)))
             assert struct.pack("f", value) == struct.pack("f", want), (name, x, y)
 
 

@@ -8,7 +8,7 @@ from fastgpt.kernels.attention.spec import FWD, multiply_adds
 from fastgpt.kernels.proof.execute import Counters
 from fastgpt.kernels.proof.execute.counters import pipe_of
 from fastgpt.kernels.proof.profile import at
-from tests.processes import ROOT, python
+from tests.processes import printed_by
 from tests.proof.execute.ptx import aligned, run
 
 
@@ -98,10 +98,8 @@ def test_instructions_of_a_loop_by_opcode_pipe_and_pass():
     assert c.opcodes()["fma.rn.f32"] == 2 * 5 * 2 * 3
     (loop,) = c.loops(least=6)
     assert c.passes(loop) == 5 * 3
-    pipes = {"fp32": 2, "special": 1, "int": 2, "control": 1}
-    assert {k: n for k, n in c.pipes(loop.blocks).items() if n} == {
-        k: 30 * n for k, n in pipes.items()
-    }
+    pipes = {"fp32": 60, "special": 30, "int": 60, "control": 30}
+    assert {k: n for k, n in c.pipes(loop.blocks).items() if n} == pipes
     assert c.pipes()["move"] == 3 * 6  # two of the header's
     assert (c.barriers(), c.thread_blocks) == (3, 3)
 
@@ -117,10 +115,8 @@ def test_counters_add_up_launches_of_one_kernel_alone():
 
 def test_multiply_adds_of_a_product():
     zeros = "".join(f"mov.b32 %r{i}, 0;" for i in range(10, 20))
-    operands = (
-        "{%r20, %r21, %r22, %r23}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%r16, %r17, %r18, %r19}"
-    )
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {operands};"
+    mma = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r20, %r21, %r22, %r23},
+        {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%r16, %r17, %r18, %r19};"""
     assert counted(zeros + mma, warps=2).total("multiply_adds") == 2 * 16 * 8 * 16
 
 
@@ -179,14 +175,10 @@ for name, arch, problem in (
 """
 
 
-def test_small_sizes_foretell_every_count_of_an_executed_larger_one(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    done = python(path, TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+def test_small_sizes_foretell_every_count_of_an_executed_larger_one():
     kernels = {"rotary": 2, "rms_norm": 3, "attention": 3}
     lines = [f"{op} False {{}} {[True] * number}" for op, number in kernels.items()]
-    assert done.stdout.splitlines() == lines
+    assert printed_by(SCRIPT).splitlines() == lines
 
 
 DECODE = """
@@ -201,14 +193,10 @@ for x in profile(Call(SPECS["decode_attention"], problem, torch.bfloat16, 90)):
 
 
 def test_decode_attention_is_profiled_at_full_size():
-    done = python("-c", DECODE, TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    (split, blocks, touched, said), (combine, merged, *_) = (
-        line.split(maxsplit=3) for line in done.stdout.splitlines()
-    )
-    assert (split, combine, said) == (
-        "_decode_attention_kernel", "_decode_combine_kernel", "the whole problem",
-    )  # fmt: skip
+    first, second = printed_by(DECODE).splitlines()
+    (split, blocks, touched, said), (combine, merged, *_) = first.split(maxsplit=3), second.split()
+    assert (split, said) == ("_decode_attention_kernel", "the whole problem")
+    assert combine == "_decode_combine_kernel"
     assert int(blocks) > int(merged) == 2 * 3  # splits of each head and sequence
     keys_and_values = 2 * (2 * 700 * 3 * 64) * 2  # bytes
     assert keys_and_values < int(touched) < 1.1 * keys_and_values

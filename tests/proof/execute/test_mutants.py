@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.processes import ROOT, python
+from tests.processes import printed_by
 
 ALIGNED = True
 FULL = ("attention", {"B": 1, "T": 64, "H": 1, "D": 16, "causal": False}, "bf16", ALIGNED)
@@ -52,9 +52,8 @@ for kind, (arch, name, number, check) in json.loads(sys.argv[1]).items():
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, list[str]]:
     """Kind -> (verdict, what was said), from one process without the interpreter."""
-    done = python("-c", SCRIPT, json.dumps(PLANTED), TRITON_INTERPRET=None, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    return {kind: rest for kind, *rest in map(json.loads, done.stdout.splitlines())}
+    lines = printed_by(SCRIPT, json.dumps(PLANTED)).splitlines()
+    return {kind: rest for kind, *rest in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize("kind", PLANTED)

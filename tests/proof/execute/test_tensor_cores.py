@@ -96,12 +96,11 @@ def test_ldmatrix_and_back(count, trans):
         back,
         shared=1024,
     )
+    seen = matrices.swapaxes(1, 2) if trans else matrices
     for t in range(32):
+        row, column = t // 4, 2 * (t % 4)
         for i in range(count):
-            first, second = 2 * (t % 4), t // 4
-            pair = [(second, first), (second, first + 1)]
-            pair = [(column, row) for row, column in pair] if trans else pair
-            assert out[t, i] == packed(*(matrices[i, row, column] for row, column in pair)), (t, i)
+            assert out[t, i] == packed(seen[i, row, column], seen[i, row, column + 1]), (t, i)
     assert (back == matrices).all()
 
 
@@ -146,17 +145,13 @@ def test_the_swizzle_is_tritons(swizzle):
         assert swizzled(np.array([plain & ~15]), swizzle)[0] + plain % 16 == 2 * place
 
 
+FOUR = "{%r11, %r12, %r13, %r14}"
+COPY = [f"ld.global.v4.b32 {FOUR}, [%rd20+{at}]; st.shared.v4.b32 [%r10+{at}], {FOUR};"
+        for at in (0, 16, 32, 48)]  # fmt: skip
 WGMMA = """
     mad.wide.u32 %rd20, %r0, 64, %rd0;
     shl.b32 %r10, %r0, 6;
-    ld.global.v4.b32 {{%r11, %r12, %r13, %r14}}, [%rd20];
-    st.shared.v4.b32 [%r10], {{%r11, %r12, %r13, %r14}};
-    ld.global.v4.b32 {{%r11, %r12, %r13, %r14}}, [%rd20+16];
-    st.shared.v4.b32 [%r10+16], {{%r11, %r12, %r13, %r14}};
-    ld.global.v4.b32 {{%r11, %r12, %r13, %r14}}, [%rd20+32];
-    st.shared.v4.b32 [%r10+32], {{%r11, %r12, %r13, %r14}};
-    ld.global.v4.b32 {{%r11, %r12, %r13, %r14}}, [%rd20+48];
-    st.shared.v4.b32 [%r10+48], {{%r11, %r12, %r13, %r14}};
+    {copy}
     {before}
     wgmma.fence.sync.aligned;
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r20, %r21, %r22, %r23}}, %rd9, %rd10,
@@ -182,7 +177,7 @@ def wgmma(before="fence.proxy.async; bar.sync 0;", after="wgmma.wait_group.sync.
         return start >> 4 | (128 >> 4) << 16 | (256 >> 4) << 32
 
     out = aligned((128, 4), np.float32)
-    text = WGMMA.format(before=before, after=after)
+    text = WGMMA.format(copy="\n".join(COPY), before=before, after=after)
     text = f"mov.b64 %rd9, {descriptor(0)}; mov.b64 %rd10, {descriptor(4096)};\n{text}"
     run(text, placed(memory), out, warps=4, shared=8192)
     return out, A @ B
