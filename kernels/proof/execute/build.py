@@ -49,7 +49,7 @@ class Build:
         for self.here, block in enumerate(program.blocks):
             steps = [self._step(instruction) for instruction in block]
             if not block or not ends(block[-1]):
-                steps.append(_go_on(self.here + 1))
+                steps.append(lambda m, mask, after=self.here + 1: m.go(after, mask))
             self.blocks.append(steps)
 
     def registers(self) -> list[Any]:
@@ -106,6 +106,12 @@ def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tu
     return base, dtype(operand.offset % (1 << 8 * np.dtype(dtype).itemsize))
 
 
+def literal(operand: object) -> int:
+    """The value of an operand that is a number in the text."""
+    assert isinstance(operand, Immediate), operand
+    return operand.value
+
+
 def unknown(instruction: Instruction) -> UnknownPtxError:
     return UnknownPtxError(
         f"PTX line {instruction.line}: the executor does not know {instruction.text!r}"
@@ -116,13 +122,6 @@ def ends(instruction: Instruction) -> bool:
     """True if an instruction says itself where its threads go next."""
     first, *rest = instruction.op.split(".")
     return first in ("bra", "ret", "exit", "barrier") or (first == "bar" and rest[0] != "warp")
-
-
-def _go_on(number: int) -> Step:
-    def step(m: Machine, mask: Mask) -> None:
-        m.go(number, mask)
-
-    return step
 
 
 def _guarded(inner: Step, guard: int, negated: bool) -> Step:
@@ -142,8 +141,8 @@ def _bra(b: Build, instruction: Instruction) -> Step:
     target, after = b.program.target(instruction), b.here + 1
     guard, negated = instruction.guard, instruction.negated
 
-    def jump(m: Machine, mask: Mask) -> None:
-        m.go(target, mask)
+    if guard is None:
+        return lambda m, mask: m.go(target, mask)
 
     def branch(m: Machine, mask: Mask) -> None:
         any_, lanes = m.active(mask, guard, negated)
@@ -156,7 +155,7 @@ def _bra(b: Build, instruction: Instruction) -> Step:
         if rest is None or rest.any():
             m.go(after, rest)
 
-    return jump if guard is None else branch
+    return branch
 
 
 @opcode("ret", "exit")
@@ -176,8 +175,4 @@ def _barrier(b: Build, instruction: Instruction) -> Step:
     if instruction.args != [Immediate(0)] or instruction.guard is not None:
         raise unknown(instruction)
     after = b.here + 1
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.arrive(mask, after)
-
-    return step
+    return lambda m, mask: m.arrive(mask, after)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, opcode, unknown
-from .ptx import Array, Immediate, Instruction
+from .build import Build, Machine, Mask, Step, address_of, literal, opcode, unknown
+from .ptx import Array, Instruction
 from .shared import COMING
 
 NAN = np.uint32(0x7FFF_FFFF)
@@ -78,8 +78,7 @@ def _copy(b: Build, i: Instruction) -> Step:
     """cp.async (9.7.9.25.3): the bytes from the fourth operand on are zeros."""
     to, to_offset = address_of(b, i.args[0], np.uint32)
     of, of_offset = address_of(b, i.args[1], np.uint64)
-    assert isinstance(i.args[2], Immediate)
-    size = i.args[2].value
+    size = literal(i.args[2])
     given = b.slot(i.args[3] if len(i.args) > 3 else i.args[2], np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
@@ -114,23 +113,14 @@ def _commit(b: Build, i: Instruction) -> Step:
 
 @opcode("cp.async.wait_group", "wgmma.wait_group.sync.aligned")
 def _wait(b: Build, i: Instruction) -> Step:
-    work, allowed = WORK[i.mods[0]], i.args[-1]  # Triton's wgmma has the accumulators before it
-    assert isinstance(allowed, Immediate)
-
-    def step(m: Machine, mask: Mask) -> None:
-        work(m).wait(m.index(mask), allowed.value)
-
-    return step
+    work, allowed = WORK[i.mods[0]], literal(i.args[-1])  # Triton has accumulators before it
+    return lambda m, mask: work(m).wait(m.index(mask), allowed)
 
 
 @opcode("fence.proxy.async")
 def _fence(b: Build, i: Instruction) -> Step:
     """fence.proxy.async (9.7.14.4): what threads wrote becomes visible to tensor cores."""
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.shared.fence(m.index(mask))
-
-    return step
+    return lambda m, mask: m.shared.fence(m.index(mask))
 
 
 # --- registers ------------------------------------------------------------------------------------

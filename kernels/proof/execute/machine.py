@@ -86,8 +86,8 @@ class Machine:
         }  # fmt: skip
         for name, value in values.items():
             self.R[self.program.slots[name]] = value.astype(np.uint32)
-        for name, value in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid):
-            self.R[self.program.slots[name]] = np.uint32(value)
+        for axis, size in zip("xyz", grid):
+            self.R[self.program.slots[f"%nctaid.{axis}"]] = np.uint32(size)
 
     # --- lanes ------------------------------------------------------------------------------------
 

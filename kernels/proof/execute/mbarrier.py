@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, opcode
+from .build import Build, Machine, Mask, Step, address_of, literal, opcode
 from .errors import LaneError
-from .ptx import Array, Immediate, Instruction
+from .ptx import Array, Instruction
 
 
 @dataclass(slots=True)
@@ -67,13 +67,12 @@ def each(m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger) -> list[
 @opcode("mbarrier.init.shared::cta.b64")
 def _init(b: Build, i: Instruction) -> Step:
     slot, offset = address_of(b, i.args[0], np.uint32)
-    count = i.args[1]
-    assert isinstance(count, Immediate)
+    count = literal(i.args[1])
 
     def step(m: Machine, mask: Mask) -> None:
         m.shared.written(m.index(mask), changes(m, mask, slot, offset, "mbarrier.init changes"))
         for lane, address in each(m, mask, slot, offset):
-            m.mbarriers.objects[int(m.block[lane]), address] = Mbarrier(count.value)
+            m.mbarriers.objects[int(m.block[lane]), address] = Mbarrier(count)
 
     return step
 

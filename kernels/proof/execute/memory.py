@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, opcode
+from .build import Build, Machine, Mask, Step, address_of, literal, opcode
 from .errors import LaneError
-from .ptx import CLASSES, U8, U16, Array, Immediate, Instruction, Program
+from .ptx import CLASSES, U8, U16, Array, Instruction, Program
 
 SEVERAL = np.uint16(0xFFFF)
 """Mark of memory that several thread blocks read."""
@@ -219,8 +219,7 @@ def smallest_access(program: Program, space: str) -> int:
             count = next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
             sizes.append(CLASSES[i.type].itemsize * count)
         elif i.op.startswith("cp.async") and len(i.args) > 2:
-            assert isinstance(i.args[2], Immediate)
-            sizes.append(i.args[2].value)
+            sizes.append(literal(i.args[2]))
         elif i.op.startswith(("tcgen05.alloc", "mbarrier")):
             sizes.append(4)
     return min(sizes)

@@ -104,10 +104,7 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
     if kind.itemsize != dict(b.program.params)[name.text].itemsize:
         raise unknown(instruction)
 
-    def step(m: Machine, mask: Mask) -> None:
-        m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
-
-    return step
+    return lambda m, mask: m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
 
 
 @opcode("createpolicy")
@@ -115,8 +112,4 @@ def _policy(b: Build, instruction: Instruction) -> Step:
     """Executes createpolicy as a dummy value, since a cache policy changes no result."""
     to = instruction.args[0]
     assert isinstance(to, int)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.put(to, np.uint64(0), mask)
-
-    return step
+    return lambda m, mask: m.put(to, np.uint64(0), mask)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .build import WARP, Build, Machine, Mask, Step, address_of, opcode, unknown
+from .build import WARP, Build, Machine, Mask, Step, address_of, literal, opcode, unknown
 from .errors import LaneError
 from .mbarrier import each
-from .ptx import Array, Immediate, Instruction
+from .ptx import Array, Instruction
 from .tensor import product, read_operand, widened
 
 LANES, COLUMNS = 128, 512
@@ -87,18 +87,17 @@ class TensorMemories:
 @opcode("tcgen05.alloc.cta_group::1.sync.aligned")
 def _alloc(b: Build, i: Instruction) -> Step:
     slot, offset = address_of(b, i.args[0], np.uint32)
-    count = i.args[1]
-    assert isinstance(count, Immediate)
+    count = literal(i.args[1])
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.alloc")
         for lane, address in each(m, mask, slot, offset)[::WARP]:
             taken = m.tensor.of(lane).allocated
             column = max((start + width for start, width in taken.items()), default=0)
-            if column + count.value > COLUMNS:
-                what = f"tcgen05.alloc of {count.value} columns: {column} of {COLUMNS} are taken"
+            if column + count > COLUMNS:
+                what = f"tcgen05.alloc of {count} columns: {column} of {COLUMNS} are taken"
                 raise LaneError(lane, what)
-            taken[column] = count.value
+            taken[column] = count
             at, first = np.array([address], np.uint32), np.array([[column]], np.uint32)
             m.shared.store(np.array([lane]), at, first)
 
@@ -133,8 +132,7 @@ def _operands(
     args, half = list(i.args), None
     registers = args.pop(0 if load else -1)
     if "16x32bx2" in i.mods:
-        assert isinstance(args[1], Immediate)
-        half = args[1].value
+        half = literal(args[1])
     elif "32x32b" not in i.mods:
         raise unknown(i)
     return b.vector(registers, np.uint32), *address_of(b, args[0], np.uint32), half

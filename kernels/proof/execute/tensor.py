@@ -10,14 +10,13 @@ import numpy as np
 
 from .build import Build, Machine, Mask, Step, opcode, unknown
 from .errors import UnknownPtxError
+from .formats import from_half
 from .ptx import Array, Instruction
 
 
 def widened(bits: Array, kind: str) -> Array:
     """uint16 bits of "bf16" or "f16" -> float64."""
-    if kind == "bf16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return bits.view(np.float16).astype(np.float64)
+    return from_half(bits, kind).astype(np.float64)
 
 
 def product(a: Array, b: Array, c: Array) -> Array:

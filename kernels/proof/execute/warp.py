@@ -86,8 +86,4 @@ def _nothing(b: Build, i: Instruction) -> Step:
     The threads of a warp that meet (9.7.13.2) are together anyway, accesses to registers
     (9.7.15.7.1) in order, and other blocks of the multiprocessor may allocate whatever they like.
     """
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, i.op)
-
-    return step
+    return lambda m, mask: m.whole_warps(mask, i.op)

@@ -170,9 +170,8 @@ def outcome(check: Check, arch: int, text: str, instead: str) -> tuple[str, str]
     except AssertionError as error:
         return "wrong result", str(error).splitlines()[0]
     except Exception as error:  # of the executor: what it should have called a fault
-        return "error", " ".join(
-            (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()))
-        )
+        notes = getattr(error, "__notes__", ())
+        return "error", " ".join((f"{type(error).__name__}: {error}", *notes))
     return "survived", ""
 
 
