@@ -162,21 +162,18 @@ def far_apart(x: Tensor) -> Tensor:
 def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
     """Checks that any layout of any input gives the bits of a contiguous one."""
     inputs = make_inputs(spec, problem, device)
-    op, contiguous = spec.call(spec.op, problem, device), plain(inputs)
-    want = run(spec, op, contiguous)
+    op, contiguous = spec.call(spec.op, problem, device), dict(zip(inputs, plain(inputs)))
+    want = run(spec, op, contiguous.values())
     for layout in LAYOUTS.values():
-        for i, x in enumerate(contiguous):
+        for name, x in contiguous.items():
             if x.dim() < 3:
                 continue
-            moved = layout(x)
-            same = [*contiguous[:i], moved.clone(memory_format=torch.contiguous_format)]
-            same += contiguous[i + 1 :]
+            moved = {**contiguous, name: layout(x)}
             with launches(*spec.launches(problem)), guarded():
-                got = run(spec, op, [*contiguous[:i], moved, *contiguous[i + 1 :]])
-            assert_same_in_another_layout(
-                got, want if torch.equal(moved, x) else run(spec, op, same)
-            )
-    vectors = [x.repeat_interleave(2)[::2] if x.dim() == 1 else x for x in contiguous]
+                got = run(spec, op, moved.values())
+            same = torch.equal(moved[name], x)
+            assert_same_in_another_layout(got, want if same else run(spec, op, plain(moved)))
+    vectors = [x.repeat_interleave(2)[::2] if x.dim() == 1 else x for x in contiguous.values()]
     assert_same_in_another_layout(run(spec, op, vectors), want)
 
 
@@ -389,10 +386,8 @@ def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device
 
 def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
     """Checks that a wrong dtype, device or size raises one line, before anything is launched."""
-    inputs = dict(
-        zip(make_inputs(spec, problem, device), plain(make_inputs(spec, problem, device)))
-    )
-    op = spec.call(spec.op, problem, device)
+    made = make_inputs(spec, problem, device)
+    inputs, op = dict(zip(made, plain(made))), spec.call(spec.op, problem, device)
     for name, x in inputs.items():
         wrong = {
             "dtype": x.double() if x.is_floating_point() else x.float(),
