@@ -115,11 +115,7 @@ def test_no_part_is_predicted_below_its_floor(static, trainer):
 @pytest.mark.parametrize(
     ("device", "parts", "says"),
     [
-        (
-            "NVIDIA T4",
-            {"parts": {}},
-            "no account of baby on NVIDIA T4: there is one of gpt2-124m",
-        ),
+        ("NVIDIA T4", {"parts": {}}, "no account of baby on NVIDIA T4: there is one of gpt2-124m"),
         ("NVIDIA H100", {}, "has no step of fastgpt that bench.step measured part by part"),
     ],
 )

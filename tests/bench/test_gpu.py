@@ -103,10 +103,8 @@ def test_without_the_projects_dependencies_the_stages_are_still_recorded(monkeyp
     monkeypatch.setattr(gpu, "records", None)
     assert gpu.default_out().parent == ROOT / "bench" / "results"
     context = Context(tmp_path, full=False, rehearse=False)
-    row = gpu.run_stage(
-        Stage("step", lambda _: 20, lambda *_: ["-c", "print('fine')"], "step"), context
-    )
-    gpu.save(context, "stage", row)
+    stage = Stage("step", lambda _: 20, lambda *_: ["-c", "print('fine')"], "step")
+    gpu.save(context, "stage", gpu.run_stage(stage, context))
     kept = json.loads((tmp_path / "stages.jsonl").read_text())
     assert (kept["kind"], kept["stage"], kept["key"]) == ("stage", "step", "fine")
 

@@ -226,9 +226,8 @@ def test_publishing_moves_them_beside_the_committed_ones(checkout):
 
 def test_what_was_refused_is_not_published(checkout):
     about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
-    local = measure(
-        checkout, {"kind": "refused", **about, "implementation": "ours", "reason": "wrong"}
-    )
+    refused = {"kind": "refused", **about, "implementation": "ours", "reason": "wrong"}
+    local = measure(checkout, refused)
     with pytest.raises(UserError, match="is not published: attention/gpt2-124m/bf16: wrong"):
         report.main(["--publish"])
     assert len(records.read()) == len(records.read(local)) == 1

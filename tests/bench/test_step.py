@@ -222,14 +222,18 @@ step    4/4 | loss 10.700000 (-0.52z)| norm 8.0 (+1.20z)| lr 3.00e-04 | 120.00 m
 """  # noqa: E501
 
 
+def program(folder, name, script):
+    """Makes a shell script as one of llm.c's programs; an empty folder where there is none."""
+    if not script:
+        return folder
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
 def run_llmc(folder, script):
-    """Runs `trainers.run_llmc` with a shell script as llm.c's binary, or with an empty folder."""
-    binary = folder / "train_gpt2cu"
-    if script:
-        binary.write_text(f"#!/bin/sh\n{script}\n")
-        binary.chmod(0o755)
     sizes = {"layers": 12, "batch": 16, "context": 1024, "steps": 4}
-    return trainers.run_llmc(binary if script else folder, folder, **sizes)
+    return trainers.run_llmc(program(folder, "train_gpt2cu", script), folder, **sizes)
 
 
 def test_llmc_is_run_and_its_figures_are_read(tmp_path):
@@ -238,22 +242,6 @@ def test_llmc_is_run_and_its_figures_are_read(tmp_path):
     assert found["seconds"]["samples"] == 3
     assert found["peak_bytes"] == 1237 * 2**20
     assert "-e d12 -b 16 -t 1024 -d 16384 -x 4" in (tmp_path / "asked").read_text()
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("echo no GPU >&2; exit 3", "exit status 3, last line: no GPU"),
-        ("true", "exit status 0"),
-        ("exec sleep 5", "not finished after"),
-        (None, "found nothing"),
-    ],
-)
-def test_llmc_that_fails_is_an_error_in_one_line(tmp_path, monkeypatch, script, message):
-    if script == "exec sleep 5":
-        monkeypatch.setattr(trainers, "PATIENCE_S", 0.1)
-    with pytest.raises(UserError, match=message):
-        run_llmc(tmp_path, script)
 
 
 ON_CPU = """num_layers: 2
@@ -266,11 +254,7 @@ TINY_GPT2 = ModelConfig(num_layers=2, num_heads=2, dim=16, context=64, vocab_siz
 
 
 def run_llmc_on_cpu(folder, script):
-    binary = folder / "train_gpt2"
-    if script:
-        binary.write_text(f"#!/bin/sh\n{script}\n")
-        binary.chmod(0o755)
-    return trainers.run_llmc_on_cpu(binary if script else folder, TINY_GPT2, steps=4)
+    return trainers.run_llmc_on_cpu(program(folder, "train_gpt2", script), TINY_GPT2, steps=4)
 
 
 def test_llmcs_program_for_cpus_is_given_weights_and_tokens_and_stopped(tmp_path):
@@ -289,23 +273,27 @@ def test_llmcs_program_for_cpus_is_given_weights_and_tokens_and_stopped(tmp_path
     assert len(tokens) == np.fromfile(tmp_path / "tiny_shakespeare_train.bin", np.int32)[2]
 
 
+CUT_SHORT = f"cat <<'END'\n{ON_CPU.split('step 3')[0]}END"
+
+
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("run", "script", "message"),
     [
-        (
-            "echo Bad magic model file; exit 1",
-            "0 of 4 steps in .* s, last line: Bad magic model file",
-        ),
-        (f"cat <<'END'\n{ON_CPU.split('step 3')[0]}END", "3 of 4 steps in .* s, last line: step 2"),
-        ("exec sleep 5", "0 of 4 steps in 0.1 s, last line: nothing"),
-        (None, "expected llm.c's train_gpt2, found nothing"),
+        (run_llmc, "echo no GPU >&2; exit 3", "exit status 3, last line: no GPU"),
+        (run_llmc, "true", "exit status 0"),
+        (run_llmc, "exec sleep 5", "not finished after"),
+        (run_llmc, None, "found nothing"),
+        (run_llmc_on_cpu, "echo Bad magic; exit 1", "0 of 4 steps in .* s, last line: Bad magic"),
+        (run_llmc_on_cpu, CUT_SHORT, "3 of 4 steps in .* s, last line: step 2"),
+        (run_llmc_on_cpu, "exec sleep 5", "0 of 4 steps in 0.1 s, last line: nothing"),
+        (run_llmc_on_cpu, None, "expected llm.c's train_gpt2, found nothing"),
     ],
 )
-def test_llmc_on_a_cpu_that_fails_is_an_error_in_one_line(tmp_path, monkeypatch, script, message):
+def test_llmc_that_fails_is_an_error_in_one_line(tmp_path, monkeypatch, run, script, message):
     if script == "exec sleep 5":
         monkeypatch.setattr(trainers, "PATIENCE_S", 0.1)
     with pytest.raises(UserError, match=message):
-        run_llmc_on_cpu(tmp_path, script)
+        run(tmp_path, script)
 
 
 # --- parts ----------------------------------------------------------------------------------------

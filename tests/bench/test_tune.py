@@ -85,23 +85,16 @@ def test_products_of_narrow_tiles_wait_for_their_operands(call, clocks):
     assert product_clocks(*call) == clocks
 
 
-@pytest.mark.parametrize(
-    ("less", "more"),
-    [
-        (row(), row(registers=200)),
-        (row(arch=100), row(arch=100, columns=512)),
-        (row(), row(issued=401)),
-        (row("mufu", 100), row("mufu", 120)),
-        (row(), row(flops=2 * 2 * 2 * 128 * 64 * 64 // 8)),
-    ],
-    ids=[
-        "fewer blocks",
-        "no tensor memory for another",
-        "more instructions",
-        "a slower unit",
-        "products twice",
-    ],
-)
+COSTS = {
+    "fewer blocks": (row(), row(registers=200)),
+    "no tensor memory for another": (row(arch=100), row(arch=100, columns=512)),
+    "more instructions": (row(), row(issued=401)),
+    "a slower unit": (row("mufu", 100), row("mufu", 120)),
+    "products twice": (row(), row(flops=2 * 2 * 2 * 128 * 64 * 64 // 8)),
+}
+
+
+@pytest.mark.parametrize(("less", "more"), COSTS.values(), ids=COSTS)
 def test_what_costs_more_is_predicted_to_take_longer(less, more):
     assert milliseconds(more, META, 16) > milliseconds(less, META, 16)
 
