@@ -175,10 +175,8 @@ def loops(sass: str) -> list[Loop]:
 
 
 def _unit(op: str) -> str:
-    for unit, prefixes in UNITS.items():
-        if op.startswith(prefixes):
-            return unit
-    return "uniform" if op.startswith("U") else "alu"
+    other = "uniform" if op.startswith("U") else "alu"
+    return next((unit for unit, prefixes in UNITS.items() if op.startswith(prefixes)), other)
 
 
 def _bytes(op: str) -> int:

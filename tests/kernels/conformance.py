@@ -259,9 +259,8 @@ def an_output_may_be_unused(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def a_second_derivative_raises(spec: Spec, problem: Problem, device: str) -> None:
-    leaves = [
-        x.requires_grad_(x.is_floating_point()) for x in plain(make_inputs(spec, problem, device))
-    ]
+    leaves = plain(make_inputs(spec, problem, device))
+    leaves = [x.requires_grad_(x.is_floating_point()) for x in leaves]
     y = several(spec.call(spec.op, problem, device)(*leaves))[0]
     (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|no double backward"):
@@ -339,9 +338,8 @@ def compiles_once(spec: Spec, problem: Problem, device: str) -> None:
     # a graph takes 1 to 5 s of tracing: that Dynamo learns which sizes change is tried once
     first = problem == next(iter(spec.problems.values()))
     torch.compiler.reset()
-    compiled = torch.compile(
-        spec.op, fullgraph=True, dynamic=None if first else True, backend=backend
-    )
+    dynamic = None if first else True
+    compiled = torch.compile(spec.op, fullgraph=True, dynamic=dynamic, backend=backend)
     for change in spec.growing[: 4 if first else 2]:
         inputs = list(make_inputs(spec, {**problem, **change}, device).values())
         options = spec.options({**problem, **change}, device)

@@ -156,19 +156,13 @@ class _Parser:
         entry = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)", text, re.DOTALL)
         if entry is None:
             raise UnknownPtxError("no .entry: expected PTX with one kernel")
-        params = re.findall(r"\.param\s+\.(\w+)[^,]*?([\w$]+)\s*(?:,|$)", entry[2])
+        declared = re.findall(r"\.param\s+\.(\w+)[^,]*?([\w$]+)\s*(?:,|$)", entry[2])
+        params = [(name, CLASSES[kind]) for kind, name in declared]
         self.slots: dict[str, int] = {}
         self.dtypes: list[np.dtype] = []
         for name in SPECIAL:
             self._register(name, U32)
-        self.program = Program(
-            name=entry[1],
-            params=[(name, CLASSES[kind]) for kind, name in params],
-            slots=self.slots,
-            dtypes=self.dtypes,
-            blocks=[[]],
-            labels={},
-        )
+        self.program = Program(entry[1], params, self.slots, self.dtypes, blocks=[[]], labels={})
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
         self.scopes: list[int] = []
         self.source = ""

@@ -52,11 +52,10 @@ def suspects(program: Program) -> set[int]:
 
 def _defined(program: Program) -> list[set[int] | None]:
     """Slots written on every path to each basic block; None for a block that is never reached."""
-    count = len(program.blocks)
     written = [
         {slot for i in block if i.guard is None for slot in i.writes} for block in program.blocks
     ]
-    before: list[set[int] | None] = [None] * count
+    before: list[set[int] | None] = [None] * len(program.blocks)
     before[0] = {program.slots[name] for name in SPECIAL}
     todo = [0]
     while todo:

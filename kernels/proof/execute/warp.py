@@ -10,6 +10,10 @@ ALL = (Immediate(-1), Immediate(0xFFFFFFFF))
 """Masks of members that Triton writes: all threads of the warp."""
 
 
+FROM = {"bfly": np.bitwise_xor, "idx": lambda own, n: n & 31, "up": np.subtract, "down": np.add}
+"""Mode of a shuffle -> the lane that a lane reads, of its own number and the second operand."""
+
+
 @opcode("shfl.sync")
 def _shfl(b: Build, i: Instruction) -> Step:
     """shfl.sync (9.7.9.6), of a whole warp."""
@@ -22,13 +26,7 @@ def _shfl(b: Build, i: Instruction) -> Step:
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "shfl.sync")
         own = m.tid % WARP
-        n = m.R[by].astype(np.int64)
-        at = {
-            "bfly": lambda: own ^ n,
-            "idx": lambda: n & 31,
-            "up": lambda: own - n,
-            "down": lambda: own + n,
-        }[mode]()
+        at = FROM[mode](own, m.R[by].astype(np.int64))
         at = np.where((at < 0) | (at > 31), own, at) + (m.lanes - own)
         m.put(to, m.full(of)[at], mask)
 

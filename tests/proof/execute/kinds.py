@@ -52,9 +52,7 @@ KINDS: dict[str, tuple[str, Change]] = {
     "cp.async waited for one group late": (r"(cp\.async\.wait_group\s+)(\d+);", one_more),
     "wgmma waited for one group late": (r"(wgmma\.wait_group\.sync\.aligned\s+)(\d+);", one_more),
     "tcgen05.wait deleted": (r"tcgen05\.wait::\w+\.sync\.aligned;", deleted),
-    "commit deleted": (
-        r"(?:@!?%p\d+ )?(?:cp\.async|wgmma|tcgen05)\.commit[^;]*;", deleted,
-    ),
+    "commit deleted": (r"(?:@!?%p\d+ )?(?:cp\.async|wgmma|tcgen05)\.commit[^;]*;", deleted),
     "mbarrier's parity flipped": (
         r"(mbarrier\.try_wait[^;]*, )([%\w]+);",
         lambda m, rng: f".reg .b32 flipped;\nxor.b32 flipped, {m[2]}, 1;\n{m[1]}flipped;",
@@ -62,9 +60,7 @@ KINDS: dict[str, tuple[str, Change]] = {
     "proxy fence deleted": (r"fence\.proxy\.async[\w.:]*\s*;", deleted),
     "predicate dropped": (r"@!?%p\d+ (?=(?:ld|st)\.global)", deleted),
     "predicate negated": (r"@(!?)(?=%p\d+)", lambda m, rng: "@" if m[1] else "@!"),
-    "comparison changed": (
-        r"(?<=setp\.)(lt|le|gt|ge|eq|ne)(?=\.)", lambda m, rng: OPPOSITES[m[1]],
-    ),
+    "comparison changed": (r"(?<=setp\.)(lt|le|gt|ge|eq|ne)(?=\.)", lambda m, rng: OPPOSITES[m[1]]),
     "ldmatrix transposed": (
         r"(ldmatrix\.sync\.aligned\.m8n8\.x\d)(\.trans)?",
         lambda m, rng: m[1] + ("" if m[2] else ".trans"),

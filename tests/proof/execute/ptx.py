@@ -75,13 +75,12 @@ def apply(operation: str, result: Any, *operands: np.ndarray) -> np.ndarray:
     arrays = [aligned(threads, result), *(aligned(threads, x.dtype) for x in operands)]
     for to, x in zip(arrays[1:], operands):
         to[:n] = x
-    body = []
+    body, names = [], [_register(x.dtype, k) for k, x in enumerate(arrays)]
     for k, x in enumerate(arrays):
         body.append(f"mad.wide.u32 %rd{20 + k}, %r1, {32 * x.itemsize}, %rd{k};")
         body.append(f"mad.wide.u32 %rd{20 + k}, %r0, {x.itemsize}, %rd{20 + k};")
-    names = [_register(x.dtype, k) for k, x in enumerate(arrays)]
-    for k, x in enumerate(arrays[1:], 1):
-        body.append(f"ld.global.b{8 * x.itemsize} {names[k]}, [%rd{20 + k}];")
+        if k:
+            body.append(f"ld.global.b{8 * x.itemsize} {names[k]}, [%rd{20 + k}];")
     body.append(operation.format(*names))
     body.append(f"st.global.b{8 * arrays[0].itemsize} [%rd20], {names[0]};")
     run("\n".join(body), *arrays, blocks=threads // 32)

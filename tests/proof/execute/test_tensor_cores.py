@@ -43,12 +43,11 @@ def test_fragments_of_mma(kind):
         for i in range(4):
             row, column = group + 8 * (i % 2), 2 * q + 8 * (i // 2)
             registers[t, i] = packed(a[row, column], a[row, column + 1])
+            value = C[group + 8 * (i // 2), 2 * q + i % 2]
+            registers[t, 6 + i] = value.view(np.uint32)
         for i in range(2):
             row = 2 * q + 8 * i
             registers[t, 4 + i] = packed(b[row, group], b[row + 1, group])
-        for i in range(4):
-            value = C[group + 8 * (i // 2), 2 * q + i % 2]
-            registers[t, 6 + i] = value.view(np.uint32)
     out = aligned((32, 4), np.float32)
     loads = "\n".join(f"ld.global.b32 %r{10 + i}, [%rd20+{4 * i}];" for i in range(10))
     stores = "\n".join(f"st.global.b32 [%rd21+{4 * i}], %r{20 + i};" for i in range(4))
