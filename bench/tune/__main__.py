@@ -95,11 +95,9 @@ def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int
         s = x.settings
         measured = x.recorded if x.measured in (None, math.inf) else x.measured
         cells = (s["num_warps"], s["num_stages"], s.get("maxnreg", "-"), x.rows[0].registers)
-        times = ("-", "-", "-")
-        if not x.problems:
-            times = (f"{x.predicted:.4f}", *times[1:])
+        times = ["-" if x.problems else f"{x.predicted:.4f}", "-", "-"]
         if measured:
-            times = (times[0], f"{measured:.4f}", f"{x.predicted / measured - 1:+.0%}")
+            times[1:] = f"{measured:.4f}", f"{x.predicted / measured - 1:+.0%}"
         note = "shipped" * mine + (f": {x.problems[0]}" if x.problems else "")
         table.add_row(f"{s['BLOCK_M']} x {s['BLOCK_N']}", *map(str, cells), *times, note)
     return table
@@ -180,16 +178,16 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for n, (arch, slot) in enumerate(todo):
             task = progress.add_task(f"{n + 1}/{len(todo)} sm_{arch} {slot.name()}", total=None)
+            tick = partial(progress.advance, task)
             key = f"{table_path(arch).stem} {slot.name()}"
             keep = survivors.get(key, within and within.get(key, []))  # of another arch or version
             row = next(row for row in read(table_path(arch)) if slots([row]) == [slot])
             now = {k: v for k, v in row.items() if k not in KEYS}
             found = search(
-                arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep,
-                tick=partial(progress.advance, task),
-            )  # fmt: skip
+                arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep, tick=tick
+            )
             if args.counted:
-                recount(arch, slot, found, partial(progress.advance, task))
+                recount(arch, slot, found, tick)
             if not args.static:
                 from bench.tune.measure import measure
 

@@ -62,13 +62,11 @@ class Slot:
 
 def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
     """Returns the slots of a table, in its order."""
-    return [
-        Slot(
-            row["step"], row["bits"],
-            tuple(row["D"]) if isinstance(row["D"], list) else (row["D"],), row.get("plain"),
-        )
-        for row in table
-    ]  # fmt: skip
+    found = []
+    for row in table:
+        D = row["D"] if isinstance(row["D"], list) else [row["D"]]
+        found.append(Slot(row["step"], row["bits"], tuple(D), row.get("plain")))
+    return found
 
 
 @dataclass(slots=True)
