@@ -191,6 +191,8 @@ OF_BITS = {"shl": _shift_left, "shr": _shift_right, "bfe": _extract, "prmt": _pe
 @opcode("shl", "shr", "bfe.u32", "bfe.s32", "prmt.b32")
 def _of_bits(b: Build, instruction: Instruction) -> Step:
     """Shifts, fields and permutations: all operands but the first are u32."""
+    if instruction.type not in TYPES:  # another mode of prmt
+        raise unknown(instruction)
     dtype = TYPES[instruction.type]
     dtypes = (dtype, *(U32,) * (len(instruction.args) - 2))
     return plain(dtypes, dtype, OF_BITS[instruction.mods[0]])(b, instruction)

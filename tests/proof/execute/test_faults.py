@@ -190,6 +190,7 @@ def test_sound_code_runs(name):
     [
         ("frobnicate.b32 %r10, %r0;", "does not know 'frobnicate.b32"),
         ("add.sat.s32 %r10, %r0, %r0;", "does not know 'add.sat.s32"),
+        ("prmt.b32.f4e %r10, %r0, %r0, %r0;", "does not know 'prmt.b32.f4e"),
         ("mov.u32 %r10, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "does not know 'bar.sync 1, 64'"),
         ("atom.global.add.u32 %r10, [%rd0], 1;", "does not know 'atom.global"),
