@@ -1,8 +1,9 @@
 """Converts a model between programs: `python -m fastgpt.convert SOURCE TARGET --to hf`.
 
 SOURCE is a run or checkpoint of fastgpt, a folder of Hugging Face with safetensors files (GPT-2,
-Llama, Qwen3), or the name of such a model on the hub. Before success is reported the new files are
-read by the program that they are for, and its logits and text are compared with the source's.
+Llama, Qwen3), the name of such a model on the hub, nanoGPT's ckpt.pt or a .bin file of llm.c.
+Before success is reported the new files are read back, those of Hugging Face by transformers, and
+logits and text are compared with the source's.
 """
 
 import shutil
@@ -15,6 +16,8 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.checks import POSITIVE, check
+from fastgpt.convert.llmc import write_llmc
+from fastgpt.convert.nanogpt import write_nanogpt
 from fastgpt.convert.proof import prove
 from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import DTYPES, write_folder, write_run
@@ -27,15 +30,16 @@ FIRST = ("source", "target", "to", "dtype", "verify")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
-    """Converts a model between fastgpt and Hugging Face."""
+    """Converts a model between fastgpt, Hugging Face, nanoGPT and llm.c."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """Model to convert: a run, a checkpoint, a folder of Hugging Face, or a name on the hub."""
+    """Model to convert: a run, a checkpoint, a folder of Hugging Face, a name on the hub, nanoGPT's
+    ckpt.pt or a .bin file of llm.c."""
     target: Annotated[Path, tyro.conf.Positional]
-    """Folder to write, which must not exist yet."""
-    to: Literal["hf", "run"]
+    """Folder to write, or file for nanogpt and llmc; it must not exist yet."""
+    to: Literal["hf", "run", "nanogpt", "llmc"]
     """Format to write. hf: Hugging Face's GPT-2, Llama or Qwen3, whichever fits; run: a run of
-    fastgpt."""
+    fastgpt; nanogpt: a ckpt.pt without optimizer state; llmc: a .bin file."""
     dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Number format of the weights; by default that of the source."""
     shard_gb: float = 5.0
@@ -56,13 +60,16 @@ def convert(config: ConvertConfig) -> str:
             model, or the proof fails; nothing is left at the target then.
     """
     if config.target.exists():
-        raise UserError(f"{config.target} exists: expected a new folder")
+        raise UserError(f"{config.target} exists: expected a new name")
+    suffix = {"nanogpt": ".pt", "llmc": ".bin"}.get(config.to, config.target.suffix)
+    if config.target.suffix != suffix:
+        raise UserError(f"{config.target} is for {config.to}: expected a name with {suffix}")
     source, dtype = read(config.source), DTYPES.get(config.dtype)
     for warning in source.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for name, x in source.weights.items():
         source.weights[name] = x if dtype is None else x.to(dtype)
-    temporary = temporary_name(config.target)
+    temporary = temporary_name(config.target).with_suffix(suffix)
     try:
         _write(config, source, temporary)
         said = "unverified: nothing was compared"
@@ -70,6 +77,8 @@ def convert(config: ConvertConfig) -> str:
             said = prove(source.path, source.kind, temporary, config.to, dtype)
         temporary.rename(config.target)
     finally:
+        if temporary.is_file():
+            temporary.unlink()
         shutil.rmtree(temporary, ignore_errors=True)
     return said
 
@@ -77,8 +86,11 @@ def convert(config: ConvertConfig) -> str:
 def _write(config: ConvertConfig, source: Source, folder: Path) -> None:
     if config.to == "hf":
         write_folder(source, folder, int(config.shard_gb * 1e9))
-    else:
+    elif config.to == "run":
         write_run(source, folder)
+    else:
+        write = {"nanogpt": write_nanogpt, "llmc": write_llmc}[config.to]
+        write(source.config, source.weights, folder)
     source.weights.clear()
 
 

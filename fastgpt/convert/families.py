@@ -4,7 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 from fastgpt.config import ModelConfig
-from fastgpt.convert.family import Family, Fields, Link, Links, Settings, either
+from fastgpt.convert.family import (
+    GPT2_NEEDS,
+    NONE_HAS,
+    Family,
+    Fields,
+    Link,
+    Links,
+    Settings,
+    check_expressed,
+    either,
+)
 from fastgpt.errors import UserError
 
 ACTIVATIONS: dict[str, Any] = {
@@ -13,25 +23,12 @@ ACTIVATIONS: dict[str, Any] = {
 }  # fmt: skip
 """Name of an activation in transformers -> ours; of a gated layer that of its gate."""
 
-# What no family has; a training loss of its own or a mask of documents would be lost unseen.
-_NONE_HAS = {
-    "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
-    "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
-}  # fmt: skip
-
-
 # --- GPT-2 ----------------------------------------------------------------------------------------
 
 GELUS = tuple(name for name in ACTIVATIONS if name != "silu")
 
 
 def _gpt2_settings(config: ModelConfig) -> Settings:
-    if config.kv_heads != config.num_heads or config.num_heads * config.head_dim != config.dim:
-        raise UserError(
-            "GPT2LMHeadModel cannot express this model: --model.num-kv-heads and --model.head-size"
-            f" give {config.kv_heads} key/value heads of {config.head_dim}, expected"
-            f" {config.num_heads} of {config.dim // config.num_heads}"
-        )
     return {
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
@@ -91,10 +88,7 @@ def _gpt2_links(config: ModelConfig) -> Links:
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
-    needs=_NONE_HAS | {
-        "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
-        "activation": tuple(ACTIVATIONS[name] for name in GELUS),
-    },
+    needs=GPT2_NEEDS | {"activation": tuple(ACTIVATIONS[name] for name in GELUS)},
     settings_of=_gpt2_settings,
     config_of=_gpt2_config,
     links=_gpt2_links,
@@ -201,7 +195,7 @@ def _llama_links(config: ModelConfig) -> Links:
     return found
 
 
-_LLAMA_NEEDS = _NONE_HAS | {
+_LLAMA_NEEDS = NONE_HAS | {
     "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
 }  # fmt: skip
 LLAMA = Family(
@@ -267,7 +261,7 @@ def family_for(config: ModelConfig) -> Family:
         UserError: it cannot express the model.
     """
     family = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
-    family.check(config)
+    check_expressed(family.architecture, family.needs, config)
     return family
 
 

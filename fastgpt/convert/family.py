@@ -4,8 +4,8 @@ Tensors keep their bits: they are renamed, transposed, cut into query, key and v
 together.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from fastgpt.errors import UserError
 
 Settings = dict[str, Any]
 """Content of a config.json of Hugging Face."""
+Needs = dict[str, tuple[Any, ...]]
+"""Field of `ModelConfig` -> values that a program can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,7 @@ class Family:
 
     architecture: str
     model_type: str
-    needs: Mapping[str, tuple[Any, ...]]
-    """Field of `ModelConfig` -> values that the family can express."""
+    needs: Needs
     settings_of: Callable[[ModelConfig], Settings]
     """Translates our settings to theirs."""
     config_of: Callable[[Fields], ModelConfig]
@@ -113,15 +114,44 @@ class Family:
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that hold no weights."""
 
-    def check(self, config: ModelConfig) -> None:
-        """Raises `UserError` if a model's settings are beyond the family, with all their names."""
-        wrong = [
-            f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
-            for name, allowed in self.needs.items()
-            if getattr(config, name) not in allowed
-        ]
-        if wrong:
-            raise UserError(f"{self.architecture} cannot express this model: {'; '.join(wrong)}")
+
+# What no other program has; a soft cap or a mask of documents would be lost unseen.
+NONE_HAS: Needs = {
+    "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
+    "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
+}  # fmt: skip
+GPT2_NEEDS: Needs = NONE_HAS | {
+    "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
+    "num_kv_heads": (None,), "head_size": (None,),
+}  # fmt: skip
+PLAIN_GPT2_NEEDS: Needs = GPT2_NEEDS | {
+    "norm_eps": (None,), "ffn_dim": (None,), "qkv_bias": (None,), "projection_bias": (None,),
+    "tied": (True,),
+}  # fmt: skip
+"""What programs need that know GPT-2 alone."""
+
+
+def check_expressed(program: str, needs: Needs, config: ModelConfig) -> None:
+    """Raises `UserError` if a program cannot express a model, with the names of all settings."""
+    config = _without_defaults(config)
+    wrong = [
+        f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
+        for name, allowed in needs.items()
+        if getattr(config, name) not in allowed
+    ]
+    if wrong:
+        raise UserError(f"{program} cannot express this model: {'; '.join(wrong)}")
+
+
+def _without_defaults(config: ModelConfig) -> ModelConfig:
+    """Replaces optional settings by None where they say what None means."""
+    optional = {
+        "num_kv_heads": config.num_heads, "norm_eps": replace(config, norm_eps=None).epsilon,
+        "head_size": config.dim // config.num_heads, "qkv_bias": config.bias,
+        "projection_bias": config.bias, "ffn_dim": replace(config, ffn_dim=None).ffn_width,
+    }  # fmt: skip
+    same = (name for name, default in optional.items() if getattr(config, name) == default)
+    return replace(config, **dict.fromkeys(same))
 
 
 def either(values: tuple[Any, ...]) -> str:

@@ -95,10 +95,9 @@ def transformers_says(path: Path, dtype: torch.dtype | None) -> Answers:
 
 
 BY: dict[str, Callable[[Path, torch.dtype | None], Answers]] = {
-    "hf": transformers_says,
-    "run": ours,
-}
-"""Kind of files -> the program that they are for."""
+    "hf": transformers_says, "run": ours, "nanogpt": ours, "llmc": ours,
+}  # fmt: skip
+"""Kind of files -> the program that reads them; nanoGPT and llm.c cannot be installed."""
 
 
 def prove(source: Path, kind: str, target: Path, to: str, dtype: torch.dtype | None = None) -> str:

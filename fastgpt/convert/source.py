@@ -13,7 +13,9 @@ from fastgpt import checkpoint, ops
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.convert.families import config_from, links_of
 from fastgpt.convert.family import Family, Links, Settings
-from fastgpt.convert.vocabulary import from_folder
+from fastgpt.convert.llmc import read_llmc
+from fastgpt.convert.nanogpt import read_nanogpt
+from fastgpt.convert.vocabulary import NO_TOKENIZER, from_folder
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
@@ -30,7 +32,7 @@ class Source:
 
     path: Path
     kind: str
-    """`run` (a run or checkpoint of ours) or `hf` (Hugging Face)."""
+    """`run` (a run or checkpoint of ours), `hf` (Hugging Face), `nanogpt` or `llmc`."""
     config: ModelConfig
     weights: dict[str, Tensor]
     """By our names, on the CPU, in the dtype of the file, without padding of the vocabulary."""
@@ -43,7 +45,8 @@ def read(source: str) -> Source:
 
     Args:
         source: folder of a run, whose newest valid checkpoint is taken, of a checkpoint or of a
-            Hugging Face model, or the name of one on the hub, such as `gpt2`.
+            Hugging Face model, or the name of one on the hub, such as `gpt2`; a `.pt` file of
+            nanoGPT or a `.bin` file of llm.c.
 
     Raises:
         UserError: there is no such model, it cannot be a GPT of ours, or a file is damaged.
@@ -53,12 +56,33 @@ def read(source: str) -> Source:
         return _of_run(path)
     if (path / "config.json").is_file():
         return _of_folder(path)
+    if path.is_file() and path.suffix in READERS:
+        kind, reader = READERS[path.suffix]
+        return _checked(Source(path, kind, *reader(path), None, [NO_TOKENIZER.format(path)]))
     if path.exists():
         raise UserError(
-            f"{source} is no model: expected a run or checkpoint, or a folder with config.json and"
-            " safetensors files"
+            f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
+            " safetensors files, or a file of nanoGPT (.pt) or llm.c (.bin)"
         )
     return _of_folder(_downloaded(source))
+
+
+READERS = {".pt": ("nanogpt", read_nanogpt), ".bin": ("llmc", read_llmc)}
+
+
+def _checked(source: Source) -> Source:
+    """Raises `UserError` if a model lacks a tensor, or has another one or another shape."""
+    expected = shapes(source.config)
+    for name in sorted(expected.keys() | source.weights.keys()):
+        if name not in expected or name not in source.weights:
+            what = "no" if name in expected else "an unknown"
+            raise UserError(f"{source.path} has {what} tensor {name}")
+        if source.weights[name].shape != expected[name]:
+            raise UserError(
+                f"{source.path}: {name} has the shape {tuple(source.weights[name].shape)}:"
+                f" expected {tuple(expected[name])}"
+            )
+    return source
 
 
 def _of_run(path: Path) -> Source:

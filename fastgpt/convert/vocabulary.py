@@ -10,6 +10,7 @@ from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, loa
 from fastgpt.errors import UserError, writing
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
+NO_TOKENIZER = "{} has no tokenizer.json: the model works on token ids only"
 
 
 def from_folder(path: Path) -> tuple[Tokenizer | None, str]:
@@ -22,7 +23,7 @@ def from_folder(path: Path) -> tuple[Tokenizer | None, str]:
         return load_tokenizer(path), ""
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _of_merges(path), ""
-    return None, f"{path} has no tokenizer.json: the model works on token ids only"
+    return None, NO_TOKENIZER.format(path)
 
 
 def _of_merges(path: Path) -> Tokenizer:

@@ -106,7 +106,7 @@ BEYOND = {
         {"position": "rotary", "norm": "rmsnorm", "bias": False},
         r"LlamaForCausalLM cannot .*--model\.activation is gelu_tanh, expected swiglu",
     ),
-    "grouped heads": ({"num_kv_heads": 2}, r"give 2 key/value heads of 8, expected 4 of 8"),
+    "grouped heads": ({"num_kv_heads": 2}, r"--model\.num-kv-heads is 2, expected None"),
 }
 
 
@@ -120,7 +120,7 @@ def test_what_a_format_cannot_express_is_refused_by_name(options, said, tmp_path
 def test_existing_folders_and_missing_models_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = saved_run(tmp_path / "run")
-    with pytest.raises(UserError, match=r"run exists: expected a new folder"):
+    with pytest.raises(UserError, match=r"run exists: expected a new name"):
         converted(run, run, "hf")
     with pytest.raises(UserError, match=r"^no/such/model does not exist: expected a folder, or"):
         converted("no/such/model", tmp_path / "x", "hf")
