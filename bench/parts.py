@@ -153,7 +153,8 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
     C, V, T = config.dim, config.padded_vocab, config.context
     up = 2 * config.ffn_width if config.activation == "swiglu" else config.ffn_width
     heads = config.num_heads + 2 * config.kv_heads
-    block = C * heads * config.head_dim + C * C + C * up + config.ffn_width * C
+    outputs = config.num_heads * config.head_dim
+    block = C * heads * config.head_dim + outputs * C + C * up + config.ffn_width * C
     weights = config.num_layers * block + V * C
     one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
     attention = limit(*SPECS["attention"].work(one, size)["both"], roof)[0] * config.num_layers

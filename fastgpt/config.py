@@ -49,8 +49,8 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
     norm_eps: float | None = None
-    """Epsilon of the normalisation layers, added to the variance; by default 1e-5 for LayerNorm and
-    1e-6 for RMSNorm."""
+    """Epsilon of the normalisation layers and of model.qk-norm, added to the variance; by default
+    1e-5 for LayerNorm and 1e-6 for the others."""
     norm_position: Literal["pre", "post"] = "pre"
     """Place of the normalisation: before each sub-layer, as in GPT-2, or after each residual sum,
     as in the transformer of 2017."""
@@ -132,6 +132,8 @@ class ModelConfig:
             raise UserError("--model.qk-norm-weight: there is no --model.qk-norm")
         if self.position == "rotary":
             self._check_rotary()
+        elif self.rotary_scaling is not None:
+            raise UserError("--model.rotary-scaling: --model.position is not rotary")
         if self.position == "sinusoidal" and self.dim % 2:
             raise UserError(f"--model.dim is {self.dim}: sinusoidal needs an even number")
         if self.head_bias and self.tied:

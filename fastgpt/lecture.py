@@ -92,9 +92,12 @@ class Unnormalised(GPT):
         return None
 
 
-_NORMS = ("norm", "norm_position")
+_NORMS = ("norm", "norm_position", "norm_eps")
 _FEED_FORWARD = ("bias", "activation", "ffn_dim", "projection_bias", "feed_forward_dropout")
-_ATTENTION = ("num_kv_heads", "qk_norm", "window", "document_mask", "attention_dropout")
+_ATTENTION = (
+    "num_kv_heads", "qk_norm", "qk_norm_weight", "rotary_scaling", "window", "document_mask",
+    "attention_dropout",
+)  # fmt: skip
 _REST = ("position", "softcap", "dropout", "embedding_dropout", "residual_dropout")
 LACKS = {
     "bigram": (*_NORMS, *_FEED_FORWARD, *_ATTENTION, *_REST),

@@ -17,7 +17,8 @@ def load(
 
     Args:
         source: folder of a run, whose newest valid checkpoint is used, of a checkpoint, or of a
-            Hugging Face model (GPT-2, Llama, Qwen3), or the name of one on the hub.
+            Hugging Face model (GPT-2, Llama, Qwen3), the name of one on the hub, nanoGPT's ckpt.pt
+            or a .bin file of llm.c.
         device: `cpu`, `cuda`, `xpu` or `mps`.
         asked: implementations of the model's ops; by default those that suit the device.
 

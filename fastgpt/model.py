@@ -297,7 +297,13 @@ class GPT(nn.Module):
         self.register_state_dict_post_hook(_cut_padding)
         self.register_load_state_dict_pre_hook(_restore_padding)
 
-    generate = generate
+    def generate(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Continues each row of tokens (B, T), in evaluation mode: `fastgpt.generate`."""
+        training = self.training
+        try:
+            return generate(self.eval(), tokens, **options)
+        finally:
+            self.train(training)
 
     @classmethod
     def from_config(

@@ -28,8 +28,8 @@ class SampleConfig:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Model to sample from: folder of a run, of a checkpoint such as RUN/checkpoints/best, or of a
-    Hugging Face model, or the name of one on the hub. For a run, its newest valid checkpoint is
-    used."""
+    Hugging Face model, or the name of one on the hub; it needs a tokenizer. For a run, its newest
+    valid checkpoint is used."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; by default a newline. It may be repeated for several prompts, which are
     continued in one batch."""

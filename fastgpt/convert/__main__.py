@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from safetensors import SafetensorError
 
 from fastgpt import flags
 from fastgpt.checks import POSITIVE, check
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
-from fastgpt.convert.proof import prove
+from fastgpt.convert.proof import digests, prove
 from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import DTYPES, write_folder, write_run
 from fastgpt.display import command
-from fastgpt.errors import UserError, run_command
+from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.storage import temporary_name
 
+FILES = {"nanogpt": ".pt", "llmc": ".bin"}
+"""Formats that are a single file, and how its name ends."""
 FIRST = ("source", "target", "to", "dtype", "verify")
 
 
@@ -61,7 +64,7 @@ def convert(config: ConvertConfig) -> str:
     """
     if config.target.exists():
         raise UserError(f"{config.target} exists: expected a new name")
-    suffix = {"nanogpt": ".pt", "llmc": ".bin"}.get(config.to, config.target.suffix)
+    suffix = FILES.get(config.to, config.target.suffix)
     if config.target.suffix != suffix:
         raise UserError(f"{config.target} is for {config.to}: expected a name with {suffix}")
     source, dtype = read(config.source), DTYPES.get(config.dtype)
@@ -69,12 +72,19 @@ def convert(config: ConvertConfig) -> str:
         print(f"warning: {warning}", file=sys.stderr)
     for name, x in source.weights.items():
         source.weights[name] = x if dtype is None else x.to(dtype)
-    temporary = temporary_name(config.target).with_suffix(suffix)
+    unique = temporary_name(config.target)
+    temporary = unique.with_name(f"{unique.name}{suffix}" if config.to in FILES else unique.name)
+    before = digests(source.weights)
     try:
-        _write(config, source, temporary)
+        try:
+            config.target.parent.mkdir(parents=True, exist_ok=True)
+            _write(config, source, temporary)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            why = "no space left on the disk" if is_disk_full(error) else reason(error)
+            raise UserError(f"cannot write {config.target}: {why}") from error
         said = "unverified: nothing was compared"
         if config.verify:
-            said = prove(source.path, source.kind, temporary, config.to, dtype)
+            said = prove(source, temporary, config.to, before, dtype)
         temporary.rename(config.target)
     finally:
         if temporary.is_file():

@@ -52,20 +52,23 @@ def _gpt2_config(fields: Fields) -> ModelConfig:
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
-    width, dropout = fields.get("n_embd"), fields.get("resid_pdrop", 0.1)
+    width, dropout = fields.get("n_embd", int), fields.get("resid_pdrop", float, 0.1)
+    own = fields.inner("fastgpt")
     return ModelConfig(
-        num_layers=fields.get("n_layer"),
-        num_heads=fields.get("n_head"),
+        num_layers=fields.get("n_layer", int),
+        num_heads=fields.get("n_head", int),
         dim=width,
-        ffn_dim=fields.get("n_inner", 4 * width),
-        context=fields.get("n_positions"),
+        ffn_dim=fields.get("n_inner", int, 4 * width),
+        context=fields.get("n_positions", int),
         activation=ACTIVATIONS[fields.require("activation_function", *GELUS)],
-        norm_eps=fields.get("layer_norm_epsilon", 1e-5),
-        embedding_dropout=fields.get("embd_pdrop", 0.1),
-        attention_dropout=fields.get("attn_pdrop", 0.1),
+        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5),
+        embedding_dropout=fields.get("embd_pdrop", float, 0.1),
+        attention_dropout=fields.get("attn_pdrop", float, 0.1),
         residual_dropout=dropout,
         feed_forward_dropout=dropout,
-        **fields.get("fastgpt", {}),
+        bias=own.get("bias", bool, True),
+        qkv_bias=own.get("qkv_bias", bool, None),
+        projection_bias=own.get("projection_bias", bool, None),
     )
 
 
@@ -134,40 +137,49 @@ SCALING = (
 """Names of the numbers in `ModelConfig.rotary_scaling`."""
 
 
-def _llama_config(fields: Fields) -> ModelConfig:
+def _llama_config(fields: Fields, head_size: int | None = None) -> ModelConfig:
+    """Translates settings of Llama.
+
+    Args:
+        head_size: width of a head where the settings have none; None: that of equal shares.
+    """
     fields.require("hidden_act", "silu")
     fields.require("pretraining_tp", 1)
     # transformers 5 writes one field, earlier ones two
-    rope = fields.get("rope_scaling", {}) | fields.get("rope_parameters", {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: the type of rope is {kind}: expected default or llama3")
-    scaling = tuple(rope.get(name) for name in SCALING) if kind == "llama3" else None
-    if scaling is not None and None in scaling:
-        raise UserError(f"config.json: llama3 rope has {rope}: expected {', '.join(SCALING)}")
-    base = fields.get("rope_theta", 10_000.0)
-    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
-    size = fields.get("head_dim", width // heads)
-    attention_bias = fields.get("attention_bias", False)
+    base = fields.get("rope_theta", float, 10_000.0)
+    scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
+    rope = scaling if parameters.empty else parameters
+    kinds = "default", "llama3"
+    old, new = (rope.require(name, *kinds) for name in ("type", "rope_type"))
+    kind = new if old == "default" else old  # one of the two names is missing
+    rope.require("partial_rotary_factor", 1.0)
+    heads, width = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
+    size = fields.get("head_dim", int, head_size or width // max(heads, 1))
+    attention_bias = fields.get("attention_bias", bool, False)
     return ModelConfig(
-        num_layers=fields.get("num_hidden_layers"),
+        num_layers=fields.get("num_hidden_layers", int),
         num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads", heads),
+        num_kv_heads=fields.get("num_key_value_heads", int, heads),
         head_size=None if size * heads == width else size,
         dim=width,
-        ffn_dim=fields.get("intermediate_size"),
-        context=fields.get("max_position_embeddings"),
+        ffn_dim=fields.get("intermediate_size", int),
+        context=fields.get("max_position_embeddings", int),
         norm="rmsnorm",
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
         activation="swiglu",
         position="rotary",
-        rotary_base=float(rope.get("rope_theta", base)),
-        rotary_scaling=scaling,
-        bias=fields.get("mlp_bias", False),
+        rotary_base=rope.get("rope_theta", float, base),
+        rotary_scaling=_scaling(rope) if kind == "llama3" else None,
+        bias=fields.get("mlp_bias", bool, False),
         qkv_bias=attention_bias,
         projection_bias=attention_bias,
-        attention_dropout=fields.get("attention_dropout", 0.0),
+        attention_dropout=fields.get("attention_dropout", float, 0.0),
     )
+
+
+def _scaling(rope: Fields) -> tuple[float, float, float, int]:
+    factor, low, high = (rope.get(name, float) for name in SCALING[:3])
+    return factor, low, high, rope.get(SCALING[3], int)
 
 
 def _llama_links(config: ModelConfig) -> Links:
@@ -221,11 +233,12 @@ def _qwen3_settings(config: ModelConfig) -> Settings:
 
 def _qwen3_config(fields: Fields) -> ModelConfig:
     fields.require("use_sliding_window", False)
-    for kind in fields.get("layer_types", ()):
+    for kind in fields.get("layer_types", list, []):
         if kind != "full_attention":
             raise UserError(f"config.json: layer_types has {kind}: expected full_attention alone")
-    own = {"qk_norm_weight": True} | fields.get("fastgpt", {})
-    return replace(_llama_config(fields), qk_norm=True, **own)
+    weighted = fields.inner("fastgpt").get("qk_norm_weight", bool, True)
+    config = _llama_config(fields, head_size=128)  # transformers' default
+    return replace(config, qk_norm=True, qk_norm_weight=weighted)
 
 
 def _qwen3_links(config: ModelConfig) -> Links:
@@ -288,17 +301,18 @@ def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
     Raises:
         UserError: the family is unknown, or it has settings that our model cannot express.
     """
-    family = FAMILIES.get(settings.get("model_type", ""))
+    family = FAMILIES.get(str(settings.get("model_type")))
     if family is None:
         given = settings.get("architectures") or settings.get("model_type")
         raise UserError(f"config.json describes {given}: expected {either(tuple(FAMILIES))}")
     fields = Fields(settings)
-    size = fields.get("vocab_size")
-    tied = fields.get("tie_word_embeddings", family is GPT2)
+    size = fields.get("vocab_size", int)
+    tied = fields.get("tie_word_embeddings", bool, family is GPT2)
     try:
         config = replace(family.config_of(fields), vocab_size=size, tied=tied)
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"config.json has a value of the wrong type: {error}") from error
+    except UserError as error:
+        named = str(error).startswith("config.json")
+        raise error if named else UserError(f"config.json does not go together: {error}") from error
     return config, family, fields.unknown()
 
 

@@ -52,22 +52,34 @@ Links = dict[str, Link]
 
 
 class Fields:
-    """A config.json that is read field by field, and knows which fields were not."""
+    """An object of a config.json that is read field by field, and knows which were not."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings, self._read = settings, set(IGNORED)
+    def __init__(self, settings: Settings, where: str = "config.json") -> None:
+        self._settings, self._read, self._where = settings, set(IGNORED), where
 
-    def get(self, name: str, *default: Any) -> Any:
+    def get(self, name: str, kind: type, *default: Any) -> Any:
         """Returns a field, or the default if it is missing or null.
 
+        Args:
+            kind: `int`, `float` (which an integer is, too), `bool`, `str`, `list` or `dict`.
+
         Raises:
-            UserError: it is missing, and there is no default.
+            UserError: it is missing and there is no default, or it is of another kind.
         """
         self._read.add(name)
         value = self._settings.get(name)
-        if value is None and not default:
-            raise UserError(f"config.json has no {name}")
-        return default[0] if value is None else value
+        if value is None and default:
+            return default[0]
+        if type(value) is int and kind is float:
+            value = float(value)
+        if type(value) is not kind:
+            said = "has no" if value is None else "has the wrong"
+            raise UserError(f"{self._where} {said} {name}: expected {kind.__name__}, got {value!r}")
+        return value
+
+    def inner(self, name: str) -> "Fields":
+        """Returns the fields of an object, which may be missing."""
+        return Fields(self.get(name, dict, {}), f"{self._where}, {name}")
 
     def require(self, name: str, *allowed: Any) -> Any:
         """Returns a field, by default the first value allowed.
@@ -75,13 +87,19 @@ class Fields:
         Raises:
             UserError: it has another value.
         """
-        value = self.get(name, allowed[0])
+        self._read.add(name)
+        value = self._settings.get(name)
+        value = allowed[0] if value is None else value
         if value not in allowed:
             raise UserError(
-                f"config.json: {name} is {value}: expected {either(allowed)}, since fastgpt has"
+                f"{self._where}: {name} is {value}: expected {either(allowed)}, since fastgpt has"
                 " nothing else"
             )
         return value
+
+    @property
+    def empty(self) -> bool:
+        return not self._settings
 
     def unknown(self) -> list[str]:
         return sorted(self._settings.keys() - self._read)

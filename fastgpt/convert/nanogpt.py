@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, reason, writing
 
 PREFIX = "_orig_mod."
 """What torch.compile puts before the names of tensors."""
@@ -35,16 +35,21 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             dropout=args.get("dropout", 0.0),
             activation="gelu_erf",
         )
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        named = {
+            str(name).removeprefix(PREFIX).removeprefix("transformer."): x
+            for name, x in state.items()
+        }
+        head = named.pop("lm_head.weight", None)
+        tied = head is None or torch.equal(head, named["wte.weight"])
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, UserError) as error:
+        raise UserError(f"{path} is no checkpoint of nanoGPT: {reason(error)}") from error
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args: {error}"
+            f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args: {error!r}"
         ) from error
-    weights = {}
-    for stored, x in state.items():
-        name = stored.removeprefix(PREFIX).removeprefix("transformer.")
-        if not name.endswith(".attn.bias") and name != "lm_head.weight":  # a mask; tied
-            weights[name] = x
-    return config, weights
+    if not tied:
+        raise UserError(f"{path}: lm_head.weight is not wte.weight, as in nanoGPT's models")
+    return config, {name: x for name, x in named.items() if not name.endswith(".attn.bias")}
 
 
 def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> None:
@@ -54,6 +59,10 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
         UserError: nanoGPT cannot express the model, or the file cannot be written.
     """
     check_expressed("nanoGPT", NEEDS, config)
+    places = ("embedding", "attention", "residual", "feed_forward")
+    dropouts = {config.dropout_at(place) for place in places}
+    if len(dropouts) > 1:
+        raise UserError(f"nanoGPT cannot express this model: its dropouts are {sorted(dropouts)}")
     state = {f"transformer.{name}": x for name, x in weights.items()}
     args: dict[str, Any] = {
         "n_layer": config.num_layers,
@@ -62,7 +71,7 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
         "block_size": config.context,
         "vocab_size": config.vocab_size,
         "bias": config.bias,
-        "dropout": config.dropout,
+        "dropout": dropouts.pop(),
     }
     content = {"model": state | {"lm_head.weight": weights["wte.weight"]}, "model_args": args}
     with writing(path), path.open("wb") as file:

@@ -1,9 +1,10 @@
 """Proof that a converted model is the same: logits and text of both, computed by each side.
 
-What was written is read back by the program that it was written for, and compared with the source
-as the source's own program computes it.
+What was written is read back: by fastgpt, to compare all bits, and by the program that it was
+written for, to compare what it computes with what the source's own program does.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from fastgpt.model import GPT
 
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of their largest magnitude."""
-PROMPTS, LENGTH, NEW = 2, 24, 16
+PROMPTS, LENGTH, NEW = 2, 240, 16
 """Number of random prompts, their length, and the tokens by which they are continued."""
 
 
@@ -83,14 +84,13 @@ def transformers_says(path: Path, dtype: torch.dtype | None) -> Answers:
             "the proof needs the package transformers, by which the model is read: install it, or"
             " pass --no-verify"
         ) from error
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
     rounded(model, dtype)
     settings = model.config
-    tokens, new = prompts(settings.vocab_size, settings.max_position_embeddings)
-    text = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
-        do_sample=False, pad_token_id=0, eos_token_id=None,
-    ) if new else tokens  # fmt: skip
+    text, new = prompts(settings.vocab_size, settings.max_position_embeddings)
+    for _ in range(new):  # its own generation would follow the folder's generation_config.json
+        likeliest = model(text).logits[:, -1:].argmax(-1)
+        text = torch.cat((text, likeliest), 1)
     return Answers(text, model(text).logits)
 
 
@@ -100,13 +100,28 @@ BY: dict[str, Callable[[Path, torch.dtype | None], Answers]] = {
 """Kind of files -> the program that reads them; nanoGPT and llm.c cannot be installed."""
 
 
-def prove(source: Path, kind: str, target: Path, to: str, dtype: torch.dtype | None = None) -> str:
+def digests(weights: dict[str, Tensor]) -> dict[str, str]:
+    """Returns the sha256 of each tensor's bytes."""
+    return {
+        name: hashlib.sha256(x.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+        for name, x in weights.items()
+    }
+
+
+def prove(
+    source: Source,
+    target: Path,
+    to: str,
+    bits: dict[str, str],
+    dtype: torch.dtype | None = None,
+) -> str:
     """Compares a converted model with its source; both are not in memory at the same time.
 
     Args:
-        source: what was converted, of the kind `kind`, a key of `BY`.
-        target: what was written, of the kind `to`.
-        dtype: to which the weights were rounded; None: they were not.
+        source: what was converted; only its path and kind are used.
+        target: what was written, of the kind `to`, a key of `BY`.
+        bits: `digests` of the weights that were to be written.
+        dtype: to which they were rounded; None: they were not.
 
     Returns:
         str: what was compared, and the largest difference.
@@ -114,26 +129,29 @@ def prove(source: Path, kind: str, target: Path, to: str, dtype: torch.dtype | N
     Raises:
         UserError: they differ.
     """
-    before, after = BY[kind](source, dtype), BY[to](target, None)
+    wrong = f"what was written is not {source.path}"
+    written = digests(read(str(target)).weights)
+    for name in sorted(bits.keys() | written.keys()):
+        if bits.get(name) != written.get(name):
+            raise UserError(f"{wrong}: {name} differs")
+    before, after = BY[source.kind](source.path, dtype), BY[to](target, None)
     if before.logits.shape != after.logits.shape:
         shapes = f"{tuple(before.logits.shape)} and {tuple(after.logits.shape)}"
-        raise UserError(f"{target} is not the model {source}: logits of {shapes}")
+        raise UserError(f"{wrong}: logits of {shapes}")
     scale = before.logits.abs().max().clamp(min=1e-30)
     same = (before.text == after.text).cumprod(1).bool()  # after other text, logits may differ
     error = ((after.logits - before.logits)[same].abs().max() / scale).item()
     if not error <= TOLERANCE:
         raise UserError(
-            f"{target} is not the model {source}: the logits differ by {error:.2g} of the largest,"
+            f"{wrong}: the logits differ by {error:.2g} of the largest,"
             f" expected at most {TOLERANCE:g}"
         )
     for row, shared in enumerate(same.sum(1).tolist()):
         if shared < same.shape[1]:
             first, second = before.logits[row, shared - 1].topk(2).values
             if first - second > 2 * TOLERANCE * scale:  # else both are the likeliest
-                raise UserError(
-                    f"{target} is not the model {source}: its text differs from token {shared} on"
-                )
+                raise UserError(f"{wrong}: its text differs from token {shared} on")
     return (
-        f"proved: logits of {int(same.sum())} tokens differ by at most {error:.1e} of the largest,"
-        " and the likeliest continuations are equal"
+        f"proved: {len(bits)} tensors have the same bits, logits of {int(same.sum())} tokens differ"
+        f" by at most {error:.1e} of the largest, and the likeliest continuations are equal"
     )

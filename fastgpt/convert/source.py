@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fastgpt import checkpoint, ops
 from fastgpt.config import ModelConfig, OpsConfig
-from fastgpt.convert.families import config_from, links_of
+from fastgpt.convert.families import GPT2, config_from, links_of
 from fastgpt.convert.family import Family, Links, Settings
 from fastgpt.convert.llmc import read_llmc
 from fastgpt.convert.nanogpt import read_nanogpt
-from fastgpt.convert.vocabulary import NO_TOKENIZER, from_folder
+from fastgpt.convert.vocabulary import from_folder
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
@@ -23,7 +23,7 @@ from fastgpt.run import saved_config
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FILES = ("*.safetensors", "*.json", "merges.txt")
-"""Files of a hub repository that are downloaded: no pickles."""
+"""Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ def read(source: str) -> Source:
         return _of_folder(path)
     if path.is_file() and path.suffix in READERS:
         kind, reader = READERS[path.suffix]
-        return _checked(Source(path, kind, *reader(path), None, [NO_TOKENIZER.format(path)]))
+        warning = f"{path} holds no tokenizer: the model works on token ids only"
+        return _checked(Source(path, kind, *reader(path), None, [warning]))
     if path.exists():
         raise UserError(
             f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
@@ -109,7 +110,7 @@ def _downloaded(name: str) -> Path:
             f"{name} does not exist; as a name on the hub it needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
     except Exception as error:  # many kinds: no network, no such name, no permission
         raise UserError(
             f"{name} is no folder here, and cannot be had from the hub ({reason(error)}): put the"
@@ -123,7 +124,7 @@ def _downloaded(name: str) -> Path:
 def _of_folder(path: Path) -> Source:
     config, family, unknown = config_from(_json(path / "config.json"))
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
-    tokenizer, complaint = from_folder(path)
+    tokenizer, complaint = from_folder(path, gpt2=family is GPT2)
     if complaint:
         warnings.append(complaint)
     assert config.vocab_size is not None
@@ -224,11 +225,14 @@ class Reader:
 def _tensors(path: Path) -> dict[str, Path]:
     """Returns the file of each tensor."""
     index = path / "model.safetensors.index.json"
-    files = [path / "model.safetensors"]
-    if index.is_file():
-        files = sorted({path / str(name) for name in _json(index).get("weight_map", {}).values()})
+    files = [path / "model.safetensors"]  # transformers, too, prefers it to an index
+    if index.is_file() and not files[0].is_file():
+        where = _json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise UserError(f"{index} has the weight_map {where!r}: expected names and files")
+        files = sorted({path / str(name) for name in where.values()})
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
+    if missing:
         few = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise UserError(f"{path}: {counted(len(missing), 'file')} missing: {few}")
     found = {}

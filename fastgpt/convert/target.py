@@ -20,7 +20,6 @@ from fastgpt.errors import writing
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 
 def write_run(source: Source, target: Path) -> None:
@@ -49,7 +48,8 @@ def write_run(source: Source, target: Path) -> None:
 def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """Writes config.json, safetensors files and tokenizer of Hugging Face.
 
-    The source's tensors are taken out of it one by one, so that memory holds them once.
+    The source's tensors are taken out of it. Those of GPT-2 are transposed, which takes the memory
+    of a file's tensors once more.
 
     Args:
         shard_bytes: size from which a new file is begun.
@@ -59,7 +59,7 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
-    settings["torch_dtype"] = NAMES[source.weights["wte.weight"].dtype]
+    settings["torch_dtype"] = str(source.weights["wte.weight"].dtype).removeprefix("torch.")
     tensors = _tensors(source, links_of(family, source.config))
     with writing(target):
         target.mkdir(parents=True)

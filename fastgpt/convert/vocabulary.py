@@ -10,26 +10,28 @@ from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, loa
 from fastgpt.errors import UserError, writing
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
-NO_TOKENIZER = "{} has no tokenizer.json: the model works on token ids only"
 
 
-def from_folder(path: Path) -> tuple[Tokenizer | None, str]:
+def from_folder(path: Path, *, gpt2: bool) -> tuple[Tokenizer | None, str]:
     """Reads the tokenizer of a model's folder: (tokenizer, warning if there is none).
+
+    Args:
+        gpt2: the model is a GPT-2: vocab.json and merges.txt, without a tokenizer.json, have its
+            pattern for words.
 
     Raises:
         UserError: the files are damaged, or need a package that is missing.
     """
     if (path / "tokenizer.json").is_file():
         return load_tokenizer(path), ""
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+    if gpt2 and (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _of_merges(path), ""
-    return None, NO_TOKENIZER.format(path)
+    return None, f"{path} has no tokenizer.json: the model works on token ids only"
 
 
 def _of_merges(path: Path) -> Tokenizer:
     """Reads the two files of byte-level BPE that older models have."""
-    from tokenizers import models
-
+    models = _package().models
     from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 
     try:
@@ -69,13 +71,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     content = tokenizer.to_json()
     if "model" in json.loads(content):
         return content
-    try:
-        from tokenizers import models
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "a tokenizer.json needs the tokenizers package: install the extra `data`,"
-            " make setup EXTRAS=dev,data"
-        ) from error
+    models = _package().models
     if isinstance(tokenizer, ByteTokenizer):
         letters = _letters()
         return _byte_level(models.BPE({x: i for i, x in enumerate(letters)}, []), [], words=False)
@@ -88,6 +84,18 @@ def to_json(tokenizer: Tokenizer) -> str:
     pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
     model = models.BPE(vocabulary | {EOT: len(vocabulary)}, pairs)
     return _byte_level(model, [EOT], words=True)
+
+
+def _package() -> Any:
+    """Imports the package tokenizers, which is optional."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "a tokenizer.json needs the tokenizers package: install the extra `data`,"
+            " make setup EXTRAS=dev,data"
+        ) from error
+    return tokenizers
 
 
 def _byte_level(model: Any, special: Sequence[str], *, words: bool) -> str:

@@ -57,11 +57,27 @@ BROKEN = {
     ),
     "rope": (
         lambda f: config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        r"the type of rope is yarn: expected default or llama3",
+        r"config\.json, rope_parameters: rope_type is yarn: expected default or llama3",
     ),
     "no size": (lambda f: config(f, hidden_size=None), r"config\.json has no hidden_size"),
+    "no heads": (
+        lambda f: config(f, num_attention_heads=0, head_dim=None),
+        r"config\.json does not go together: --model\.num-heads is 0",
+    ),
+    "half a layer": (
+        lambda f: config(f, num_hidden_layers=2.5),
+        r"config\.json has the wrong num_hidden_layers: expected int, got 2\.5",
+    ),
+    "tied as a word": (
+        lambda f: config(f, tie_word_embeddings="false"), r"expected bool, got 'false'",
+    ),
+    "a list": (lambda f: config(f, model_type=["llama"]), r"config\.json describes"),
+    "no map": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        r"has the weight_map \[\]: expected names and files",
+    ),
     "word for a number": (
-        lambda f: config(f, num_hidden_layers="two"), r"config\.json has a value of the wrong type",
+        lambda f: config(f, num_hidden_layers="two"), r"expected int, got 'two'",
     ),
     "no json": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
     "heads": (

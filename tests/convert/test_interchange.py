@@ -116,17 +116,33 @@ def test_rounded_weights_are_proved_against_the_rounded_source(tmp_path):
 def test_another_model_does_not_pass_the_proof(tmp_path, monkeypatch):
     run = saved_run(tmp_path / "run")
     monkeypatch.setattr(
-        "fastgpt.convert.family.Link.ours", lambda link, parts: 1.001 * torch.cat(parts).T
-    )
-    monkeypatch.setattr(
         "fastgpt.convert.family.Link.theirs",
         lambda link, x: zip(link.names, [1.001 * (x.T if link.transposed else x).contiguous()]),
     )
-    with pytest.raises(UserError, match=r"is not the model .*: the logits differ by 0\.0"):
+    with pytest.raises(UserError, match=r"what was written is not .*: h\.0\.attn\S+ differs"):
+        converted(run, tmp_path / "hf", "hf")
+    monkeypatch.setattr("fastgpt.convert.proof.digests", lambda weights: {})
+    monkeypatch.setattr("fastgpt.convert.__main__.digests", lambda weights: {})
+    with pytest.raises(UserError, match=r"what was written is not .*: the logits differ by 0\.0"):
         converted(run, tmp_path / "hf", "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     said = converted(run, tmp_path / "hf", "hf", verify=False)
     assert said.exists()
+
+
+def test_a_folders_settings_of_generation_do_not_matter(tmp_path):
+    folder = saved(theirs("llama"), tmp_path / "hf")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 3.0}')
+    assert converted(folder, tmp_path / "run", "run").is_dir()
+
+
+@pytest.mark.parametrize(("target", "to"), [("model-0.5", "hf"), ("x.bin", "llmc")])
+def test_hidden_files_of_the_user_stay(target, to, tmp_path):
+    run, own = saved_run(tmp_path / "run"), tmp_path / f".{target}"
+    own.write_text("mine")
+    converted(run, tmp_path / "new" / target, to, verify=False)
+    converted(run, tmp_path / target, to, verify=False)
+    assert own.read_text() == "mine"
 
 
 def test_generation_takes_ids_of_the_vocabulary_alone(tmp_path):
@@ -145,7 +161,10 @@ def test_generation_takes_ids_of_the_vocabulary_alone(tmp_path):
 
 def test_a_model_is_built_from_settings():
     model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=8, context=4, vocab_size=10)
-    assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 10)
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    assert model(tokens).shape == (1, 3, 10)
+    assert model.generate(tokens, max_new_tokens=2).shape == (1, 5)
+    assert model.training
     with pytest.raises(UserError, match=r"^vocab_size is missing: expected the number of tokens"):
         fastgpt.GPT.from_config(num_layers=1)
     with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
