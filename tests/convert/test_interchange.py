@@ -1,6 +1,7 @@
 """Models between fastgpt and Hugging Face: the same bits, and the same logits."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.convert.models import (
     theirs,
     weights,
 )
+from tests.processes import ROOT
 
 FAMILIES = {
     "gpt2": {"activation_function": ("gelu_new", "gelu", "relu"), "n_inner": (None, 48)},
@@ -169,3 +171,11 @@ def test_a_model_is_built_from_settings():
         fastgpt.GPT.from_config(num_layers=1)
     with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
         fastgpt.GPT.from_config(layers=1, vocab_size=3)
+
+
+def test_the_pages_example_runs():
+    page = (ROOT / "docs" / "interchange.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.S)
+    names = {}
+    exec(example, names)
+    assert names["tokens"].shape == (1, 21)
