@@ -50,8 +50,7 @@ def _redux(b: Build, i: Instruction) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "redux.sync")
-        named = m.full(who)
-        if (named != 0xFFFFFFFF).any():
+        if (m.full(who)[m.index(mask)] != 0xFFFFFFFF).any():
             raise unknown(i)
         values = m.full(of).view(dtype).reshape(-1, WARP)
         m.put(to, np.repeat(f.reduce(values, 1), WARP).view(np.uint32), mask)

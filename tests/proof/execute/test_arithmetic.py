@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.proof.execute.ptx import apply
+from tests.proof.execute.ptx import aligned, apply, placed, run
 
 EDGES = [0, 1, 2, 3, 31, 32, 33, 255, 256, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFE, 0xFFFF_FFFF]
 
@@ -194,3 +194,26 @@ def test_floats_to_integers_saturate():
         0, 2, 2, 0, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1, -(2**31)]  # fmt: skip
     assert apply("cvt.rzi.u32.f32 {}, {};", np.uint32, x).tolist() == [
         0, 1, 2, 0, 0, 3_000_000_000, 0, 0, 2**32 - 1, 0]  # fmt: skip
+
+
+def test_a_reduction_over_a_warp_while_another_warp_is_elsewhere():
+    values, found = placed(np.float32(np.arange(64) - 3)), aligned(64, np.float32)
+    run(
+        """
+        mad.wide.u32 %rd2, %r0, 4, %rd0;
+        mad.wide.u32 %rd3, %r0, 4, %rd1;
+        ld.global.b32 %r10, [%rd2];
+        setp.ge.u32 %p1, %r0, 32;
+        @%p1 bra $L_second;
+        mov.b32 %r12, -1;
+        redux.sync.max.f32 %r11, %r10, %r12;
+        st.global.b32 [%rd3], %r11;
+        ret;
+    $L_second:
+        mov.b32 %r13, -1;
+        redux.sync.min.f32 %r11, %r10, %r13;
+        st.global.b32 [%rd3], %r11;
+        """,
+        values, found, warps=2,
+    )  # fmt: skip
+    assert found.tolist() == 32 * [28.0] + 32 * [29.0]
