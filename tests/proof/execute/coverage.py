@@ -45,8 +45,9 @@ HEADS = {D: (B, T, 16 if H % 16 == 0 else 4) for D, (B, T, H) in SHAPES.items()}
 """Sizes of attention with fewer heads; a multiple of 16 stays one, which Triton specialises."""
 EXPLAINED = {
     "_cross_entropy_scale_kernel": "its loop over rows for V = 0, when nothing is launched",
-    "_attention_.* full|_bwd_dq_kernel D=32 bfloat16 causal": "the masked loop runs once at most, "
-    "and as a pipeline it has code for more",
+    # the last two have tiles of as many queries as keys, so that the diagonal crosses just one
+    "_attention_.* full|_bwd_dq_kernel D=(32|64) bfloat16 causal|_attention_fwd_kernel D=80": "the "
+    "masked loop runs once at most, and as a pipeline it has code for more",
     "_attention_bwd_dkv_kernel": "zeros to store without any query, when nothing is launched",
 }
 """Pattern of forms -> why less than enough is reached."""
