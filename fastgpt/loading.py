@@ -2,11 +2,9 @@
 
 import sys
 
-from fastgpt import ops
 from fastgpt.config import OpsConfig
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 
 
@@ -31,6 +29,4 @@ def load(
     found = read(str(source))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    model = build_model(found.config, ops.select(asked or OpsConfig(), device, compiled=False))
-    model.load_state_dict(found.weights)
-    return model.to(device).eval(), found.tokenizer
+    return found.build(device, asked), found.tokenizer

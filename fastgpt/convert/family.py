@@ -146,7 +146,7 @@ PLAIN_GPT2_NEEDS: Needs = GPT2_NEEDS | {
     "norm_eps": (None,), "ffn_dim": (None,), "qkv_bias": (None,), "projection_bias": (None,),
     "tied": (True,),
 }  # fmt: skip
-"""What programs need that know GPT-2 alone."""
+"""Values that a program can express which knows GPT-2 alone."""
 
 
 def check_expressed(program: str, needs: Needs, config: ModelConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError
 
 MAGIC, NUMBERS = 20240326, 256
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -81,7 +81,7 @@ def write_llmc(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> N
     """Writes a model file, in the dtype of the weights: fp32 (version 3) or bf16 (version 5).
 
     Raises:
-        UserError: llm.c cannot express the model or its dtype, or the file cannot be written.
+        UserError: llm.c cannot express the model or its dtype.
     """
     check_expressed("llm.c", NEEDS, config)
     dtype = weights["wte.weight"].dtype
@@ -91,7 +91,7 @@ def write_llmc(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> N
     header = np.zeros(NUMBERS, "<i4")
     sizes = (config.context, config.vocab_size, config.num_layers, config.num_heads, config.dim)
     header[:8] = MAGIC, version, *sizes, _padded(config)
-    with writing(path), path.open("wb") as file:
+    with path.open("wb") as file:
         file.write(header.tobytes())
         for names, shape in parts(config):
             for name in names:

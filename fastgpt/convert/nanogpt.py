@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
-from fastgpt.errors import UserError, reason, writing
+from fastgpt.errors import UserError, reason
 
 PREFIX = "_orig_mod."
-"""What torch.compile puts before the names of tensors."""
+"""Prefix that torch.compile puts before the names of tensors."""
 NEEDS = PLAIN_GPT2_NEEDS | {"activation": ("gelu_erf",)}
 
 
@@ -56,7 +56,7 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
     """Writes a checkpoint without the optimizer's state.
 
     Raises:
-        UserError: nanoGPT cannot express the model, or the file cannot be written.
+        UserError: nanoGPT cannot express the model.
     """
     check_expressed("nanoGPT", NEEDS, config)
     places = ("embedding", "attention", "residual", "feed_forward")
@@ -74,5 +74,5 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
         "dropout": dropouts.pop(),
     }
     content = {"model": state | {"lm_head.weight": weights["wte.weight"]}, "model_args": args}
-    with writing(path), path.open("wb") as file:
+    with path.open("wb") as file:
         torch.save(content, file)

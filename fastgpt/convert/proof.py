@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgpt import ops
-from fastgpt.config import OpsConfig
 from fastgpt.convert.source import Source, read
 from fastgpt.errors import UserError
 from fastgpt.generation import generate
-from fastgpt.lecture import build_model
-from fastgpt.model import GPT
 
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of their largest magnitude."""
@@ -29,19 +25,12 @@ PROMPTS, LENGTH, NEW = 2, 240, 16
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says to the same random prompts, in fp32 on the CPU."""
+    """A model's answers to the same random prompts, in fp32 on the CPU."""
 
     text: Tensor
     """(PROMPTS, T) int64: the prompts, continued with the likeliest tokens."""
     logits: Tensor
     """(PROMPTS, T, V) fp32, of that text."""
-
-
-def built(source: Source) -> GPT:
-    """Builds a model in evaluation mode, in fp32 on the CPU."""
-    model = build_model(source.config, ops.select(OpsConfig(), "cpu", compiled=False))
-    model.load_state_dict(source.weights)
-    return model.eval()
 
 
 def prompts(vocab_size: int, context: int) -> tuple[Tensor, int]:
@@ -63,7 +52,7 @@ def rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
 def ours(path: Path, dtype: torch.dtype | None) -> Answers:
     """Computes the answers with fastgpt, for weights rounded to `dtype`, if given."""
     source = read(str(path))
-    model, vocab_size = built(source), source.weights["wte.weight"].shape[0]
+    model, vocab_size = source.build(), source.weights["wte.weight"].shape[0]
     rounded(model, dtype)
     tokens, new = prompts(vocab_size, source.config.context)
     text = generate(model, tokens, max_new_tokens=new, vocab_size=vocab_size, temperature=0)
@@ -81,8 +70,8 @@ def transformers_says(path: Path, dtype: torch.dtype | None) -> Answers:
         from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise UserError(
-            "the proof needs the package transformers, by which the model is read: install it, or"
-            " pass --no-verify"
+            "the proof needs the package transformers, by which the model is read: run make setup,"
+            " or pass --no-verify"
         ) from error
     model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
     rounded(model, dtype)
@@ -151,7 +140,8 @@ def prove(
             first, second = before.logits[row, shared - 1].topk(2).values
             if first - second > 2 * TOLERANCE * scale:  # else both are the likeliest
                 raise UserError(f"{wrong}: its text differs from token {shared} on")
+    alike = "equal" if same.all() else "equal up to a tie"
     return (
         f"proved: {len(bits)} tensors have the same bits, logits of {int(same.sum())} tokens differ"
-        f" by at most {error:.1e} of the largest, and the likeliest continuations are equal"
+        f" by at most {error:.1e} of the largest, and the likeliest continuations are {alike}"
     )

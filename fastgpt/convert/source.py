@@ -1,4 +1,4 @@
-"""What a model is read from: a run, a checkpoint, or a folder or hub name of Hugging Face."""
+"""Reading a model from a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from fastgpt.convert.vocabulary import from_folder
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
+from fastgpt.model import GPT
 from fastgpt.run import saved_config
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -38,6 +39,13 @@ class Source:
     """By our names, on the CPU, in the dtype of the file, without padding of the vocabulary."""
     tokenizer: Tokenizer | None
     warnings: list[str] = field(default_factory=list)
+
+    def build(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
+        """Builds the model in evaluation mode, in fp32, with the ops asked for."""
+        selected = ops.select(asked or OpsConfig(), device, compiled=False)
+        model = build_model(self.config, selected)
+        model.load_state_dict(self.weights)
+        return model.to(device).eval()
 
 
 def read(source: str) -> Source:

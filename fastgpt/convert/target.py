@@ -16,7 +16,6 @@ from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
 from fastgpt.convert.source import Source, shapes
-from fastgpt.errors import writing
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,9 +29,8 @@ def write_run(source: Source, target: Path) -> None:
     """
     train = TrainConfig(batch_tokens=source.config.context)
     config = to_json(Config(recipe="converted", model=source.config, train=train))
-    with writing(target):
-        (target / "checkpoints").mkdir(parents=True)
-        write_atomically(target / "config.json", config.encode())
+    (target / "checkpoints").mkdir(parents=True)
+    write_atomically(target / "config.json", config.encode())
     tokenizer = source.tokenizer
     checkpoint.save(
         target / "checkpoints",
@@ -55,16 +53,15 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
         shard_bytes: size from which a new file is begun.
 
     Raises:
-        UserError: no family of models can express it, or the disk is full or cannot be written.
+        UserError: no family of models can express it.
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
     settings["torch_dtype"] = str(source.weights["wte.weight"].dtype).removeprefix("torch.")
     tensors = _tensors(source, links_of(family, source.config))
-    with writing(target):
-        target.mkdir(parents=True)
-        (target / "config.json").write_text(json.dumps(settings, indent=1))
-        _write_tensors(tensors, target, shard_bytes)
+    target.mkdir(parents=True)
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    _write_tensors(tensors, target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
 

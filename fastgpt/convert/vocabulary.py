@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -61,9 +61,8 @@ def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     }
     if end is not None:
         settings |= {"bos_token": end, "eos_token": end}
-    with writing(folder):
-        (folder / NAMES[0]).write_text(content, encoding="utf-8")
-        (folder / NAMES[1]).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    (folder / NAMES[0]).write_text(content, encoding="utf-8")
+    (folder / NAMES[1]).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def to_json(tokenizer: Tokenizer) -> str:

@@ -245,7 +245,7 @@ class Extrapolation:
 
     @property
     def executed(self) -> str:
-        """What was run."""
+        """Description of the sizes that were run."""
         if not self.axes:
             return "the whole problem"
         names = [axis.name for axis in self.axes]
@@ -264,7 +264,7 @@ class Profile:
     least: int
     """Fewest multiply-adds of tensor cores; 0 if not known."""
     executed: str
-    """What was run: the whole problem, or small ones, of which the last confirmed the rest."""
+    """Sizes that were run: the whole problem, or small ones, the last of which confirm the rest."""
 
 
 def counters_of(launch: Launch, arch: int) -> Counters:

@@ -1,4 +1,4 @@
-"""What cannot be converted is one error that names the cause, and leaves nothing behind."""
+"""Models that cannot be converted give one error that names the cause, and leave nothing behind."""
 
 import json
 import shutil
@@ -138,6 +138,10 @@ def test_existing_folders_and_missing_models_are_named(tmp_path, monkeypatch):
     run = saved_run(tmp_path / "run")
     with pytest.raises(UserError, match=r"run exists: expected a new name"):
         converted(run, run, "hf")
+    (tmp_path / "file").write_text("no folder")
+    for to, name in (("hf", "file/x"), ("run", "file/x"), ("llmc", "file/x.bin")):
+        with pytest.raises(UserError, match=rf"^cannot write .*{name}: "):
+            converted(run, tmp_path / name, to)
     with pytest.raises(UserError, match=r"^no/such/model does not exist: expected a folder, or"):
         converted("no/such/model", tmp_path / "x", "hf")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -141,7 +141,7 @@ def _operands(
 def _cells(
     m: Machine, mask: Mask, slot: int, offset: np.unsignedinteger, columns: int, half: int | None
 ) -> Iterator[tuple[Array, TensorMemory, Cells]]:
-    """Of each block (which of the lanes are its own, its memory, the cells that they access).
+    """Yields for each block (which lanes are its own, its memory, the cells that they access).
 
     Shape .32x32b: a lane for each thread of the warp. Shape .16x32bx2: 16 lanes; the second half of
     the threads accesses the same ones, `half` columns further on (9.7.16.2.3).

@@ -78,7 +78,7 @@ def _elect(b: Build, i: Instruction) -> Step:
 
 @opcode("bar.warp.sync", "wgmma.fence.sync.aligned", "tcgen05.relinquish_alloc_permit")
 def _nothing(b: Build, i: Instruction) -> Step:
-    """What changes nothing here.
+    """Executes instructions that change nothing here.
 
     The threads of a warp that meet (9.7.13.2) are together anyway, accesses to registers
     (9.7.15.7.1) in order, and other blocks of the multiprocessor may allocate whatever they like.
