@@ -81,13 +81,8 @@ then_on_cuda = $(if $(cuda),; cpu=$$?; $(PY) -m pytest -q $(ARGS) $(on_cuda) $(1
 	echo "exit status $$cpu without CUDA and $$cuda on it; 0: passed; 5: no test was selected"; \
 	[ $$cpu$$cuda = 00 ] || [ $$cpu$$cuda = 05 ] || [ $$cpu$$cuda = 50 ])
 executed := tests/kernels tests/proof/execute -m "not gpu and not slow" -n auto --maxprocesses 4
-ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
+ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
-# One arch after the other: Triton keeps a part of each compilation, so memory grows.
-define next_line
-
-
-endef
 
 # --- targets -----------------------------------------------------------------------------------
 
@@ -111,8 +106,7 @@ parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their c
 	$(PY) -m pytest -q $(if $(cuda),$(on_cuda) gpu,$(executed) -k "not fp16" --execute sm_80,sm_90) $(ARGS)
 
 parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU; writes the record
-	@rm -f $(RECORD)
-	$(foreach arch,$(ARCHS),$(PY) -m pytest -q $(executed) --execute $(arch) --record $(RECORD) $(ARGS)$(next_line))
+	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)

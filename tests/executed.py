@@ -52,13 +52,15 @@ def without_names(ptx: str) -> str:
 
 
 class Recorder:
-    """pytest plugin that counts what was executed, adds to the record and says what it proves."""
+    """pytest plugin that counts what was executed, writes the record and says what it proves."""
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
         self.tests = self.launches = 0
         self.seen: set[str] = set()
         self.archs: set[int] = set()
+        if self.path:
+            self.path.write_text("")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         executed = dict(report.user_properties).get("executed")

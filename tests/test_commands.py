@@ -30,7 +30,7 @@ TINY = (
 )
 DROPOUT = "--only dropout/*/fp32 --sizes tiny --rounds 2"
 SLOT = '--static --arch 80 --only "sm_80 fwd 16 bits D=16,32 plain" --top 1'
-ONE_CASE = '"test_parity and rotary-grouped-fp32"'
+ONE_CASE = '"test_parity and rotary-grouped-fp32 and sm_90"'
 # What makes a command short: text that is replaced, or, where the pattern ends the command, added.
 SHORTER = [
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
