@@ -15,17 +15,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fastgpt import tensors
 from fastgpt.errors import UserError, is_disk_full, reason, writing
 from fastgpt.storage import sync_directory
 
@@ -42,7 +41,8 @@ class Checkpoint:
 
     path: Path
     step: int
-    weights: dict[str, Tensor]
+    weights: tensors.Weights
+    """They are read from the file when they are asked for."""
     state: dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def save(
     folder: Path,
     step: int,
     *,
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     state: dict[str, Any],
     config_json: str,
     save_tokenizer: Callable[[Path], None] | None,
@@ -68,14 +68,10 @@ def save(
             for left_over in folder.glob(pattern):
                 shutil.rmtree(left_over)
         temporary.mkdir(parents=True)
-        save_file(
-            {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
-            temporary / "model.safetensors",
-        )
+        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+        tensors.write(temporary / "model.safetensors", plan, weights.values())
         with (temporary / "state.pt").open("wb") as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        # safetensors creates files with mode 0600, whatever the umask
-        shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
         (temporary / "config.json").write_text(config_json)
         if save_tokenizer is not None:
             save_tokenizer(temporary / "tokenizer.json")
@@ -95,7 +91,7 @@ def save(
         sync_directory(folder)
         for old in steps_on_disk(folder)[:-keep]:
             _remove(old)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeErrors
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(_cannot_save(folder, step, error)) from error
     return final
@@ -192,7 +188,7 @@ def load(path: Path, *, state: bool = True) -> Checkpoint:
     return Checkpoint(
         path=path,
         step=record["step"],
-        weights=load_file(path / "model.safetensors"),
+        weights=tensors.read(path / "model.safetensors"),
         state=_state(path) if state else {},
     )
 

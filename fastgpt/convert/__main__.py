@@ -8,7 +8,7 @@ logits and text are compared with the source's.
 
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -70,8 +70,8 @@ def convert(config: ConvertConfig) -> str:
     source, dtype = read(config.source), DTYPES.get(config.dtype)
     for warning in source.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    for name, x in source.weights.items():
-        source.weights[name] = x if dtype is None else x.to(dtype)
+    if dtype is not None:
+        source = replace(source, weights=source.weights.to(dtype))
     unique = temporary_name(config.target)
     temporary = unique.with_name(f"{unique.name}{suffix}" if config.to in FILES else unique.name)
     before = digests(source.weights)
@@ -101,7 +101,6 @@ def _write(config: ConvertConfig, source: Source, folder: Path) -> None:
     else:
         write = {"nanogpt": write_nanogpt, "llmc": write_llmc}[config.to]
         write(source.config, source.weights, folder)
-    source.weights.clear()
 
 
 def main(argv: list[str]) -> None:

@@ -3,7 +3,7 @@
 Source: llm.c, `train_gpt2.py`, write_model, and `train_gpt2.cu`, gpt2_build_from_checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.errors import UserError
+from fastgpt.tensors import octets
 
 MAGIC, NUMBERS = 20240326, 256
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -77,7 +78,7 @@ def read_llmc(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, weights
 
 
-def write_llmc(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> None:
+def write_llmc(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:
     """Writes a model file, in the dtype of the weights: fp32 (version 3) or bf16 (version 5).
 
     Raises:
@@ -95,7 +96,7 @@ def write_llmc(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> N
         file.write(header.tobytes())
         for names, shape in parts(config):
             for name in names:
-                x = weights[name].contiguous()
-                file.write(x.view(torch.uint8).numpy().tobytes())
+                x = weights[name]
+                file.write(octets(x).data)
                 missing = shape[0] - x.shape[0]  # rows of the padded vocabulary
                 file.write(bytes(missing * x[0].nbytes))

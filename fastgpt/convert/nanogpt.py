@@ -1,6 +1,7 @@
 """Models in nanoGPT's `ckpt.pt`: a dictionary that PyTorch writes, read without running pickles."""
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, {name: x for name, x in named.items() if not name.endswith(".attn.bias")}
 
 
-def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -> None:
+def write_nanogpt(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:
     """Writes a checkpoint without the optimizer's state.
 
     Raises:
@@ -64,6 +65,7 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
     if len(dropouts) > 1:
         raise UserError(f"nanoGPT cannot express this model: its dropouts are {sorted(dropouts)}")
     state = {f"transformer.{name}": x for name, x in weights.items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
     args: dict[str, Any] = {
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
@@ -73,6 +75,6 @@ def write_nanogpt(config: ModelConfig, weights: dict[str, Tensor], path: Path) -
         "bias": config.bias,
         "dropout": dropouts.pop(),
     }
-    content = {"model": state | {"lm_head.weight": weights["wte.weight"]}, "model_args": args}
+    content = {"model": state, "model_args": args}
     with path.open("wb") as file:
         torch.save(content, file)

@@ -5,7 +5,7 @@ written for, to compare what it computes with what the source's own program does
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastgpt.convert.source import Source, read
 from fastgpt.errors import UserError
 from fastgpt.generation import generate
+from fastgpt.tensors import octets
 
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of their largest magnitude."""
@@ -52,7 +53,7 @@ def rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
 def ours(path: Path, dtype: torch.dtype | None) -> Answers:
     """Computes the answers with fastgpt, for weights rounded to `dtype`, if given."""
     source = read(str(path))
-    model, vocab_size = source.build(), source.weights["wte.weight"].shape[0]
+    model, vocab_size = source.build(), source.weights.plan["wte.weight"].shape[0]
     rounded(model, dtype)
     tokens, new = prompts(vocab_size, source.config.context)
     text = generate(model, tokens, max_new_tokens=new, vocab_size=vocab_size, temperature=0)
@@ -89,12 +90,9 @@ BY: dict[str, Callable[[Path, torch.dtype | None], Answers]] = {
 """Kind of files -> the program that reads them; nanoGPT and llm.c cannot be installed."""
 
 
-def digests(weights: dict[str, Tensor]) -> dict[str, str]:
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the sha256 of each tensor's bytes."""
-    return {
-        name: hashlib.sha256(x.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
-        for name, x in weights.items()
-    }
+    return {name: hashlib.sha256(octets(x).data).hexdigest() for name, x in weights.items()}
 
 
 def prove(

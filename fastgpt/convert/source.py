@@ -2,14 +2,16 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from fastgpt import checkpoint, ops
+from fastgpt import checkpoint, ops, tensors
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.convert.families import GPT2, config_from, links_of
 from fastgpt.convert.family import Family, Links, Settings
@@ -21,6 +23,7 @@ from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.run import saved_config
+from fastgpt.tensors import Weights
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FILES = ("*.safetensors", "*.json", "merges.txt")
@@ -35,8 +38,8 @@ class Source:
     kind: str
     """`run` (a run or checkpoint of ours), `hf` (Hugging Face), `nanogpt` or `llmc`."""
     config: ModelConfig
-    weights: dict[str, Tensor]
-    """By our names, on the CPU, in the dtype of the file, without padding of the vocabulary."""
+    weights: Weights
+    """By our names, in the dtype of the file, without padding of the vocabulary."""
     tokenizer: Tokenizer | None
     warnings: list[str] = field(default_factory=list)
 
@@ -44,7 +47,9 @@ class Source:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
         selected = ops.select(asked or OpsConfig(), device, compiled=False)
         model = build_model(self.config, selected)
-        model.load_state_dict(self.weights)
+        state = model.state_dict()
+        for name, x in self.weights.items():  # one at a time: they are not in memory twice
+            state[name].copy_(x)
         return model.to(device).eval()
 
 
@@ -67,7 +72,8 @@ def read(source: str) -> Source:
     if path.is_file() and path.suffix in READERS:
         kind, reader = READERS[path.suffix]
         warning = f"{path} holds no tokenizer: the model works on token ids only"
-        return _checked(Source(path, kind, *reader(path), None, [warning]))
+        config, weights = reader(path)
+        return _checked(Source(path, kind, config, tensors.in_memory(weights), None, [warning]))
     if path.exists():
         raise UserError(
             f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
@@ -82,13 +88,14 @@ READERS = {".pt": ("nanogpt", read_nanogpt), ".bin": ("llmc", read_llmc)}
 def _checked(source: Source) -> Source:
     """Raises `UserError` if a model lacks a tensor, or has another one or another shape."""
     expected = shapes(source.config)
-    for name in sorted(expected.keys() | source.weights.keys()):
-        if name not in expected or name not in source.weights:
+    found = source.weights.plan
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in expected or name not in found:
             what = "no" if name in expected else "an unknown"
             raise UserError(f"{source.path} has {what} tensor {name}")
-        if source.weights[name].shape != expected[name]:
+        if found[name].shape != expected[name]:
             raise UserError(
-                f"{source.path}: {name} has the shape {tuple(source.weights[name].shape)}:"
+                f"{source.path}: {name} has the shape {tuple(found[name].shape)}:"
                 f" expected {tuple(expected[name])}"
             )
     return source
@@ -97,13 +104,15 @@ def _checked(source: Source) -> Source:
 def _of_run(path: Path) -> Source:
     found, complaints = checkpoint.find(str(path), state=False)
     saved = found.path / "tokenizer.json"
-    return Source(
-        path=found.path,
-        kind="run",
-        config=saved_config(found.path).model,
-        weights=found.weights,
-        tokenizer=load_tokenizer(saved) if saved.exists() else None,
-        warnings=complaints,
+    return _checked(
+        Source(
+            path=found.path,
+            kind="run",
+            config=saved_config(found.path).model,
+            weights=found.weights,
+            tokenizer=load_tokenizer(saved) if saved.exists() else None,
+            warnings=complaints,
+        )
     )
 
 
@@ -141,7 +150,7 @@ def _of_folder(path: Path) -> Source:
             f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
             f" vocab_size {config.vocab_size:,}: expected at least as many"
         )
-    weights = Reader(path, family, links_of(family, config)).read(shapes(config))
+    weights = Reader(path, family, links_of(family, config)).weights(shapes(config))
     return Source(path, "hf", config, weights, tokenizer, warnings)
 
 
@@ -167,21 +176,22 @@ class Reader:
 
     def __init__(self, path: Path, family: Family, links: Links) -> None:
         self.path, self.family, self.links = path, family, links
-        self.where = _tensors(path)
+        self.files = _files(path)
+        self.where = {name: file for file, found in self.files.items() for name in found}
         """Name of a tensor -> its file."""
 
-    def read(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-        """Reads all tensors, under our names.
+    def weights(self, shapes: dict[str, torch.Size]) -> Weights:
+        """Returns the tensors under our names.
 
         Raises:
             UserError: one is missing, has another shape, or belongs to no part of our model.
         """
-        taken, found = set(), {}
+        taken, plan = set(), {}
         for ours, link in self.links.items():
-            parts = [self.tensor(name) for name in link.names]
+            parts = [self.planned(name) for name in link.names]
             taken.update(map(self.stored, link.names))
             if link.filler is not None:
-                self.check_filler(link.names, parts, link.filler)
+                self.check_filler(link.names, link.filler)
                 continue
             for name, part, shape in zip(link.names, parts, link.shapes(shapes[ours])):
                 if part.shape != shape:
@@ -189,35 +199,42 @@ class Reader:
                         f"{self.where[self.stored(name)]}: {name} has the shape"
                         f" {tuple(part.shape)}: expected {shape}, as config.json has it"
                     )
-            found[ours] = link.ours(parts)
+            plan[ours] = link.ours(parts)
+        found = Weights(plan, self.ours)
         self.check_rest(self.where.keys() - taken, found)
         return found
+
+    def ours(self, name: str) -> Tensor:
+        """Reads a tensor by our name."""
+        link = self.links[name]
+        return link.ours([self.tensor(part) for part in link.names])
 
     def stored(self, name: str) -> str:
         """Returns the name in the file: GPT-2's on the hub lack the prefix."""
         short = name.removeprefix("transformer.")
         return short if name not in self.where and short in self.where else name
 
-    def tensor(self, name: str) -> Tensor:
+    def planned(self, name: str) -> Tensor:
+        """Returns a tensor without its values, on the device `meta`."""
         name = self.stored(name)
         if name not in self.where:
             raise UserError(f"{self.path} has no tensor {name}, which config.json asks for")
-        file = self.where[name]
-        try:
-            with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from error
+        return self.files[self.where[name]].plan[name]
 
-    def check_filler(self, names: tuple[str, ...], parts: list[Tensor], filler: float) -> None:
-        for name, part in zip(names, parts):
-            if not (part == filler).all():
+    def tensor(self, name: str) -> Tensor:
+        file = self.where[self.stored(name)]
+        with _reading(file):
+            return self.files[file][self.stored(name)]
+
+    def check_filler(self, names: tuple[str, ...], filler: float) -> None:
+        for name in names:
+            if not (self.tensor(name) == filler).all():
                 raise UserError(
                     f"{name} is not {filler:g} everywhere, although config.json says under"
                     " `fastgpt` that the model has no such tensor"
                 )
 
-    def check_rest(self, rest: set[str], found: dict[str, Tensor]) -> None:
+    def check_rest(self, rest: set[str], found: Weights) -> None:
         """Raises `UserError` if tensors that the model would need are left over."""
         for name in sorted(rest):
             if name.endswith(self.family.buffers):
@@ -230,8 +247,8 @@ class Reader:
             )
 
 
-def _tensors(path: Path) -> dict[str, Path]:
-    """Returns the file of each tensor."""
+def _files(path: Path) -> dict[Path, Weights]:
+    """Returns the tensors of each file."""
     index = path / "model.safetensors.index.json"
     files = [path / "model.safetensors"]  # transformers, too, prefers it to an index
     if index.is_file() and not files[0].is_file():
@@ -247,9 +264,15 @@ def _tensors(path: Path) -> dict[str, Path]:
     for file in files:
         if file.parent != path:
             raise UserError(f"{index} names {file}: expected files of the same folder")
-        try:
-            with safe_open(file, "pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from error
+        with _reading(file):
+            found[file] = tensors.read(file)
     return found
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turns an error met while reading `file` into a `UserError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error

@@ -1,17 +1,15 @@
 """Writing a model into the files of Hugging Face, or as a run of ours."""
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fastgpt import checkpoint
-from fastgpt.config import Config, TrainConfig, to_json
+from fastgpt import checkpoint, tensors
+from fastgpt.config import Config, ModelConfig, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
@@ -46,9 +44,6 @@ def write_run(source: Source, target: Path) -> None:
 def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """Writes config.json, safetensors files and tokenizer of Hugging Face.
 
-    The source's tensors are taken out of it. Those of GPT-2 are transposed, which takes the memory
-    of a file's tensors once more.
-
     Args:
         shard_bytes: size from which a new file is begun.
 
@@ -57,57 +52,49 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
-    settings["torch_dtype"] = str(source.weights["wte.weight"].dtype).removeprefix("torch.")
-    tensors = _tensors(source, links_of(family, source.config))
+    settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
-    _write_tensors(tensors, target, shard_bytes)
+    _write_tensors(source, links_of(family, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
 
 
-def _tensors(source: Source, links: Links) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a model under others' names, and takes them out of the source."""
-    dtype = source.weights["wte.weight"].dtype
+def _renamed(
+    weights: Mapping[str, Tensor], links: Links, config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model under others' names."""
+    dtype = weights["wte.weight"].dtype
     # those that our model lacks have the shapes that they have in a model with all of them
-    whole = replace(source.config, bias=True, qkv_bias=None, projection_bias=None)
+    whole = replace(config, bias=True, qkv_bias=None, projection_bias=None)
     sizes = shapes(replace(whole, qk_norm_weight=whole.qk_norm))
     for ours, link in links.items():
-        x = source.weights.pop(ours, None)
-        if x is None:
-            assert link.filler is not None
-            x = torch.full(sizes[ours], link.filler, dtype=dtype)
-        yield from link.theirs(x)
+        if link.filler is None:
+            yield from link.theirs(weights[ours])
+        else:
+            yield from link.theirs(torch.full(sizes[ours], link.filler, dtype=dtype))
 
 
-def _write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+def _write_tensors(source: Source, links: Links, folder: Path, shard_bytes: int) -> None:
     """Writes one file, or several that an index lists; their names tell how many there are."""
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        path = folder / f"{len(shards)}.safetensors"
-        save_file(held, path, metadata={"format": "pt"})
-        # safetensors creates files with mode 0600, whatever the umask
-        shutil.copymode(folder / "config.json", path)
-        shards.append(list(held))
-        held.clear()
-
-    for name, x in tensors:
-        if held and size + x.nbytes > shard_bytes:
-            flush()
+    plan = dict(_renamed(source.weights.plan, links, source.config))
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, x in plan.items():
+        if shards[-1] and size + x.nbytes > shard_bytes:
+            shards.append({})
             size = 0
-        held[name] = x
-        size, total = size + x.nbytes, total + x.nbytes
-    flush()
+        shards[-1][name] = x
+        size += x.nbytes
     count = len(shards)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     if count == 1:
         names = ["model.safetensors"]
-    for i, name in enumerate(names):
-        (folder / f"{i}.safetensors").rename(folder / name)
+    values = (x for _, x in _renamed(source.weights, links, source.config))
+    for name, shard in zip(names, shards):
+        tensors.write(folder / name, shard, values)
     if count > 1:
         where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        total = sum(x.nbytes for x in plan.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -1,5 +1,6 @@
 """Small random models of Hugging Face and of ours, and their tensors in files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.model import GPT
+from fastgpt.tensors import Weights, in_memory
 
 V, CONTEXT = 100, 40
 LLAMA3 = {
@@ -72,7 +74,7 @@ def saved_run(
     model = GPT.from_config(config)
     moved(model)
     weights = {name: x.detach().to(dtype) for name, x in model.state_dict().items()}
-    write_run(Source(folder, "run", config, weights, tokenizer), folder)
+    write_run(Source(folder, "run", config, in_memory(weights), tokenizer), folder)
     return folder
 
 
@@ -81,12 +83,12 @@ def converted(source: Path, target: Path, to: str, **options) -> Path:
     return target
 
 
-def weights(path: Path) -> dict[str, Tensor]:
+def weights(path: Path) -> Weights:
     """Reads a model of any kind under our names."""
     return read(str(path)).weights
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """True if two sets of tensors have the same names, dtypes and bits."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgpt import checkpoint
+from fastgpt import checkpoint, tensors
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
@@ -32,7 +32,7 @@ def opened(monkeypatch):
     def wait(*_):
         assert threading.current_thread() is threading.main_thread() or event.wait(60)
 
-    before_each(monkeypatch, checkpoint, "save_file", wait)
+    before_each(monkeypatch, tensors, "write", wait)
     yield event
     event.set()
 
