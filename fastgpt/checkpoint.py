@@ -5,6 +5,7 @@ A checkpoint is a folder `step_00000500`:
     state.pt            optimizer and loader state (read with weights_only=True)
     config.json         the run's settings
     tokenizer.json      so that a checkpoint can always decode its own output
+    huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
@@ -30,9 +31,9 @@ from fastgpt.storage import sync_directory
 
 FORMAT_VERSION = 2
 STEP = re.compile(r"step_\d{8,}")
-FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json")
-OPTIONAL = ("tokenizer.json",)
-"""A model that was converted may lack it."""
+FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json", "huggingface.json")
+OPTIONAL = ("tokenizer.json", "huggingface.json")
+"""A model that was converted may lack the first, and it alone has the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,12 @@ def save(
     config_json: str,
     save_tokenizer: Callable[[Path], None] | None,
     keep: int,
+    huggingface_json: str | None = None,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes all but the newest `keep`.
+
+    Args:
+        huggingface_json: `Source.kept` of a model that was converted.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.
@@ -75,7 +80,9 @@ def save(
         (temporary / "config.json").write_text(config_json)
         if save_tokenizer is not None:
             save_tokenizer(temporary / "tokenizer.json")
-        files = [name for name in FILES if name not in OPTIONAL or save_tokenizer is not None]
+        if huggingface_json is not None:
+            (temporary / "huggingface.json").write_text(huggingface_json)
+        files = [name for name in FILES if (temporary / name).exists()]
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,

@@ -26,8 +26,14 @@ from fastgpt.run import saved_config
 from fastgpt.tensors import Weights
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-FILES = ("*.safetensors", "*.json", "merges.txt")
+FILES = ("*.safetensors", "*.json", "merges.txt", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
+
+KEPT = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,9 @@ class Source:
     """By our names, in the dtype of the file, without padding of the vocabulary."""
     tokenizer: Tokenizer | None
     warnings: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    """Files of Hugging Face that fastgpt does not interpret, by name, with their text; of
+    config.json only the fields `IDS`."""
 
     def build(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
@@ -103,7 +112,7 @@ def _checked(source: Source) -> Source:
 
 def _of_run(path: Path) -> Source:
     found, complaints = checkpoint.find(str(path), state=False)
-    saved = found.path / "tokenizer.json"
+    saved, others = found.path / "tokenizer.json", found.path / "huggingface.json"
     return _checked(
         Source(
             path=found.path,
@@ -112,6 +121,7 @@ def _of_run(path: Path) -> Source:
             weights=found.weights,
             tokenizer=load_tokenizer(saved) if saved.exists() else None,
             warnings=complaints,
+            kept=json.loads(others.read_text()) if others.exists() else {},
         )
     )
 
@@ -139,7 +149,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _of_folder(path: Path) -> Source:
-    config, family, unknown = config_from(_json(path / "config.json"))
+    settings = _json(path / "config.json")
+    config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
     tokenizer, complaint = from_folder(path, gpt2=family is GPT2)
     if complaint:
@@ -151,7 +162,12 @@ def _of_folder(path: Path) -> Source:
             f" vocab_size {config.vocab_size:,}: expected at least as many"
         )
     weights = Reader(path, family, links_of(family, config)).weights(shapes(config))
-    return Source(path, "hf", config, weights, tokenizer, warnings)
+    kept = {"config.json": json.dumps({name: settings[name] for name in IDS if name in settings})}
+    for name in KEPT:
+        if (path / name).is_file():
+            with _reading(path / name):
+                kept[name] = (path / name).read_text(encoding="utf-8")
+    return Source(path, "hf", config, weights, tokenizer, warnings, kept)
 
 
 def _json(path: Path) -> Settings:
@@ -274,5 +290,5 @@ def _reading(file: Path) -> Iterator[None]:
     """Turns an error met while reading `file` into a `UserError`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, UnicodeDecodeError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error

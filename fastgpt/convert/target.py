@@ -38,6 +38,7 @@ def write_run(source: Source, target: Path) -> None:
         config_json=config,
         save_tokenizer=None if tokenizer is None else tokenizer.save,
         keep=1,
+        huggingface_json=json.dumps(source.kept) if source.kept else None,
     )
 
 
@@ -52,12 +53,16 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
+    kept = dict(source.kept)
+    settings |= json.loads(kept.pop("config.json", "{}"))
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _write_tensors(source, links_of(family, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
+    for name, content in kept.items():
+        (target / name).write_text(content, encoding="utf-8")
 
 
 def _renamed(

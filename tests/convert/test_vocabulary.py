@@ -1,12 +1,14 @@
 """Tokenizers that are written for Hugging Face give the same ids there."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
 from fastgpt.convert import vocabulary
 from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer
-from tests.convert.models import converted, saved_run
-from tests.data.sets import gpt2_files
+from tests.convert.models import converted, saved, saved_run, theirs
+from tests.data.sets import gpt2_files, tokenizer_of
 
 TEXTS = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n",
@@ -47,3 +49,26 @@ def test_a_converted_run_keeps_its_tokenizer(tmp_path):
     assert tokenizer.encode(TEXTS[0]).tolist() == load_tokenizer(
         run / "checkpoints" / "step_00000000"
     ).encode(TEXTS[0]).tolist()  # fmt: skip
+
+
+def test_what_fastgpt_does_not_interpret_is_carried_through_a_run(tmp_path):
+    folder = saved(theirs("llama", vocab_size=500), tmp_path / "there")
+    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    kept = {
+        "generation_config.json": '{"eos_token_id": [0, 7], "temperature": 0.6}',
+        "chat_template.jinja": "{% for m in messages %}\u00e9 {{ m['content'] }}{% endfor %}",
+        "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}',
+    }
+    for name, content in kept.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    ids = {"bos_token_id": 3, "eos_token_id": [0, 7], "pad_token_id": None}
+    settings = json.loads((folder / "config.json").read_text()) | ids
+    (folder / "config.json").write_text(json.dumps(settings))
+    back = converted(converted(folder, tmp_path / "run", "run"), tmp_path / "back", "hf")
+    for name in (*kept, "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+    settings = json.loads((back / "config.json").read_text())
+    assert {name: settings[name] for name in ids} == ids
+    messages = [{"content": "hello"}]
+    theirs_again = AutoTokenizer.from_pretrained(back)
+    assert theirs_again.apply_chat_template(messages, tokenize=False) == "\u00e9 hello"
