@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from fastgpt import flags
 from fastgpt.checks import POSITIVE, check
+from fastgpt.convert import elsewhere
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
 from fastgpt.convert.proof import digests, prove
@@ -68,7 +69,7 @@ def convert(config: ConvertConfig) -> str:
     if config.target.suffix != suffix:
         raise UserError(f"{config.target} is for {config.to}: expected a name with {suffix}")
     source, dtype = read(config.source), DTYPES.get(config.dtype)
-    for warning in source.warnings:
+    for warning in (*source.warnings, *(elsewhere.warnings(source) if config.to == "hf" else ())):
         print(f"warning: {warning}", file=sys.stderr)
     if dtype is not None:
         source = replace(source, weights=source.weights.to(dtype))

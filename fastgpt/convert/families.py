@@ -35,6 +35,7 @@ def _gpt2_settings(config: ModelConfig) -> Settings:
         "n_embd": config.dim,
         "n_inner": config.ffn_width,
         "n_positions": config.context,
+        "n_ctx": config.context,  # read by llama.cpp
         "activation_function": next(x for x in GELUS if ACTIVATIONS[x] == config.activation),
         "layer_norm_epsilon": config.epsilon,
         "embd_pdrop": config.dropout_at("embedding"),

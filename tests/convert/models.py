@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -27,6 +28,21 @@ V, CONTEXT = 100, 40
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 20,
+}  # fmt: skip
+
+OURS = {
+    "gpt2": {},
+    "gpt2-without-biases": {"bias": False, "qkv_bias": True},
+    "gpt2-untied": {"tied": False, "activation": "relu_squared", "ffn_dim": 40},
+    "llama": {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False},
+    "qwen3": {
+        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
+        "qk_norm": True, "qk_norm_weight": True, "num_kv_heads": 2, "head_size": 16,
+    },
+    "qwen3-without-weights": {
+        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
+        "qk_norm": True, "tied": False, "norm_eps": 1e-5,
+    },
 }  # fmt: skip
 
 
@@ -93,3 +109,8 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
     )
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    """Reads the tensors of all files of a folder under the names that they have there."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer
@@ -18,8 +17,10 @@ from fastgpt.errors import UserError
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,
+    OURS,
     V,
     converted,
+    files,
     same,
     saved,
     saved_run,
@@ -42,11 +43,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def files(folder):
-    """Reads the tensors of all files of a folder under the names that they have there."""
-    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, derandomize=True, deadline=None)
 @given(data=st.data())
@@ -63,22 +59,6 @@ def test_there_and_back_every_bit_is_the_same(family, data):
         before, after = files(there), files(back)
         assert same(before, {name: after[name] for name in before})
         assert after.keys() - before.keys() <= {"lm_head.weight"}
-
-
-OURS = {
-    "gpt2": {},
-    "gpt2-without-biases": {"bias": False, "qkv_bias": True},
-    "gpt2-untied": {"tied": False, "activation": "relu_squared", "ffn_dim": 40},
-    "llama": {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False},
-    "qwen3": {
-        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
-        "qk_norm": True, "qk_norm_weight": True, "num_kv_heads": 2, "head_size": 16,
-    },
-    "qwen3-without-weights": {
-        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
-        "qk_norm": True, "tied": False, "norm_eps": 1e-5,
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
