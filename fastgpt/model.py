@@ -122,6 +122,12 @@ def head_norm(config: ModelConfig) -> nn.RMSNorm | None:
     return nn.RMSNorm(config.head_dim, eps, weighted) if config.qk_norm else None
 
 
+def normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalises x (..., D) in the dtype of the weights, if there are any; the result has x's."""
+    # x and weights of two dtypes, as under autocast, have no fused kernel; autocast may use fp32
+    return norm(x if norm.weight is None else x.type_as(norm.weight)).type_as(x)
+
+
 class Attention(nn.Module):
     """Causal self-attention; q, k and v are views of one packed projection, never copied."""
 
@@ -176,8 +182,7 @@ class Attention(nn.Module):
             )  # fmt: skip
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.q_norm is not None and self.k_norm is not None:
-            # autocast may normalise in fp32
-            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+            q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
         if cos_sin is not None:
             q, k = self.rotate(q, k, *cos_sin)
         if layer_cache is not None:

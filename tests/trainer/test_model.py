@@ -390,3 +390,15 @@ def test_tokenizer_without_end_of_text_is_refused(tokenizer, tiny):
     with pytest.raises(UserError, match=complaint):
         with_vocabulary(parse(tiny("--model.document-mask")), tokenizer)
     assert with_vocabulary(parse(tiny()), tokenizer).model.eot_id is None
+
+
+def test_qk_norm_meets_weights_of_its_dtype_under_autocast():
+    model = sharp(qk_norm=True, qk_norm_weight=True)
+    tokens, seen = draw_tokens(), []
+    for norm in (model.h[0].attn.q_norm, model.h[0].attn.k_norm):
+        norm.register_forward_pre_hook(lambda m, x: seen.append((x[0].dtype, m.weight.dtype)))
+    expected = model(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens)
+    assert seen == 4 * [(torch.float32, torch.float32)]
+    assert (logits - expected).abs().max() < 0.03 * expected.abs().max()
