@@ -17,7 +17,12 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class UserError(Exception):
-    """An error that the user can correct: it names what was given and what was expected."""
+    """An error that the user can correct: it names what was given and what was expected.
+
+    >>> fastgpt.load("runs/missing")
+    Traceback (most recent call last):
+    fastgpt.errors.UserError: runs/missing does not exist: expected a folder, or a model's name ...
+    """
 
 
 class OtherRankError(UserError):

@@ -63,6 +63,10 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -
     Raises:
         UserError: the prompt is empty and there is no such token, or it has an unknown character;
             the message calls it `name`.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> fastgpt.encode_prompt("To be", tokenizer).shape
+    torch.Size([5])
     """
     try:
         ids = tokenizer.encode(prompt)
@@ -99,6 +103,13 @@ def sample_text(
         top_k: number of likeliest tokens to sample from; None: all.
         top_p: probability that the likeliest tokens to sample from reach together; None: 1.
         count: number of texts per prompt; the first prompt's texts come first.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> prompts = [fastgpt.encode_prompt("To be", tokenizer)]
+    >>> options = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    >>> [text] = fastgpt.sample_text(model, tokenizer, prompts, **options)
+    >>> text.startswith("To be")
+    True
     """
     prompts = [prompt for prompt in prompts for _ in range(count)]
     lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -58,6 +58,11 @@ def generate(
 
     Raises:
         UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary.
+
+    >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50).eval()
+    >>> tokens = torch.tensor([[1, 2], [3, 4]])
+    >>> fastgpt.generate(model, tokens, max_new_tokens=3, temperature=0.8, top_k=10).shape
+    torch.Size([2, 5])
     """
     check_tokens(tokens, model.config)
     vocab_size = vocab_size or model.config.vocab_size

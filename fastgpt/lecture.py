@@ -114,6 +114,12 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
 
     Raises:
         UserError: an option is set that has no effect in this network.
+
+    >>> config = fastgpt.ModelConfig(architecture="bigram", activation="relu", vocab_size=50)
+    >>> from fastgpt.ops import select
+    >>> ops = select(fastgpt.OpsConfig(), "cpu", compiled=False)
+    >>> fastgpt.build_model(config, ops).num_params()
+    2500
     """
     if config.architecture == "gpt":
         return GPT(config, ops, **options)

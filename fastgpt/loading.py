@@ -1,6 +1,7 @@
 """Loading a trained model for use: `fastgpt.load("runs/x")`."""
 
 import sys
+from pathlib import Path
 
 from fastgpt.config import OpsConfig
 from fastgpt.convert.source import read
@@ -9,7 +10,7 @@ from fastgpt.model import GPT
 
 
 def load(
-    source: str, device: str = "cpu", asked: OpsConfig | None = None
+    source: str | Path, device: str = "cpu", asked: OpsConfig | None = None
 ) -> tuple[GPT, Tokenizer | None]:
     """Loads a model, in evaluation mode and fp32, and its tokenizer.
 
@@ -25,6 +26,10 @@ def load(
 
     Raises:
         UserError: there is no such model, a file is damaged, or our model cannot express it.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+    torch.Size([1, 5])
     """
     found = read(str(source))
     for warning in found.warnings:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastgpt.cache import Cache, LayerCache
 from fastgpt.config import ModelConfig, OpsConfig
 from fastgpt.errors import UserError
-from fastgpt.generation import generate
+from fastgpt.generation import check_tokens, generate
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.linear.op import linear
 from fastgpt.kernels.runtime import autocast_dtype
@@ -272,6 +272,15 @@ class GPT(nn.Module):
         label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
+
+    Raises:
+        UserError: the size of the vocabulary is missing.
+
+    >>> config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+    >>> from fastgpt.ops import select
+    >>> model = fastgpt.GPT(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
+    >>> model.num_params()
+    20496
     """
 
     def __init__(
@@ -284,7 +293,8 @@ class GPT(nn.Module):
         narrow_residual: bool = False,
     ) -> None:
         super().__init__()
-        assert config.vocab_size is not None
+        if config.vocab_size is None:
+            raise UserError("vocab_size is missing: expected the number of tokens")
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
@@ -303,7 +313,15 @@ class GPT(nn.Module):
         self.register_load_state_dict_pre_hook(_restore_padding)
 
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Continues each row of tokens (B, T), in evaluation mode: `fastgpt.generate`."""
+        """Continues each row of tokens (B, T), in evaluation mode.
+
+        Args:
+            options: those of `fastgpt.generate`.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+        torch.Size([1, 5])
+        """
         training = self.training
         try:
             return generate(self.eval(), tokens, **options)
@@ -323,13 +341,15 @@ class GPT(nn.Module):
 
         Raises:
             UserError: the size of the vocabulary is missing, or settings do not go together.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> model(torch.zeros(1, 10, dtype=torch.long)).shape
+        torch.Size([1, 10, 50])
         """
         unknown = settings.keys() - {field.name for field in fields(ModelConfig)}
         if unknown:
             raise UserError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
         config = replace(config or ModelConfig(), **settings)
-        if config.vocab_size is None:
-            raise UserError("vocab_size is missing: expected the number of tokens")
         if config.architecture != "gpt":
             raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
         ops = select(OpsConfig(), device, compiled=False)
@@ -370,8 +390,19 @@ class GPT(nn.Module):
 
         Returns:
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
+
+        Raises:
+            UserError: there are more tokens than the context. On CPUs also if they are no ids of
+                the vocabulary; elsewhere that would need a sync, and PyTorch reports it.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> tokens = torch.zeros(1, 10, dtype=torch.long)
+        >>> model(tokens, targets=tokens).dtype
+        torch.float32
         """
         assert cache is None or not self.training
+        if type(tokens) is Tensor and tokens.is_cpu and not torch.compiler.is_compiling():
+            check_tokens(tokens, self.config)
         if tokens.shape[1] > self.config.context:
             raise UserError(
                 f"{tokens.shape[1]} tokens are longer than the model's context,"

@@ -1,0 +1,74 @@
+"""Writes `docs/api.md` from the docstrings: `python -m tests.api`.
+
+`tests/test_api.py` fails if the page is out of date, and runs the examples.
+"""
+
+import inspect
+import re
+from dataclasses import is_dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from fastgpt import kernels
+from fastgpt.flags import NO_BREAK, flags_of
+from tests.processes import ROOT
+
+PAGE = ROOT / "docs" / "api.md"
+FUNCTIONS = (
+    "GPT", "GPT.from_config", "GPT.forward", "GPT.generate", "generate", "load", "build_model",
+    "encode_prompt", "sample_text", "Trainer", "Trainer.fit", "UserError",
+)  # fmt: skip
+"""Public names in the order of the page; each but `Trainer.fit` has an example."""
+SETTINGS = (
+    "Config", "ModelConfig", "config.DataConfig", "config.OptimConfig", "config.TrainConfig",
+    "OpsConfig",
+)  # fmt: skip
+PARTS = {
+    "Models and training": FUNCTIONS,
+    "Settings": SETTINGS,
+    "Kernels": [f"kernels.{name}" for name in kernels.__all__],
+}
+PREFACE = """# Python API
+
+Written by `python -m tests.api` from the docstrings. These names are stable: a change that breaks
+one is announced in the changelog. The examples assume `import torch` and `import fastgpt`, that of
+`Trainer` also a text `mine.txt`, and others a run `runs/mine`.
+"""
+
+
+def page() -> str:
+    """Returns the text of the page."""
+    text = PREFACE
+    for title, names in PARTS.items():
+        text += f"\n## {title}\n" + "".join(map(entry, names))
+    return text
+
+
+def entry(name: str) -> str:
+    """Describes a class, a function or the fields of a dataclass."""
+    thing = resolve_name(f"fastgpt:{name}")
+    head, about = f"\n### fastgpt.{name}\n\n", inspect.getdoc(thing) or ""
+    if is_dataclass(thing):
+        rows = [
+            (flag.path, flag.summary.replace(NO_BREAK, " ").replace("<", "&lt;"))
+            for flag in flags_of(thing)
+        ]
+        table = "".join(f"| `{field}` | {what} |\n" for field, what in rows if "." not in field)
+        return f"{head}{about}\n\n| field | what it is [default] |\n|---|---|\n{table}"
+    first, *rest = re.split(r"^(?=Args:|Returns:|Raises:|>>>)", about, maxsplit=1, flags=re.M)
+    text = f"{head}```\n{name}{signature(thing)}\n```\n\n{first.strip()}\n"
+    return text + (f"\n```text\n{rest[0].strip()}\n```\n" if rest else "")
+
+
+def signature(thing: Any) -> str:
+    """Returns the names and defaults of the arguments, without types, whose spelling may change."""
+    if isinstance(thing, type) and issubclass(thing, Exception):
+        return "(message)"
+    known = inspect.signature(thing)
+    bare = [x.replace(annotation=x.empty) for x in known.parameters.values() if x.name != "self"]
+    return str(known.replace(parameters=bare, return_annotation=known.empty))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,53 @@
+"""The page about the Python API matches the docstrings, whose examples run."""
+
+import doctest
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import torch
+
+import fastgpt
+from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.errors import UserError
+from fastgpt.ops import select
+from tests import api
+from tests.convert.models import saved_run
+
+
+def test_the_page_is_current():
+    assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run python -m tests.api"
+
+
+def test_the_page_has_every_name_of_the_package():
+    assert set(fastgpt._MODULES) - {"RECIPES"} <= {*api.FUNCTIONS, *api.SETTINGS}
+
+
+@pytest.mark.parametrize("name", [name for name in api.FUNCTIONS if name != "Trainer.fit"])
+def test_the_examples_run(name, tmp_path, monkeypatch, one_thread):
+    monkeypatch.setattr("fastgpt.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("the cat sat on the mat. " * 60)
+    saved_run(Path("runs/mine"), ByteTokenizer(), vocab_size=256)
+    names = {"fastgpt": fastgpt, "torch": torch}
+    found = doctest.DocTestFinder(recurse=False).find(
+        resolve_name(f"fastgpt:{name}"), name, module=False, globs=names
+    )
+    runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), []
+    [failed, tried] = runner.run(found[0], out=said.append)
+    assert tried
+    assert not failed, "".join(said)
+
+
+def test_errors_name_what_is_wrong():
+    config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=8)
+    with pytest.raises(UserError, match=r"^vocab_size is missing"):
+        fastgpt.build_model(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
+    model = fastgpt.GPT.from_config(config, vocab_size=50)  # padded to 64
+    for call in (model, lambda tokens: model.generate(tokens, max_new_tokens=1)):
+        with pytest.raises(UserError, match=r"from 0 to 50: expected ids of the vocabulary, 0 to"):
+            call(torch.tensor([[0, 50]]))
+    tokens = torch.zeros(1, 9, dtype=torch.long)
+    with pytest.raises(UserError, match=r"^9 tokens are longer than the model's context, 8"):
+        model(tokens)
+    assert model.generate(tokens, max_new_tokens=1).shape == (1, 10)
