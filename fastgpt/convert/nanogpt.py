@@ -1,7 +1,7 @@
 """Models in nanoGPT's `ckpt.pt`: a dictionary that PyTorch writes, read without running pickles."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        _refuse_nanochat(map(str, saved))
         args, state = saved["model_args"], saved["model"]
         config = ModelConfig(
             num_layers=args["n_layer"],
@@ -51,6 +52,15 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     if not tied:
         raise UserError(f"{path}: lm_head.weight is not wte.weight, as in nanoGPT's models")
     return config, {name: x for name, x in named.items() if not name.endswith(".attn.bias")}
+
+
+def _refuse_nanochat(names: Iterable[str]) -> None:
+    """Raises `UserError` if a checkpoint with these names is nanochat's, with what we lack."""
+    short = [name.removeprefix(PREFIX) for name in names]
+    if any(name.endswith(".attn.c_q.weight") for name in short):
+        others = {name.partition(".")[0] for name in short} - {"transformer", "lm_head"}
+        has = ", ".join(["a normalised embedding", *sorted(others)])
+        raise UserError(f"it is nanochat's, with what fastgpt cannot express: {has}")
 
 
 def write_nanogpt(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:

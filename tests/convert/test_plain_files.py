@@ -87,6 +87,16 @@ def test_no_pickle_runs(tmp_path):
         weights(file)
 
 
+def test_nanochat_is_refused_by_the_names_of_its_parts(tmp_path):
+    names = ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "lm_head.weight")
+    more = ("x0_lambdas", "value_embeds.1.weight")
+    for prefix, extra, said in (("", (), "$"), ("_orig_mod.", more, ", value_embeds, x0_lambdas$")):
+        content = {f"{prefix}{name}": torch.zeros(1) for name in (*names, *extra)}
+        torch.save(content, tmp_path / "model_000650.pt")
+        with pytest.raises(UserError, match=rf"it is nanochat's, .* a normalised embedding{said}"):
+            weights(tmp_path / "model_000650.pt")
+
+
 def written(kind, tmp_path):
     run = saved_run(tmp_path / "run", **OPTIONS[kind])
     return converted(run, tmp_path / f"x.{SUFFIX[kind]}", kind, verify=False)
