@@ -13,7 +13,7 @@ from fastgpt.config import Config, ModelConfig, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
-from fastgpt.convert.source import Source, shapes
+from fastgpt.convert.source import KEPT, Source, shapes
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,16 +53,15 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
-    kept = dict(source.kept)
-    settings |= json.loads(kept.pop("config.json", "{}"))
+    settings |= json.loads(source.kept.get("config.json", "{}"))
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _write_tensors(source, links_of(family, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
-    for name, content in kept.items():
-        (target / name).write_text(content, encoding="utf-8")
+    for name in source.kept.keys() & KEPT:
+        (target / name).write_text(source.kept[name], encoding="utf-8")
 
 
 def _renamed(
