@@ -31,6 +31,7 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
         "peak_flops": peak,
         "mfu": MFU_CONVENTION,
         "resumed_from_step": engine.step or None,
+        "started_from": None if engine.source is None else str(engine.source.path),
         "data": {
             "name": engine.data.name,
             "sha256": engine.data.sha256,
@@ -54,7 +55,7 @@ def header(engine: Engine, peak: float, run_dir: Path) -> dict[str, str]:
              "rank": engine.world.size}  # fmt: skip
     batch = " x ".join(counted(number, noun) for noun, number in parts.items())
     left = counted(config.steps - engine.step, "more step" if engine.step else "step")
-    resumed = {}
+    resumed = {} if engine.source is None else {"weights": f"from {engine.source.path}"}
     if engine.resumed_from is not None:
         resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
         resumed["changed"] = ", ".join(engine.changes) or "no settings"

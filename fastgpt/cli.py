@@ -16,13 +16,13 @@ from fastgpt.display import command, duration
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.metrics import flops_per_token
 from fastgpt.recipes import RECIPES
-from fastgpt.run import find_run, saved_config
+from fastgpt.run import CONVERTED, find_run, saved_config
 from fastgpt.storage import cache_dir
 
 FIRST = (
     "data.source", "steps", "model.num_layers", "model.dim", "model.context",
     "train.batch_tokens", "train.micro_batch", "optim.lr", "optim.muon_lr", "train.device",
-    "seed", "run_dir", "resume",
+    "seed", "run_dir", "resume", "init_from",
 )  # fmt: skip
 """Flags that --help shows; that of Muon only where Muon is the optimizer."""
 DAY_S = 86_400
@@ -58,17 +58,45 @@ def parse(argv: Sequence[str]) -> Config:
     recipe = given.pop(0) if named else ("gpt2-124m" if torch.cuda.is_available() else "baby")
     if recipe not in RECIPES:
         raise _unknown_recipe(recipe)
-    resume, run_dir = _resume_flags(given)
-    found = None if resume is None else find_run(resume, run_dir, recipe)
+    early = _early_flags(given)
+    found = None if early.resume is None else find_run(early.resume, early.run_dir, recipe)
     if found is None:
-        of = f"recipe {recipe}: {RECIPES[recipe][0]}"
-        return _flags(RECIPES[recipe][1], [*asked, *given], of)
+        return _new_run(recipe, early.init_from, given, asked)
     run, source = found
     saved = saved_config(run)
+    _check_resumed(run, saved, early)
     if named and saved.recipe != recipe:
         raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, not {recipe!r}")
     config = _flags(saved, [*asked, *given], f"the run {run}")
     return replace(config, run_dir=config.run_dir or run, resume=str(source))
+
+
+def _new_run(recipe: str, init_from: str | None, given: list[str], asked: list[str]) -> Config:
+    about, default = RECIPES[recipe]
+    of = f"recipe {recipe}: {about}"
+    init_from = default.init_from if init_from is None else init_from
+    if init_from in (None, "None") or asked:
+        return _flags(default, [*asked, *given], of)
+    from fastgpt.initial import check_architecture, with_architecture  # slow to import
+
+    default = with_architecture(default, init_from)
+    config = _flags(default, given, of)
+    check_architecture(config, default.model)
+    return config
+
+
+def _check_resumed(run: Path, saved: Config, early: argparse.Namespace) -> None:
+    if saved.recipe == CONVERTED:
+        raise UserError(
+            f"{run} cannot be resumed: it was converted from another program's model, and has no"
+            f" optimizer state: start a new run from it with --init-from {run}"
+        )
+    continues = early.resume == "auto" and early.init_from == saved.init_from
+    if early.init_from is not None and not continues:
+        raise UserError(
+            f"--init-from is {early.init_from}: {run} is resumed, which began with"
+            f" {saved.init_from}: expected no --init-from, or another --run-dir without --resume"
+        )
 
 
 def check_duration(config: Config) -> None:
@@ -108,13 +136,13 @@ def _unknown_recipe(given: str) -> UserError:
     return UserError(f"unknown recipe {given!r}; {hint}--list-recipes lists all recipes")
 
 
-def _resume_flags(given: list[str]) -> tuple[str | None, Path | None]:
-    """Parses --resume and --run-dir, which decide the defaults of all other flags."""
+def _early_flags(given: list[str]) -> argparse.Namespace:
+    """Parses --resume, --run-dir and --init-from, which decide the defaults of all other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?")
     parser.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
-    known, _ = parser.parse_known_args(given)
-    return known.resume, known.run_dir
+    parser.add_argument("--init-from", "--init_from", nargs="?")
+    return parser.parse_known_args(given)[0]
 
 
 def _flags(default: Config, given: list[str], of: str) -> Config:

@@ -7,6 +7,7 @@ syncs, once per log interval (with fp16, every step).
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastgpt import checkpoint, choose, device, distributed, ops, run
+from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
@@ -30,6 +31,7 @@ from fastgpt.optim import Optimizers
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
+from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
 
@@ -60,6 +62,8 @@ class Engine:
             self.warn(note)
         if config.train.tf32:
             torch.set_float32_matmul_precision("high")
+        self.source = initial.source_of(config, self.warn)
+        """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
         self.data = self._open_data(config)
         orders = self.data.orders(config.model.context, config.seed)
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
@@ -80,14 +84,19 @@ class Engine:
     def _open_data(self, config: Config) -> DataSet:
         source = run.resolve_source(config.data.source, self.warn)
 
+        def opened(*report: PrepareProgress) -> DataSet:
+            return open_data(initial.with_tokenizer(config, self.source), source, *report)
+
         def open_once() -> None:
             with PrepareProgress() as report:
-                data = open_data(config.data, source, report)
+                data = opened(report)
             data.orders(config.model.context, config.seed)
 
         # the main rank downloads, prepares and checks the data, then all ranks open it
         self.world.on_main(open_once, patient=True)
-        data = open_data(config.data, source)
+        data = opened()
+        if self.source is not None:
+            initial.check_vocabulary(self.source, data.tokenizer)
         if (main := self.world.from_main(data.identity)) != data.identity:
             raise UserError(
                 f"{data.name} differs between this rank ({data.identity[:12]}) and the main rank"
@@ -125,16 +134,16 @@ class Engine:
             self.replica = replicate(cast(nn.Module, self.loss), config.train)
 
     def _restore(self) -> dict[str, list[int]] | None:
-        """Loads the checkpoint that `config.resume` names, if any; returns the loader's state."""
+        """Loads the checkpoint that `config.resume` names, or the model to start from, if any.
+
+        Returns:
+            dict[str, list[int]] | None: the loader's state; None: at the beginning.
+        """
         resume = self.config.resume
-        if resume in (None, "auto") or run.begins_again(Path(resume)):  # `auto` that found no run
+        if resume is None or not run.resumes(resume):
+            self._start()
             return None
         found, complaints = checkpoint.find(resume)
-        if not found.state:
-            raise UserError(
-                f"{found.path} cannot be resumed: it was converted from another program's model,"
-                " and has no optimizer state"
-            )
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
         run.check_same(found, self.config, self.data.tokenizer)
@@ -143,13 +152,7 @@ class Engine:
         self.model.load_state_dict(found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
-        if self.step > self.config.steps:
-            asked = "--steps"
-            if self.config.epochs is not None:
-                asked = f"--epochs {self.config.epochs} in steps"
-            raise UserError(
-                f"{asked} is {self.config.steps}: {found.path} is already at step {self.step}"
-            )
+        run.check_step(self.config, self.step, found.path)
         if found.state["corpus"] != self.data.identity:
             self.warn(
                 f"the data changed since {found.path} ({found.state['corpus'][:12]}, now "
@@ -157,6 +160,17 @@ class Engine:
             )
             return None
         return found.state["loader"]
+
+    def _start(self) -> None:
+        """Loads the model that `config.init_from` names, if any, and with `take_over` its step."""
+        if self.source is None:
+            return
+        initial.load_weights(self.source, self.model)
+        if self.config.take_over:
+            source, adamw = self.source, self.optimizers.all[0]
+            self.step = initial.take_over(source, self.config, self.model, adamw, self.warn)
+            run.check_step(self.config, self.step, source.path)
+        self.source = replace(self.source, weights=in_memory({}))  # they are in the model now
 
     def _open_loader(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> None:
         config, ranks = self.config, self.world.size

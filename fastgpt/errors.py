@@ -21,7 +21,7 @@ class UserError(Exception):
 
     >>> fastgpt.load("runs/missing")
     Traceback (most recent call last):
-    fastgpt.errors.UserError: runs/missing does not exist: expected a folder, or a model's name ...
+    fastgpt.errors.UserError: runs/missing does not exist: expected a run such as runs/NAME, ...
     """
 
 

@@ -18,12 +18,15 @@ def _gpt2(layers: int, heads: int, dim: int) -> Config:
 
 
 def _modern(gpt2: Config) -> Config:
-    """Settings of GPT-2 with changes that later GPTs made, for the same data; not tuned."""
+    """Settings of GPT-2 with Qwen3's network, for the same data; not tuned."""
     return replace(
         gpt2,
-        model=replace(gpt2.model, position="rotary", qk_norm=True, activation="relu_squared"),
+        model=replace(
+            gpt2.model, norm="rmsnorm", bias=False, position="rotary", activation="swiglu",
+            qk_norm=True, qk_norm_weight=True,
+        ),
         optim=replace(gpt2.optim, kind="muon", schedule="wsd", min_lr_ratio=0.0, weight_decay=0.01),
-    )
+    )  # fmt: skip
 
 
 _SHAKESPEARE = DataConfig(source="shakespeare", eval_tokens=0)
@@ -217,12 +220,25 @@ _RECIPES = {
     ),
     "gpt2-124m": ("GPT-2 small, 10 billion tokens; for GPUs", _gpt2(12, 12, 768)),
     "gpt2-124m-modern": (
-        "GPT of 124M with rotary, QK-norm, ReLU^2 and Muon",
+        "GPT of 124M with Qwen3's network and Muon; for GPUs",
         _modern(_gpt2(12, 12, 768)),
     ),
     "gpt2-355m": ("GPT-2 medium, 10 billion tokens; for GPUs", _gpt2(24, 16, 1024)),
     "gpt2-774m": ("GPT-2 large, 10 billion tokens; for GPUs", _gpt2(36, 20, 1280)),
     "gpt2-1558m": ("GPT-2 XL, 10 billion tokens; for GPUs", _gpt2(48, 25, 1600)),
+    "finetune-gpt2": (
+        "Published GPT-2 on tiny Shakespeare, as in nanoGPT",
+        Config(
+            init_from="gpt2",
+            steps=20,
+            log_every=1,
+            eval_every=5,
+            model=ModelConfig(vocab_size=50_257),
+            data=replace(_SHAKESPEARE, sampling="random-windows"),
+            optim=OptimConfig(lr=3e-5, schedule="constant"),
+            train=TrainConfig(batch_tokens=32 * 1024, micro_batch=1),
+        ),
+    ),
 }  # fmt: skip
 RECIPES: dict[str, tuple[str, Config]] = {
     name: (about, replace(config, recipe=name)) for name, (about, config) in _RECIPES.items()
@@ -252,6 +268,8 @@ CORPORA = {"prepared": "fineweb"}
 
 def expected(config: Config, corpus: str) -> str:
     """Describes the loss to expect with these settings on the data set named `corpus`."""
+    if config.init_from is not None:
+        return "the final loss from these weights is not known"
     own = RECIPES[config.recipe][1] if config.recipe in EXPECTED else None
     if own is None:
         return "the final loss of this recipe is not known yet"

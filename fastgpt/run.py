@@ -30,6 +30,8 @@ from fastgpt.errors import UserError, writing
 from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
+CONVERTED = "converted"
+"""Recipe of a run that was converted from another program's model."""
 CHECKOUT = Path(__file__).absolute().parents[1]
 PREPARED = {
     "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
@@ -70,6 +72,11 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
 def begins_again(path: Path) -> bool:
     """Returns True if `path` is a run without a checkpoint, which starts from its first step."""
     return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
+
+
+def resumes(resume: str) -> bool:
+    """Returns True if `resume` stands for a checkpoint; False for a run that has none yet."""
+    return resume != "auto" and not begins_again(Path(resume))  # `auto` that found no run
 
 
 def is_run(path: Path) -> bool:
@@ -255,6 +262,13 @@ def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
         old, new = (attrgetter(name)(settings) for settings in (before, config))
         if old != new:
             raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {saved.path}")
+
+
+def check_step(config: Config, step: int, path: Path) -> None:
+    """Raises `UserError` if the checkpoint `path`, of `step`, is beyond the run's last step."""
+    if step > config.steps:
+        asked = "--steps" if config.epochs is None else f"--epochs {config.epochs} in steps"
+        raise UserError(f"{asked} is {config.steps}: {path} is already at step {step}")
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
+from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError, reason
 
 PREFIX = "_orig_mod."
 """Prefix that torch.compile puts before the names of tensors."""
+MASK = ".attn.bias"
+"""End of the name of the causal mask, which old versions of PyTorch needed."""
 NEEDS = PLAIN_GPT2_NEEDS | {"activation": ("gelu_erf",)}
 
 
@@ -37,10 +40,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             dropout=args.get("dropout", 0.0),
             activation="gelu_erf",
         )
-        named = {
-            str(name).removeprefix(PREFIX).removeprefix("transformer."): x
-            for name, x in state.items()
-        }
+        named = {_our_name(name): x for name, x in state.items()}
         head = named.pop("lm_head.weight", None)
         tied = head is None or torch.equal(head, named["wte.weight"])
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, UserError) as error:
@@ -51,7 +51,42 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         ) from error
     if not tied:
         raise UserError(f"{path}: lm_head.weight is not wte.weight, as in nanoGPT's models")
-    return config, {name: x for name, x in named.items() if not name.endswith(".attn.bias")}
+    return config, {name: x for name, x in named.items() if not name.endswith(MASK)}
+
+
+def _our_name(name: str) -> str:
+    return str(name).removeprefix(PREFIX).removeprefix("transformer.")
+
+
+def read_nanogpt_progress(path: Path) -> Progress:
+    """Reads step and optimizer of a checkpoint whose model `read_nanogpt` accepts.
+
+    Raises:
+        UserError: it has no optimizer state, or another one.
+    """
+    saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    named = {_our_name(name): x for name, x in saved["model"].items()}
+    weights = {name: x for name, x in named.items() if not name.endswith(("lm_head.weight", MASK))}
+    # AdamW numbers its weights: first those that decay, then the others, as the model has them
+    ordered = sorted(weights, key=lambda name: weights[name].dim() < 2)  # keeps equal ones in order
+    try:
+        groups, state = (saved["optimizer"][name] for name in ("param_groups", "state"))
+        states = [state[number] for group in groups for number in group["params"]]
+        moments = {
+            name: (found["exp_avg"], found["exp_avg_sq"])
+            for name, found in zip(ordered, states, strict=True)
+        }
+        if any(x.shape != weights[name].shape for name, pair in moments.items() for x in pair):
+            raise ValueError("shapes differ")
+        settings = dict(zip(("beta1", "beta2"), groups[0]["betas"]))
+        settings |= {name: groups[0][name] for name in ("eps", "weight_decay")}
+        updates, lr = int(states[0]["step"]), groups[0]["lr"]
+        return Progress(saved["iter_num"], updates, moments, {}, settings, lr)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{path} has no optimizer's state of its weights, as nanoGPT's train.py writes it since"
+            f" 2023: {error!r}"
+        ) from error
 
 
 def _refuse_nanochat(names: Iterable[str]) -> None:

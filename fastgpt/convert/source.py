@@ -25,7 +25,8 @@ from fastgpt.model import GPT
 from fastgpt.run import saved_config
 from fastgpt.tensors import Weights
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
+"""Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
 FILES = ("*.safetensors", "*.json", "merges.txt", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 
@@ -128,8 +129,12 @@ def _of_run(path: Path) -> Source:
 
 def _downloaded(name: str) -> Path:
     """Returns the folder of a model of the hub, downloaded if it was not yet."""
-    if not HUB_NAME.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
-        raise UserError(f"{name} does not exist: expected a folder, or a model's name on the hub")
+    local = name.startswith("runs/") or Path(name).suffix in READERS
+    if local or not HUB_NAME.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
+        raise UserError(
+            f"{name} does not exist: expected a run such as runs/NAME, a folder or file, or a"
+            " model's name on the hub such as gpt2 or OWNER/NAME"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError as error:

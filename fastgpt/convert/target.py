@@ -14,6 +14,7 @@ from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
 from fastgpt.convert.source import KEPT, Source, shapes
+from fastgpt.run import CONVERTED
 from fastgpt.storage import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,7 +27,7 @@ def write_run(source: Source, target: Path) -> None:
         UserError: the disk is full or cannot be written.
     """
     train = TrainConfig(batch_tokens=source.config.context)
-    config = to_json(Config(recipe="converted", model=source.config, train=train))
+    config = to_json(Config(recipe=CONVERTED, model=source.config, train=train))
     (target / "checkpoints").mkdir(parents=True)
     write_atomically(target / "config.json", config.encode())
     tokenizer = source.tokenizer

@@ -113,7 +113,7 @@ def test_bad_requests_are_refused_before_anything_runs(tmp_path, options, messag
 def test_peers_with_another_network_are_refused():
     for name in ("gpt2-124m", "shakespeare-char", "shakespeare-cpu"):
         contenders.expect_gpt2(RECIPES[name][1].model)
-    with pytest.raises(UserError, match="from GPT-2's in activation, position, qk_norm"):
+    with pytest.raises(UserError, match="in norm, activation, position, qk_norm, qk_norm_weight"):
         contenders.expect_gpt2(RECIPES["gpt2-124m-modern"][1].model)
 
 

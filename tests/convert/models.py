@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,11 +17,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from fastgpt.cli import parse
 from fastgpt.config import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.engine import Engine
+from fastgpt.errors import UserError
 from fastgpt.model import GPT
 from fastgpt.tensors import Weights, in_memory
 
@@ -97,6 +101,12 @@ def saved_run(
 def converted(source: Path, target: Path, to: str, **options) -> Path:
     convert(ConvertConfig(source=str(source), target=target, to=to, **options))
     return target
+
+
+def refused(argv: list[str], said: str) -> None:
+    """Asserts that a run with these flags cannot start, and what the error says."""
+    with pytest.raises(UserError, match=said):
+        Engine(parse(argv))
 
 
 def weights(path: Path) -> Weights:

@@ -142,7 +142,7 @@ def test_existing_folders_and_missing_models_are_named(tmp_path, monkeypatch):
     for to, name in (("hf", "file/x"), ("run", "file/x"), ("llmc", "file/x.bin")):
         with pytest.raises(UserError, match=rf"^cannot write .*{name}: "):
             converted(run, tmp_path / name, to)
-    with pytest.raises(UserError, match=r"^no/such/model does not exist: expected a folder, or"):
+    with pytest.raises(UserError, match=r"^no/such/model does not exist: expected a run such as"):
         converted("no/such/model", tmp_path / "x", "hf")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"cannot be had from the hub .*: put the model's config"):

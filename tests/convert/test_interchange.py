@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastgpt
+from fastgpt.convert.families import family_for
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
+from fastgpt.recipes import RECIPES
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,
@@ -41,6 +43,12 @@ FAMILIES = {
         "rms_norm_eps": (1e-6, 1e-2),
     },
 }  # fmt: skip
+
+
+def test_each_recipe_of_gpt2s_size_can_be_written():
+    names = [name for name in RECIPES if "gpt2" in name]
+    found = {name: family_for(RECIPES[name][1].model).model_type for name in names}
+    assert found == dict.fromkeys(names, "gpt2") | {"gpt2-124m-modern": "qwen3"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

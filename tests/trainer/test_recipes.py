@@ -244,6 +244,7 @@ SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.conte
 def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
     shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
     place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
+    place += " --init-from None"
     Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
     capsys.readouterr()
     sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
