@@ -58,16 +58,20 @@ Verdict = dict[str, Any]
 
 def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     """Checks and times one op, and chooses our implementation if it is correct and fast enough."""
-    wrong = []
-    length = min(sizes.model.context, CHECKED)
-    for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
-        wrong += _complaints(trial, length, dtype)
+    wrong = faults(trial, sizes)
     timed = () if wrong else (trial.plain, trial.ours)
     times = _milliseconds({name: trial.ops[name] for name in timed}, trial.inputs, sizes, on, timer)
     mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
     fast = mine < float("inf") and mine <= trial.worth * theirs
     chosen = trial.ours if fast and not wrong else trial.plain
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
+
+
+def faults(trial: Trial, sizes: Sizes) -> list[str]:
+    """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
+    length = min(sizes.model.context, CHECKED)
+    dtypes = {torch.float32, device.DTYPES[sizes.precision]}
+    return [line for dtype in dtypes for line in _complaints(trial, length, dtype)]
 
 
 def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
@@ -185,7 +189,7 @@ def choose(
         asked = [name for name in asked if name != "rotary"]
     if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
         return config, {}
-    verdicts = _remembered_or_tried(asked, sizes, on, warn)
+    verdicts = remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():
         if verdict["complaints"]:
             warn(
@@ -196,7 +200,7 @@ def choose(
     if sizes.model.architecture != "gpt" or len(sets) == 1:
         return sets["chosen"], verdicts
     asked = [LAYER + json.dumps({name: asdict(ops) for name, ops in sets.items()})]
-    [verdict] = _remembered_or_tried(asked, sizes, on, lambda _: None).values()
+    [verdict] = remembered_or_tried(asked, sizes, on, lambda _: None).values()
     times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
     if verdict["chosen"] != "chosen":
         reason = verdict["complaints"][0] if verdict["complaints"] else f"it takes {times}"
@@ -220,9 +224,10 @@ def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfi
     return sets
 
 
-def _remembered_or_tried(
+def remembered_or_tried(
     asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> dict[str, Verdict]:
+    """Returns the verdict of each trial asked for, from the cache where it is known there."""
     path = cache_dir() / "ops.json"
     known: dict[str, dict[str, Verdict]] = {}
     with suppress(OSError, ValueError):

@@ -40,6 +40,9 @@ class Sizes:
     compiled: bool
     narrow_residual: bool = False
     """True if the residual stream has autocast's dtype instead of fp32."""
+    transformers: bool = False
+    """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
+    without the sum, activations after the bias, SwiGLU of two matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     """
     model = sizes.model
     heads = (model.num_heads, model.kv_heads, model.kv_heads)
-    as_projected = model.position != "rotary" and not model.qk_norm
+    apart = sizes.transformers or model.position == "rotary" or model.qk_norm
+    as_projected = not apart
     biased = as_projected and model.bias_at("qkv")
 
     def options(qkv: Tensor) -> dict[str, Any]:
@@ -123,11 +127,13 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
-    op = "add_layer_norm" if model.norm == "layernorm" else "add_rms_norm"
+    summed = not sizes.transformers
+    op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
     options: dict[str, Any] = {"eps": model.epsilon}
-    if op == "add_layer_norm" and not model.bias:
+    if model.norm == "layernorm" and not model.bias:
         options["bias"] = None
     absorbs = norm_absorbs(model, ops.NORMS["triton"], "residual") and model.bias_at("projection")
+    absorbs = absorbs and summed
     options["input_bias"] = absorbs
     problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": absorbs}
     both = {
@@ -191,7 +197,20 @@ def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return bias_act(F.linear(x, weight), bias, kind)
 
-    return Trial("torch", "triton", {"torch": plain, "triton": ours}, plain, inputs)
+    def gated(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = (F.linear(x, half) for half in weight.chunk(2))
+        return F.silu(gate) * up
+
+    def ours_after_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if kind == "swiglu":
+            halves = [F.linear(x, half) for half in weight.chunk(2)]
+            return bias_act(torch.cat(halves, -1), None, kind)
+        return bias_act(F.linear(x, weight, bias), None, kind)
+
+    if not sizes.transformers:
+        return Trial("torch", "triton", {"torch": plain, "triton": ours}, plain, inputs)
+    theirs = gated if kind == "swiglu" else plain
+    return Trial("torch", "triton", {"torch": theirs, "triton": ours_after_bias}, plain, inputs)
 
 
 def layer(

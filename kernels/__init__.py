@@ -12,6 +12,7 @@ else:
     from .attention.blocked import attention_blocked
     from .attention.dropout import attention_dropout_mask
     from .attention.op import attention, attention_packed, attention_ref
+    from .attention.sdpa import scaled_dot_product_attention
     from .bias_act.op import bias_act
     from .cross_entropy.linear import linear_cross_entropy
     from .cross_entropy.op import cross_entropy
@@ -39,4 +40,5 @@ else:
         "rms_norm",
         "rotary",
         "rotary_ref",
+        "scaled_dot_product_attention",
     ]

@@ -88,14 +88,29 @@ def check_qkv(
             first = "pages, page" if paged else f"{B}, Tk"
             raise ValueError(
                 f"{name}: expected ({first}, K, {D}) for q {tuple(q.shape)}, the same in "
-                f"{' and '.join(names)}, got {tuple(x.shape)}"
+                f"{' and '.join(names)}, got {tuple(x.shape)}{_heads_first(q, k, paged)}"
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
             )
     if k.shape[2] == 0 or H % k.shape[2]:
-        raise ValueError(f"q: expected a number of heads that {k.shape[2]} divides, got {H}")
+        raise ValueError(
+            f"q: expected a number of heads that {k.shape[2]} divides, got {H}"
+            f"{_heads_first(q, k, paged)}"
+        )
+
+
+def _heads_first(q: Tensor, k: Tensor, paged: bool) -> str:
+    """Returns a hint, where q and k would fit if their heads came before their tokens."""
+    if paged or k.dim() != 4 or q.shape[::3] != k.shape[::3]:
+        return ""
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        return ""
+    return (
+        "; these look like (B, H, T, D), PyTorch's layout: pass x.transpose(1, 2), or call"
+        " kernels.scaled_dot_product_attention"
+    )
 
 
 def check_scale(scale: float | None) -> None:

@@ -264,6 +264,11 @@ def attention(
     query. The last query is aligned with the last key. A query that sees no key gives output 0 and
     gradient 0. The same input gives the same bits, gradients included.
 
+    Heads come after tokens here, (B, T, H, D), as a projection gives them. In PyTorch they come
+    first, (B, H, T, D): for that layout there is `scaled_dot_product_attention`. Tensors in the
+    wrong layout are refused where they cannot be meant, but if q, k and v have one shape, nothing
+    tells T from H.
+
     Args:
         q: (B, Tq, H, D), fp32 | fp16 | bf16, D up to 256; any strides, read in place where the last
             dimension is contiguous. Under autocast q, k and v are cast.

@@ -1,0 +1,274 @@
+"""`patch` puts our kernels into a GPT-2, Llama or Qwen3 of transformers, `unpatch` takes them out.
+
+Only what passes its trial on the model's device is put in: the trials are those of
+`fastgpt.choose`, in the forms in which transformers calls the ops. A forward of ours is an
+attribute of the module that hides its class's; `unpatch` deletes it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+
+from fastgpt import choose
+from fastgpt.config import ModelConfig
+from fastgpt.convert.families import ACTIVATIONS
+from fastgpt.device import DTYPES, kind_of, missing_for_triton
+from fastgpt.errors import UserError
+from fastgpt.hf import forwards
+from fastgpt.kernels.runtime import INTERPRETING, autocast_dtype, runs_kernels
+from fastgpt.trials import TRIALS, Sizes
+
+CLASSES = (
+    "GPT2LMHeadModel", "GPT2Model", "LlamaForCausalLM", "LlamaModel", "Qwen3ForCausalLM",
+    "Qwen3Model",
+)  # fmt: skip
+"""Classes of transformers that can be patched."""
+OPS = ("attention", "norm", "activation", "loss")
+NORMS = {"LayerNorm": forwards.layer_norm} | dict.fromkeys(
+    ("LlamaRMSNorm", "Qwen3RMSNorm"), forwards.rms_norm
+)
+NAME = "fastgpt"
+"""Name of our attention in transformers' AttentionInterface."""
+STATE = "_fastgpt_patched"
+
+Change = tuple[Any, forwards.Forward]
+"""A module, and the forward that it gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """Report of `patch`: which ops of a model our kernels compute, and why not the others."""
+
+    model: str
+    device: str
+    patched: dict[str, str]
+    """What the trial found, by op: attention, norm, activation, loss."""
+    skipped: dict[str, str]
+    """The reason, by op."""
+    methods: list[Any] = field(default_factory=list, repr=False)
+    """Forwards that the modules have now, bound to them."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} on {self.device}: {len(self.patched)} of {len(OPS)} ops patched"]
+        lines += [f"  {op}: patched ({why})" for op, why in self.patched.items()]
+        lines += [f"  {op}: not patched: {why}" for op, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None = None) -> Patched:
+    """Makes a model of transformers compute attention, norms, activations and loss by our kernels.
+
+    Each op is tried on the model's device first, and stays as it is if ours is wrong or slower. In
+    training with `labels` the loss is computed without the logits of all tokens, and the output's
+    `logits` are None; in evaluation they are there as before.
+
+    Args:
+        model: a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, or its base model.
+        force: patches what is correct, however fast it is.
+        batch: sequences in a batch of the trial.
+        length: tokens in each; by default the model's context, at most 1024.
+
+    Returns:
+        Patched: what is patched and what is not, with reasons; print it.
+
+    Raises:
+        UserError: the model is of another class or patched already, or transformers is missing or
+            too old.
+    """
+    _require(model)
+    if hasattr(model, STATE):
+        raise UserError(
+            "the model is patched already: expected one that is not; call unpatch first"
+        )
+    for name, number in (("batch", batch), ("length", length)):
+        if number is not None and number < 1:
+            raise UserError(f"{name} is {number}: expected 1 or more")
+    weight = next(model.parameters())
+    on = weight.device.type
+    skipped = _obstacles(model, force)
+    if asked := [op for op in OPS if op not in skipped]:
+        sizes = _sizes(model, batch, length)
+        found = _checked(asked, sizes, on) if force else _timed(asked, sizes, on)
+    else:
+        found = {}
+    patched = {op: why for op, (passed, why) in found.items() if passed}
+    skipped |= {op: why for op, (passed, why) in found.items() if not passed}
+    report = Patched(
+        type(model).__name__, on, patched, {op: skipped[op] for op in OPS if op in skipped}
+    )
+    if "attention" in patched:
+        _register()
+        model.set_attn_implementation(NAME)
+    for op in patched:
+        for module, forward in _changes(model, op):
+            module.forward = MethodType(forward, module)
+            report.methods.append(module.forward)
+    setattr(model, STATE, report)
+    return report
+
+
+def unpatch(model: Any) -> None:
+    """Gives a model back as it was before `patch`.
+
+    Raises:
+        UserError: it is not patched, or something replaced a patched forward since.
+    """
+    report: Patched | None = getattr(model, STATE, None)
+    if report is None:
+        raise UserError(
+            f"the {type(model).__name__} is not patched: expected the model that was given to patch"
+        )
+    for method in report.methods:
+        if vars(method.__self__).get("forward") != method:
+            raise UserError(
+                f"the forward of a {type(method.__self__).__name__} was replaced after patch:"
+                " expected that to be undone before unpatch"
+            )
+    for method in report.methods:
+        del method.__self__.forward
+    if "attention" in report.patched:
+        model.set_attn_implementation("sdpa")
+    delattr(model, STATE)
+
+
+# --- what can be patched --------------------------------------------------------------------------
+
+
+def _require(model: Any) -> None:
+    """Raises UserError unless transformers has the hooks, and the model's class is known."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "fastgpt.hf needs the package transformers, which is not installed"
+        ) from error
+    hooks = ("AttentionInterface", "AttentionMaskInterface")
+    if not all(hasattr(transformers, hook) for hook in hooks) or not hasattr(
+        transformers.PreTrainedModel, "set_attn_implementation"
+    ):
+        raise UserError(
+            f"transformers is {transformers.__version__}: expected 4.54 or newer, whose attention"
+            " can be replaced"
+        )
+    if type(model) not in [getattr(transformers, name) for name in CLASSES]:
+        raise UserError(
+            f"cannot patch a {type(model).__name__}: expected one of {', '.join(CLASSES)}"
+        )
+
+
+def _obstacles(model: Any, force: bool) -> dict[str, str]:
+    """Returns the reasons for which ops are not even tried."""
+    weight = next(model.parameters())
+    for_all = _unable(weight.device.type, force)
+    if weight.dtype not in DTYPES.values():
+        for_all = f"the weights are {weight.dtype}: our kernels take fp32, fp16 and bf16"
+    if for_all:
+        return dict.fromkeys(OPS, for_all)
+    reasons: dict[str, str] = {}
+    if (now := model.config._attn_implementation) != "sdpa":
+        reasons["attention"] = f"the model's attention is {now}: only sdpa is replaced"
+    name, kind = _activation(model)
+    if kind is None:
+        reasons["activation"] = f"our kernels have no {name}"
+    if not hasattr(model, "lm_head"):
+        reasons["loss"] = f"a {type(model).__name__} computes none"
+    for op in OPS:
+        if any("forward" in vars(module) for module, _ in _changes(model, op)):
+            reasons.setdefault(op, "something else has replaced these modules' forwards")
+    return reasons
+
+
+def _unable(on: str, force: bool) -> str:
+    """Returns the reason for which no kernel can run, or be timed, on a type of device."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not runs_kernels(torch.device(on)):
+        return f"our kernels run on CUDA, not on {'cpu' if on == 'cpu' else kind_of(on).name}"
+    if on == "cuda":
+        return missing_for_triton()
+    return "" if force or not INTERPRETING else "interpreted kernels are not timed: pass force=True"
+
+
+def _activation(model: Any) -> tuple[str, str | None]:
+    """Returns the name of the activation in transformers, and ours, None if there is none."""
+    gpt2 = model.config.model_type == "gpt2"
+    name = model.config.activation_function if gpt2 else model.config.hidden_act
+    kind = ACTIVATIONS.get(name)
+    return name, kind if (kind == "swiglu") != gpt2 else None
+
+
+def _changes(model: Any, op: str) -> Iterator[Change]:
+    """Yields the modules that an op is patched in, with their new forwards."""
+    if op == "loss" and hasattr(model, "lm_head"):
+        yield model, forwards.with_loss(type(model).forward)
+    _, kind = _activation(model)
+    for module in model.modules():
+        name = type(module).__name__
+        if op == "norm" and name in NORMS:
+            yield module, NORMS[name]
+        if op == "activation" and kind and name == "GPT2MLP":
+            yield module.act, forwards.activation(kind)
+        if op == "activation" and kind and name in ("LlamaMLP", "Qwen3MLP"):
+            yield module, forwards.swiglu
+
+
+def _register() -> None:
+    """Makes our attention known to transformers, with the masks of its own one."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, forwards.attend)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+
+
+# --- trials ---------------------------------------------------------------------------------------
+
+
+def _sizes(model: Any, batch: int, length: int | None) -> Sizes:
+    """Describes the model to the trials, which depend on its widths and ops alone."""
+    config, gpt2 = model.config, model.config.model_type == "gpt2"
+    inner = config.n_inner if gpt2 else config.intermediate_size
+    described = ModelConfig(
+        num_layers=1,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None),
+        head_size=getattr(config, "head_dim", None),
+        dim=config.hidden_size,
+        ffn_dim=inner,
+        context=length or min(config.max_position_embeddings, 1024),
+        vocab_size=config.vocab_size,
+        vocab_multiple=1,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        norm_eps=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
+        bias=gpt2,
+        activation=_activation(model)[1] or "gelu_tanh",  # pyright: ignore
+    )
+    dtype = autocast_dtype(next(model.parameters()))
+    precision = next(name for name, known in DTYPES.items() if known == dtype)
+    return Sizes(described, batch, precision, compiled=False, transformers=True)
+
+
+def _checked(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, str]]:
+    """Checks ops for correctness alone: whether each passed, and what was found."""
+    dtype = DTYPES[sizes.precision]
+    wrong = {op: choose.faults(TRIALS[op](sizes, on, dtype), sizes) for op in asked}
+    return {
+        op: (not found, found[0] if found else "correct, not timed") for op, found in wrong.items()
+    }
+
+
+def _timed(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, str]]:
+    """Checks and times ops, or recalls it: whether each passed, and what was found."""
+    verdicts = choose.remembered_or_tried(
+        asked, sizes, on, lambda line: print(line, file=sys.stderr)
+    )
+    found: dict[str, tuple[bool, str]] = {}
+    for op, verdict in verdicts.items():
+        times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
+        why = verdict["complaints"][0] if verdict["complaints"] else ", ".join(times)
+        found[op] = (verdict["chosen"] in ("triton", "chunked"), why or "out of memory")
+    return found

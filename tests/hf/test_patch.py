@@ -1,0 +1,335 @@
+"""Models of transformers with our kernels, interpreted, beside the same models without them."""
+
+import copy
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+import transformers
+from torch import Tensor
+
+from fastgpt import choose, kernels
+from fastgpt.errors import UserError
+from fastgpt.hf import forwards, patch, unpatch
+from fastgpt.kernels import runtime
+from tests.convert import models
+from tests.convert.models import V
+from tests.parity import launches
+from tests.test_layering import ROOT
+
+ATTENTION, BACKWARD = "_attention_fwd_kernel", "_attention_bwd_dq_kernel"
+NORM, ACTIVATION, LOSS = "_norm_fwd_kernel", "_bias_act_fwd_kernel", "_cross_entropy_fwd_kernel"
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+each_family = pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch):
+    """Skips the trials, which are slow when interpreted; one test has them."""
+    monkeypatch.setattr(choose, "faults", lambda *_: [])
+
+
+def theirs(family: str, **options):
+    """Builds a small model, because interpreted kernels are slow."""
+    small = {"n_layer": 1, "n_head": 2} if family == "gpt2" else SMALL
+    return models.theirs(family, **small | options)
+
+
+def pair(family: str, **options):
+    """Returns a model, and a patched copy of it."""
+    model = theirs(family, **options)
+    patched = copy.deepcopy(model)
+    patch(patched, force=True)
+    return model, patched
+
+
+def tokens() -> Tensor:
+    return torch.randint(V, (2, 6))
+
+
+def assert_close(a: Tensor, b: Tensor) -> None:
+    """Asserts that a and b differ by at most 1e-5 of the largest number in b."""
+    assert a.shape == b.shape
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def gradients(model, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: x.grad for name, x in model.named_parameters()}
+
+
+def assert_same_training(model, patched, **given) -> None:
+    """Asserts equal losses and gradients in training, where the patched model has no logits."""
+    a, b = (x.train()(**given) for x in (model, patched))
+    assert a.logits is not None
+    assert b.logits is None
+    assert_close(b.loss, a.loss)
+    expected = gradients(model, a.loss)
+    for name, gradient in gradients(patched, b.loss).items():
+        assert_close(gradient, expected[name])
+
+
+# --- the same model -------------------------------------------------------------------------------
+
+
+@each_family
+def test_logits_and_gradients_are_the_models_own(family):
+    model, patched = pair(family)
+    ids, upstream = tokens(), torch.randn(2, 6, V)
+    expected = model(ids).logits
+    with launches(ATTENTION, NORM, ACTIVATION, BACKWARD):
+        logits = patched(ids).logits
+        found = gradients(patched, (logits * upstream).sum())
+    assert_close(logits, expected)
+    for name, gradient in gradients(model, (expected * upstream).sum()).items():
+        assert_close(found[name], gradient)
+
+
+@each_family
+def test_the_loss_is_the_models_own_and_has_no_logits(family):
+    model, patched = pair(family)
+    ids = tokens()
+    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
+    with launches(ATTENTION, NORM, ACTIVATION, LOSS):
+        assert_same_training(model, patched, input_ids=ids, labels=labels)
+
+
+def test_in_evaluation_there_are_logits_beside_the_loss():
+    model, patched = pair("qwen3")
+    ids = tokens()
+    found, expected = (x(ids, labels=ids) for x in (patched, model))
+    assert_close(found.logits, expected.logits)
+    assert_close(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": torch.tensor(5), "ignore_index": 3},
+        {"num_items_in_batch": 7, "shift_labels": torch.arange(12).view(2, 6)},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_options_of_the_loss_keep_their_meaning(options):
+    model, patched = pair("llama")
+    ids = tokens()
+    assert_same_training(model, patched, input_ids=ids, labels=ids, **options)
+
+
+def test_a_head_that_is_not_plain_keeps_the_models_own_loss():
+    model, patched = pair("gpt2")
+    ids = tokens()
+    given = [{"logits_to_keep": 3}, {"return_dict": False}]
+    for options in given:
+        labels = ids[:, -3:] if "logits_to_keep" in options else ids
+        outputs = [x.train()(ids, labels=labels, **options) for x in (model, patched)]
+        assert_close(outputs[1][0], outputs[0][0])
+        assert_close(outputs[1][1], outputs[0][1])
+    patched.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    doubled = F.cross_entropy(2 * model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert_close(patched(ids, labels=ids).loss, doubled)
+
+
+@each_family
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_masked(family, side):
+    model, patched = pair(family)
+    ids, mask = tokens(), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    expected, found = (x(ids, attention_mask=mask).logits for x in (model, patched))
+    assert (expected - model(ids).logits).abs().max() > 1e-2  # the mask matters
+    assert_close(found, expected)
+
+
+@each_family
+def test_greedy_text_is_the_same_with_a_cache(family):
+    model, patched = pair(family)
+    ids, mask = tokens(), torch.ones(2, 6, dtype=torch.long)
+    if family == "qwen3":
+        mask[1, :3] = 0  # the others meet the kernels of attention
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with launches(NORM, *(ATTENTION,) * (family != "qwen3")):
+        found = patched.generate(ids, **given)
+    assert torch.equal(found, model.generate(ids, **given))
+
+
+def test_a_chunk_after_a_cache_sees_the_cache():
+    model, patched = pair("llama")
+    ids = tokens()
+    outputs = []
+    for each in (model, patched):
+        cache = each(ids[:, :3], use_cache=True).past_key_values
+        outputs.append(each(ids[:, 3:], past_key_values=cache).logits)
+    assert_close(outputs[1], outputs[0])
+
+
+def test_dropout_of_attention_is_ours_with_the_generators_seed():
+    q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    torch.manual_seed(5)
+    with launches(ATTENTION):
+        out, _ = forwards.attend(SimpleNamespace(), q, k, v, None, dropout=0.5)
+    torch.manual_seed(5)
+    seed = torch.randint(2**63 - 1, (1,))
+    kept = kernels.attention_dropout_mask((2, 4, 9, 9), 0.5, seed, "cpu")
+    heads_last = (x.transpose(1, 2) for x in (q, k, v))
+    assert_close(out, kernels.attention_ref(*heads_last, dropout_p=0.5, dropout_mask=kept))
+
+
+def test_other_dropout_is_the_models_own():
+    model, patched = pair("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    ids, losses = tokens(), []
+    for each in (model, patched):
+        torch.manual_seed(3)
+        losses.append(each.train()(ids, labels=ids).loss)
+    assert_close(losses[1], losses[0])
+    assert (losses[0] - model.eval()(ids, labels=ids).loss).abs() > 1e-3
+
+
+@each_family
+def test_a_base_model_is_patched_without_a_loss(family):
+    model = theirs(family).base_model
+    ids = tokens()
+    expected = model(ids).last_hidden_state
+    report = patch(model, force=True)
+    assert list(report.patched) == ["attention", "norm", "activation"]
+    assert "computes none" in report.skipped["loss"]
+    assert_close(model(ids).last_hidden_state, expected)
+
+
+def test_under_autocast_outputs_keep_their_dtypes():
+    model, patched = pair("llama")
+    ids = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = (x(ids, output_hidden_states=True) for x in (model, patched))
+    for x, y in zip((a.logits, *a.hidden_states), (b.logits, *b.hidden_states), strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).abs().max() <= 0.05 * x.abs().max()
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def attributes(model) -> list[dict]:
+    return [dict(vars(module)) for module in model.modules()]
+
+
+@each_family
+def test_unpatch_gives_the_model_back(family):
+    model = theirs(family)
+    ids = tokens()
+    before, config, logits = attributes(model), model.config.to_dict(), model(ids).logits
+    for _ in range(2):
+        patch(model, force=True)
+        assert not torch.equal(model(ids).logits, logits)
+        unpatch(model)
+        assert attributes(model) == before
+        assert model.config.to_dict() == config
+        assert model.config._attn_implementation == "sdpa"
+        with launches():
+            assert torch.equal(model(ids).logits, logits)
+
+
+def test_a_patched_model_is_saved_like_any_other(tmp_path):
+    model, patched = pair("qwen3")
+    for name, each in (("a", model), ("b", patched)):
+        each.save_pretrained(tmp_path / name)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_what_cannot_be_done_is_one_clear_error(monkeypatch):
+    model = theirs("gpt2")
+    with pytest.raises(UserError, match=r"^the GPT2LMHeadModel is not patched: expected the model"):
+        unpatch(model)
+    with pytest.raises(UserError, match=r"^cannot patch a Linear: expected one of GPT2LMHeadModel"):
+        patch(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"^batch is 0: expected 1 or more$"):
+        patch(model, batch=0)
+    patch(model, force=True)
+    with pytest.raises(UserError, match=r"^the model is patched already"):
+        patch(model)
+    model.transformer.ln_f.forward = model.transformer.ln_f.forward.__func__
+    with pytest.raises(UserError, match=r"^the forward of a LayerNorm was replaced after patch"):
+        unpatch(model)
+    monkeypatch.delattr(transformers.PreTrainedModel, "set_attn_implementation")
+    with pytest.raises(UserError, match=r"^transformers is 5.*: expected 4\.54 or newer"):
+        patch(theirs("gpt2"))
+
+
+# --- the trials -----------------------------------------------------------------------------------
+
+
+def test_only_what_is_correct_and_faster_is_patched(monkeypatch):
+    verdicts = {
+        "attention": {"chosen": "triton", "complaints": [], "milliseconds": {"triton": 1.5}},
+        "norm": {"chosen": "torch", "complaints": ["output 0 is off"], "milliseconds": {}},
+        "activation": {"chosen": "torch", "complaints": [], "milliseconds": {"torch": 1.0}},
+        "loss": {"chosen": "chunked", "complaints": [], "milliseconds": {"chunked": 2.0}},
+    }
+    monkeypatch.setattr("fastgpt.hf.patching.INTERPRETING", False)
+    monkeypatch.setattr(choose, "remembered_or_tried", lambda *_: verdicts)
+    model = theirs("gpt2")
+    report = patch(model)
+    assert str(report).splitlines() == [
+        "GPT2LMHeadModel on cpu: 2 of 4 ops patched",
+        "  attention: patched (triton 1.5 ms)",
+        "  loss: patched (chunked 2 ms)",
+        "  norm: not patched: output 0 is off",
+        "  activation: not patched: torch 1 ms",
+    ]
+    ran = runtime.LAUNCHES.copy()
+    model.train()(tokens(), labels=tokens())
+    ran = runtime.LAUNCHES - ran
+    assert ran[ATTENTION]
+    assert ran[LOSS]
+    assert not ran[NORM] + ran[ACTIVATION]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_force_still_checks_that_kernels_are_correct(monkeypatch, family):
+    monkeypatch.undo()
+    with launches(ATTENTION, BACKWARD, NORM, ACTIVATION, LOSS):
+        report = patch(theirs(family), force=True, length=8)
+    assert report.patched == dict.fromkeys(
+        ("attention", "norm", "activation", "loss"), "correct, not timed"
+    )
+    monkeypatch.setattr(kernels, "attention", lambda q, k, v, **_: 1.01 * v)
+    monkeypatch.setitem(choose.TRIALS, "norm", choose.TRIALS["activation"])
+    monkeypatch.setattr("fastgpt.trials.bias_act", lambda x, bias, kind: 1.01 * x)
+    report = patch(theirs("gpt2"), force=True, length=8)
+    assert list(report.patched) == ["attention", "loss"]
+    assert report.skipped["norm"].startswith("output 0")
+
+
+def test_without_our_kernels_nothing_is_patched_and_the_reason_is_told(monkeypatch):
+    model = theirs("llama")
+    assert patch(model).skipped["norm"] == "interpreted kernels are not timed: pass force=True"
+    unpatch(model)
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    report = patch(model, force=True)
+    assert report.patched == {}
+    assert set(report.skipped.values()) == {"our kernels run on CUDA, not on cpu"}
+    with launches():
+        model(tokens())
+    unpatch(model)
+
+
+def test_what_the_kernels_lack_is_named():
+    model = theirs("llama", hidden_act="gelu", attn_implementation="eager")
+    report = patch(model, force=True)
+    assert report.skipped == {
+        "attention": "the model's attention is eager: only sdpa is replaced",
+        "activation": "our kernels have no gelu",
+    }
+    assert patch(theirs("llama").double(), force=True).skipped["loss"].startswith("the weights are")
+
+
+def test_the_pages_example_runs(capsys):
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(example, {})
+    assert "LlamaForCausalLM on cpu" in capsys.readouterr().out
