@@ -147,20 +147,14 @@ def _fusible(self: Any, logits_to_keep: Any, options: dict[str, Any]) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = self.lm_head
-    own_head = type(head) is nn.Linear and not (
-        head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    )
+    changed = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    if type(head) is not nn.Linear or changed or not self.training:
+        return False
+    if not isinstance(logits_to_keep, int) or logits_to_keep:
+        return False
     as_object = options.get("return_dict", getattr(self.config, "return_dict", True)) is not False
-    all_tokens = isinstance(logits_to_keep, int) and logits_to_keep == 0
     own_loss = self.loss_function is ForCausalLMLoss
-    return (
-        self.training
-        and own_head
-        and own_loss
-        and as_object
-        and all_tokens
-        and runs_on(head.weight, head.bias)
-    )
+    return own_loss and as_object and runs_on(head.weight, head.bias)
 
 
 def _causal_loss(

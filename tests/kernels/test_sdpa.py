@@ -51,15 +51,6 @@ def test_dropout_keeps_the_weights_of_the_generators_seed():
     torch.testing.assert_close(out, weights @ v, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"key": (2, 3, 7, 16)}, "match|size"), ({"key": (2, 4, 7, 8)}, "size|dim")],
-)
-def test_errors_are_pytorchs(options, message):
-    with launches(), pytest.raises(RuntimeError, match=message):
-        scaled_dot_product_attention(*shapes(**options))
-
-
 @pytest.mark.parametrize(("T", "Tk", "K"), [(7, 9, 4), (6, 9, 2)])
 def test_heads_before_tokens_are_refused_where_that_is_certain(T, Tk, K):
     inputs = shapes((2, 4, T, 16), (2, K, Tk, 16))
