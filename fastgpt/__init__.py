@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.config import ModelConfig as ModelConfig
     from fastgpt.config import OpsConfig as OpsConfig
     from fastgpt.errors import UserError as UserError
-    from fastgpt.evaluate import encode_prompt as encode_prompt
-    from fastgpt.evaluate import sample_text as sample_text
+    from fastgpt.evaluate.validation import encode_prompt as encode_prompt
+    from fastgpt.evaluate.validation import sample_text as sample_text
     from fastgpt.generation import generate as generate
     from fastgpt.lecture import build_model as build_model
     from fastgpt.loading import load as load
@@ -39,10 +39,10 @@ _MODULES = {
     "Trainer": "trainer",
     "UserError": "errors",
     "build_model": "lecture",
-    "encode_prompt": "evaluate",
+    "encode_prompt": "evaluate.validation",
     "generate": "generation",
     "load": "loading",
-    "sample_text": "evaluate",
+    "sample_text": "evaluate.validation",
 }
 
 

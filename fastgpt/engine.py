@@ -24,7 +24,7 @@ from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import StopSignal
 from fastgpt.errors import UserError, counted
-from fastgpt.evaluate import mean_loss
+from fastgpt.evaluate.validation import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.optim import Optimizers

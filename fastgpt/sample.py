@@ -15,7 +15,7 @@ from fastgpt.choose import require_toolchain
 from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.loading import load
 
 FIRST = ("run", "prompt", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")

@@ -17,7 +17,7 @@ from fastgpt.display import Display, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
-from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.metrics import MetricsLog
 from fastgpt.recipes import sample_prompt
 from fastgpt.saver import Saver

@@ -27,7 +27,7 @@ PARTS = {
     ),
     "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
     "What a run leaves behind": (
-        "fastgpt/checkpoint", "fastgpt/run", "fastgpt/metrics", "fastgpt/evaluate",
+        "fastgpt/checkpoint", "fastgpt/run", "fastgpt/metrics", "fastgpt/evaluate/validation",
         "fastgpt/generation",
     ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from fastgpt import torch_ops
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.device import DTYPES
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.evaluate import encode_prompt, sample_text
+from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.loading import load
 from fastgpt.sample import main, separated
 from tests.trainer.models import greedy, sharp

@@ -1,0 +1,1 @@
+"""Evaluation of a model: validation loss, samples, tasks and bits per byte."""
