@@ -12,6 +12,7 @@ import torch
 from fastgpt import cli, explain, flags, prepare, sample
 from fastgpt.config import Config
 from fastgpt.data import __main__ as data
+from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.recipes import RECIPES
 
 SNAPSHOTS = Path(__file__).with_name("help")
@@ -22,6 +23,7 @@ COMMANDS = {
     "sample": lambda: sample.main(["--help"]),
     "prepare": lambda: prepare.main(["--help"]),
     "data": lambda: data.main(["--help"]),
+    "evaluate": lambda: evaluate.main(["--help"]),
     "explain": lambda: explain.main(["-h"]),
 }
 

@@ -1,0 +1,129 @@
+"""Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks lambada=lambada.jsonl`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fastgpt import device, flags
+from fastgpt.checks import POSITIVE, check
+from fastgpt.display import command
+from fastgpt.errors import UserError, run_command, writing
+from fastgpt.evaluate.harness import run_tasks
+from fastgpt.evaluate.score import Scorer
+from fastgpt.evaluate.tasks import read_task, run_task, split_tasks, too_long
+from fastgpt.evaluate.text import run_text
+from fastgpt.loading import load
+from fastgpt.storage import write_atomically
+
+Row = tuple[str, str, float, int]
+"""Task, metric, value, and the number of examples (of a text: tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Evaluates a model on tasks and texts."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Model to evaluate: whatever fastgpt.load takes, such as a run or a folder of Hugging Face."""
+    tasks: str = ""
+    """Tasks, separated by commas. hellaswag=PATH and lambada=PATH read a file of JSON lines; other
+    names are tasks of the lm-evaluation-harness, which needs the package lm-eval."""
+    text: str = ""
+    """Text to compute bits per byte of: a file, a folder, or a prepared data set, whose validation
+    tokens are used."""
+    include: Path | None = None
+    """Folder with tasks of your own for the lm-evaluation-harness, as YAML files."""
+    json: Path | None = None
+    """File to write the results to, as JSON."""
+    batch: int = 16
+    """Number of texts computed at once."""
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
+    """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"
+    """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
+
+    def __post_init__(self) -> None:
+        check(self, POSITIVE, "batch")
+        if not self.tasks and not self.text:
+            raise UserError("nothing to evaluate: expected --tasks or --text")
+
+
+def open_model(config: EvaluateConfig) -> Scorer:
+    """Loads the model on its device.
+
+    Raises:
+        UserError: it cannot be loaded, or has no tokenizer.
+    """
+    on = device.pick_device(config.device, "--device")
+    precision = device.pick_precision(config.precision, on, "--precision")
+    model, tokenizer = load(config.model, on)
+    if tokenizer is None:
+        raise UserError(
+            f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
+        )
+    autocast = device.autocast(on, precision)
+    return Scorer(
+        model=model, tokenizer=tokenizer, batch=config.batch, device=on, autocast=autocast
+    )
+
+
+def evaluate(config: EvaluateConfig) -> list[Row]:
+    """Runs the tasks and the text, files before the harness's own tasks.
+
+    Raises:
+        UserError: a task, a file or the model cannot be used.
+    """
+    asked, rows = split_tasks(config.tasks, "--tasks"), []
+    scorer = open_model(config)
+    local = [read_task(name, path, scorer) for name, path in asked.items() if path]
+    for task in local:
+        if cut := too_long(task, scorer.model.config.context):
+            print(f"{task.name}: {cut:,} longer than the context, cut from the left")
+        count = len(task.questions)
+        rows += [(task.name, *score, count) for score in run_task(task, scorer).items()]
+    if config.text:
+        found, count = run_text(config.text, scorer)
+        rows += [(config.text, *score, count) for score in found.items()]
+    if names := [name for name, path in asked.items() if not path]:
+        rows += _rows(run_tasks(names, scorer, config.include))
+    return rows
+
+
+def _rows(results: dict) -> list[Row]:
+    """Takes the metrics out of the harness's results, without their standard errors."""
+    return [
+        (task, key.removesuffix(",none"), value, results["n-samples"][task]["effective"])
+        for task, found in results["results"].items()
+        for key, value in found.items()
+        if "," in key and "_stderr" not in key and task in results["n-samples"]
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """Lays out the results, one metric a line."""
+    cells = [("task", "metric", "value", "examples")]
+    cells += [(task, metric, f"{value:.4f}", f"{count:,}") for task, metric, value, count in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join(
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}"
+        for a, b, c, d in cells
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Runs the command line `argv`."""
+    config = flags.parse(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
+    rows = evaluate(config)
+    if config.json is not None:
+        names = ("task", "metric", "value", "examples")
+        content = json.dumps([dict(zip(names, row)) for row in rows], indent=1)
+        with writing(config.json):
+            write_atomically(config.json, content.encode())
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    run_command(main)

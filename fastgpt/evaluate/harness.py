@@ -1,0 +1,137 @@
+"""A model of ours for EleutherAI's lm-evaluation-harness, the optional package lm-eval."""
+
+import json
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastgpt.errors import UserError, reason
+from fastgpt.evaluate.score import Scorer
+from fastgpt.evaluate.text import loss_of
+from fastgpt.evaluate.validation import encode_prompt, sample_text
+
+MOST_NEW = 256
+"""Number of tokens generated where a task does not say, as in the harness's own models."""
+OPTIONS = {"top_k", "top_p"}
+"""Settings of generation that a task may have, beside those that `_generate` names."""
+
+
+class Answers:
+    """The three methods that the harness calls, for requests with `args`."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Scores (context, continuation) pairs; see `Scorer.log_likelihoods`."""
+        pairs = [self.scorer.encode_pair(*request.args) for request in requests]
+        return self.scorer.log_likelihoods(pairs)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Computes the log-likelihood in nats of whole texts, in windows of the context."""
+        totals = []
+        for request in requests:
+            ids = self.scorer.tokenizer.encode(request.args[0])
+            tokens = np.array([self.scorer.prefix(), *ids.tolist()])
+            loss, count = loss_of(tokens, self.scorer) if len(ids) else (0.0, 0)
+            totals.append(-loss * count)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """Continues texts, each up to the first of its stop strings, in batches."""
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        found = {}
+        for options, members in groups.items():
+            for start in range(0, len(members), self.scorer.batch):
+                rows = members[start : start + self.scorer.batch]
+                prompts = [requests[i].args[0] for i in rows]
+                found |= zip(rows, self._generate(prompts, **json.loads(options)))
+        return [found[i] for i in range(len(requests))]
+
+    def _generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        until: str | list[str] = (),  # pyright: ignore
+        do_sample: bool | None = None,
+        temperature: float = 0.0,
+        max_gen_toks: int = MOST_NEW,
+        **options: Any,
+    ) -> Iterable[str]:
+        scorer, room = self.scorer, self.scorer.model.config.context - max_gen_toks
+        if unknown := {*options} - OPTIONS:
+            raise UserError(f"the task's generation_kwargs have unknown {', '.join(unknown)}")
+        if room < 1:
+            raise UserError(
+                f"max_gen_toks is {max_gen_toks}: expected fewer than the model's context,"
+                f" {scorer.model.config.context}"
+            )
+        encoded = [encode_prompt(prompt, scorer.tokenizer)[-room:] for prompt in prompts]
+        with scorer.autocast, torch.no_grad():
+            texts = sample_text(
+                scorer.model,
+                scorer.tokenizer,
+                encoded,
+                max_new_tokens=max_gen_toks,
+                temperature=0.0 if do_sample is False else temperature,
+                seed=0,
+                device=scorer.device,
+                **options,
+            )
+        for prompt, text in zip(encoded, texts):
+            text = text[len(scorer.tokenizer.decode(prompt.numpy())) :]
+            for stop in [until] if isinstance(until, str) else until:
+                text = text.split(stop)[0] if stop else text
+            yield text
+
+
+def language_model(scorer: Scorer) -> Any:
+    """Returns an `lm_eval.api.model.LM` that answers with this model.
+
+    Raises:
+        UserError: the package lm-eval is missing.
+    """
+    base = _package("lm_eval.api.model").LM
+    return type("FastgptLM", (Answers, base), {})(scorer)
+
+
+def run_tasks(names: list[str], scorer: Scorer, include: Path | None) -> dict[str, Any]:
+    """Runs tasks of the harness; returns its results, as `lm_eval.simple_evaluate` does.
+
+    Args:
+        include: folder with tasks of the user's own, as YAML.
+
+    Raises:
+        UserError: the package lm-eval is missing, or a task is unknown or its data cannot be had.
+    """
+    lm = language_model(scorer)
+    folder = None if include is None else str(include)
+    manager = _package("lm_eval.tasks").TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"unknown task {name!r}: the harness lists its own with lm-eval ls tasks"
+            )
+    try:
+        return _package("lm_eval").simple_evaluate(
+            model=lm, tasks=names, task_manager=manager, bootstrap_iters=0
+        )
+    except (OSError, ValueError) as error:  # no network, no such data set
+        raise UserError(f"the harness cannot run {', '.join(names)}: {reason(error)}") from error
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "tasks without a file need the package lm-eval: install the extra `eval`, make setup"
+            " EXTRAS=dev,eval; hellaswag=PATH.jsonl and lambada=PATH.jsonl need none"
+        ) from error

@@ -1,0 +1,99 @@
+"""Log-likelihood of texts, as EleutherAI's lm-evaluation-harness defines it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.distributed import Stopped, StopSignal
+from fastgpt.errors import UserError
+from fastgpt.model import GPT
+
+Pair = tuple[list[int], list[int]]
+"""Token ids of a context and of its continuation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """A model in evaluation mode, and how it computes."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    batch: int
+    """Number of texts computed at once."""
+    device: str
+    autocast: AbstractContextManager
+    stop: StopSignal | None = None
+    """Checked before each batch."""
+
+    def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Computes log p(continuation | context) in nats of each pair, in batches of like length.
+
+        Of a pair longer than the model's context, the first tokens are cut.
+
+        Returns:
+            The log-likelihoods, each with True if the continuation is the likeliest at each token.
+
+        Raises:
+            Stopped: `stop` was received.
+        """
+        order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
+        found = {}
+        for start in range(0, len(order), self.batch):
+            if self.stop is not None and self.stop.received:
+                raise Stopped
+            rows = order[start : start + self.batch]
+            found |= zip(rows, self._batch([pairs[i] for i in rows]))
+        return [found[i] for i in range(len(pairs))]
+
+    @torch.no_grad()
+    def _batch(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        most = self.model.config.context + 1
+        texts = [torch.tensor((context + new)[-most:]) for context, new in pairs]
+        x = pad_sequence([text[:-1] for text in texts], batch_first=True)
+        with self.autocast:
+            logits = self.model(x.to(self.device))
+        results = []
+        for row, text, (_, new) in zip(logits, texts, pairs):
+            log_p = row[len(text) - 1 - len(new) : len(text) - 1].float().log_softmax(-1).cpu()
+            targets = text[-len(new) :]
+            total = log_p.gather(-1, targets[:, None]).double().sum().item()
+            results.append((total, bool((log_p.argmax(-1) == targets).all())))
+        return results
+
+    def prefix(self) -> int:
+        """Returns the token that stands for an empty context.
+
+        Raises:
+            UserError: the tokenizer has no end-of-text token.
+        """
+        if self.tokenizer.eot_id is None:
+            raise UserError(
+                f"a text without a context needs an end-of-text token before it, which the"
+                f" {self.tokenizer.kind} tokenizer does not have"
+            )
+        return self.tokenizer.eot_id
+
+    def encode_pair(self, context: str, continuation: str) -> Pair:
+        """Encodes both as one text, and cuts it where the context's own tokens end.
+
+        Spaces at the end of the context are moved to the continuation.
+
+        Raises:
+            UserError: the continuation has no token, or more than the model's context, or the
+                tokenizer cannot encode it.
+        """
+        start = context.rstrip()
+        whole = self.tokenizer.encode(context + continuation).tolist()
+        # without a context the harness moves nothing
+        before = self.tokenizer.encode(start).tolist() if context else []
+        pair = before or [self.prefix()], whole[len(before) :]
+        if not 0 < len(pair[1]) <= self.model.config.context:
+            raise UserError(
+                f"{continuation[:40]!r} has {len(pair[1])} tokens: expected 1 to the model's"
+                f" context, {self.model.config.context}"
+            )
+        return pair

@@ -1,0 +1,77 @@
+"""Loss and bits per byte of a text or of a prepared data set."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from fastgpt.data.corpus import MANIFEST, open_shards
+from fastgpt.data.loader import eval_batches
+from fastgpt.data.prepare.documents import read_pieces
+from fastgpt.data.prepare.sources import find_source
+from fastgpt.data.shards import Tokens
+from fastgpt.data.tokenizers import same_tokenizer
+from fastgpt.distributed import World
+from fastgpt.errors import UserError
+from fastgpt.evaluate.score import Scorer
+from fastgpt.evaluate.validation import mean_loss
+
+
+def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:
+    """Reads the held-out tokens of a prepared data set, or all of a text, a file or a folder.
+
+    Returns:
+        Token ids (N,), with the end-of-text token, if there is one, before each document; and the
+        mean bytes of UTF-8 per token, None if unknown.
+
+    Raises:
+        UserError: it cannot be read, or the data set was made with another tokenizer.
+    """
+    tokenizer, folder = scorer.tokenizer, Path(path).expanduser()
+    if (folder / MANIFEST).is_file() or (folder.is_dir() and any(folder.glob("*train*.bin"))):
+        corpus = open_shards(folder, tokenizer="auto")
+        if not same_tokenizer(corpus.tokenizer, tokenizer):
+            raise UserError(
+                f"{path} was prepared with another {corpus.tokenizer.kind} tokenizer than the"
+                f" model's ({tokenizer.kind}): pass the text itself"
+            )
+        return corpus.val, corpus.val_bytes_per_token
+    parts, size = [], 0
+    for piece in read_pieces(find_source(path), raw=False):
+        assert isinstance(piece.text, str)
+        if piece.begins and tokenizer.eot_id is not None:
+            parts.append(np.array([tokenizer.eot_id]))
+        parts.append(tokenizer.encode(piece.text))
+        size += len(piece.text.encode())
+    ids = np.concatenate(parts) if parts else np.zeros(0)
+    return ids, size / max(1, len(ids))
+
+
+def loss_of(tokens: np.ndarray | Tokens, scorer: Scorer) -> tuple[float, int]:
+    """Computes the mean loss in nats of all tokens (N,) but the first, and counts them.
+
+    The windows are those of the harness: each token is scored once, and the last window reaches
+    back to fill the context.
+    """
+    context = min(scorer.model.config.context, max(1, len(tokens) - 1))
+    batches = eval_batches(
+        tokens,
+        context=context,
+        micro_batch=min(scorer.batch, -(-len(tokens) // context)),
+        rank=0,
+        world_size=1,
+        max_tokens=0,
+    )
+    return mean_loss(
+        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast
+    )
+
+
+def run_text(path: str, scorer: Scorer) -> tuple[dict[str, float], int]:
+    """Computes loss, perplexity and, where the size is known, bits per byte; counts the tokens."""
+    tokens, bytes_per_token = read_text(path, scorer)
+    loss, count = loss_of(tokens, scorer)
+    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    if bytes_per_token is not None:
+        found["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return found, count

@@ -1,0 +1,61 @@
+"""A tiny random model as a run and as an export, and files of both tasks.
+
+Fixtures import what they need: nothing may import triton before the tests are configured.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+LINES = 52
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Run and export of one GPT-2 with a BPE tokenizer; its context is 40."""
+    from tests.convert.models import converted, saved_run
+    from tests.data.sets import tokenizer_of
+
+    place, tokenizer = tmp_path_factory.mktemp("model"), tokenizer_of("bpe")
+    torch.manual_seed(1)
+    run = saved_run(place / "run", tokenizer, vocab_size=tokenizer.vocab_size)
+    return run, converted(run, place / "hf", "hf", verify=False)
+
+
+@pytest.fixture
+def scorer(folders):
+    from fastgpt.device import autocast
+    from fastgpt.evaluate.score import Scorer
+    from fastgpt.loading import load
+
+    model, tokenizer = load(folders[0])
+    assert tokenizer is not None
+    context = autocast("cpu", "fp32")
+    return Scorer(model=model, tokenizer=tokenizer, batch=7, device="cpu", autocast=context)
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, Path]:
+    """Task -> file; some questions are longer than the context, some have marks of WikiHow."""
+    from tests.data.sets import WORDS
+
+    draw, words = random.Random(0), WORDS.split()
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, most)))
+
+    questions = [
+        {
+            "activity_label": "Cats", "ctx_a": f"{text(30)}. [header]", "ctx_b": text(3),
+            "ctx": "unused", "endings": [f"{text(5)} [title]  {text(2)}." for _ in range(4)],
+            "label": draw.randrange(4),
+        }
+        for _ in range(LINES)
+    ]  # fmt: skip
+    lines = {"hellaswag": questions, "lambada": [{"text": text(40)} for _ in range(LINES)]}
+    for name, rows in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: tmp_path / f"{name}.jsonl" for name in lines}

@@ -1,0 +1,109 @@
+"""Tasks from local files, against transformers and the definitions written a second time."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastgpt.errors import UserError
+from fastgpt.evaluate.tasks import read_task, run_task, too_long
+from fastgpt.evaluate.text import loss_of
+from tests.evaluate.conftest import LINES
+
+
+@pytest.fixture
+def score(folders):
+    """Scores one continuation with transformers: its log-likelihood, and is it the likeliest."""
+    model = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folders[1])
+
+    def run(context: str, continuation: str) -> tuple[float, bool]:
+        whole = tokenizer(context + continuation)["input_ids"]
+        start = tokenizer(context)["input_ids"]
+        new = torch.tensor(whole[len(start) :])
+        ids = torch.tensor((whole if start else [tokenizer.eos_token_id, *whole])[-41:])
+        with torch.no_grad():
+            log_p = model(ids[None, :-1]).logits[0].log_softmax(-1)[-len(new) :]
+        chosen = log_p[torch.arange(len(new)), new].sum().item()
+        return chosen, log_p.argmax(-1).tolist() == new.tolist()
+
+    return run
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_hellaswag_is_scored_as_published(files, scorer, score):
+    def clean(text):
+        return re.sub(r"\[.*?\]", "", text.replace(" [title]", ". ")).replace("  ", " ")
+
+    right = np.zeros(2)
+    for row in rows(files["hellaswag"]):
+        context = clean(f"Cats: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        endings = [clean(ending) for ending in row["endings"]]
+        plain = np.array([score(context, f" {ending}")[0] for ending in endings])
+        normed = plain / [len(ending) for ending in endings]
+        right += [plain.argmax() == row["label"], normed.argmax() == row["label"]]
+    task = read_task("hellaswag", str(files["hellaswag"]), scorer)
+    assert 0 < too_long(task, 40) < LINES
+    found = run_task(task, scorer)
+    assert found == {"acc": right[0] / LINES, "acc_norm": right[1] / LINES}
+    assert len({0, *found.values()}) == 3
+
+
+def test_lambada_is_scored_as_published(files, scorer, score):
+    path = files["lambada"]
+    expected = [
+        score(" ".join(row["text"].split(" ")[:-1]), " " + row["text"].split(" ")[-1])
+        for row in rows(path)
+    ]
+    found = run_task(read_task("lambada", str(path), scorer), scorer)
+    assert found["acc"] == np.mean([greedy for _, greedy in expected])
+    perplexity = math.exp(-np.mean([total for total, _ in expected]))
+    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-5)
+
+
+def test_the_likeliest_continuation_is_told_from_others(scorer):
+    context = scorer.tokenizer.encode("the cat").tolist()
+    best = scorer.model.generate(torch.tensor([context]), max_new_tokens=3, temperature=0)
+    new = best[0, len(context) :].tolist()
+    found = scorer.log_likelihoods([(context, new), (context, [*new[:2], (new[2] + 1) % 100])])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_loss_of_a_text_scores_each_token_once(scorer, score):
+    text = "the cat sat on the mat, and the dog sat on the log. " * 8
+    ids = scorer.tokenizer.encode(text)
+    assert len(ids) > 41
+    short = text[:30]
+    tokens = np.array([scorer.prefix(), *scorer.tokenizer.encode(short).tolist()])
+    loss, count = loss_of(tokens, scorer)
+    assert -loss * count == pytest.approx(score("", short)[0], abs=1e-4)
+    assert loss_of(ids, scorer)[1] == len(ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("hellaswg", "", r"unknown task 'hellaswg'; did you mean 'hellaswag'\?"),
+        ("lambada", "\n", r"x\.jsonl is empty: expected lines of lambada, \{\"text\""),
+        ("lambada", '{"text": "a b"}\n{"tex', r"x\.jsonl line 2 is no line of lambada"),
+        ("lambada", '{"text": 3}', r"x\.jsonl line 1 is no line of lambada"),
+        ("lambada", '{"text": "a %s"}' % ("é" * 50), r"line 1: .* tokens: expected 1 to the model"),
+        ("hellaswag", '{"ctx": "a", "endings": ["b"]}', r"line 1 is no line .*'label'"),
+        ("hellaswag", '{"ctx": "a", "endings": ["b"], "label": 1}', r"label 1 of 1 endings"),
+        ("hellaswag", "[]", r"line 1 is no line of hellaswag"),
+        ("hellaswag", None, r"x\.jsonl cannot be read: No such file"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(name, content, said, scorer, tmp_path):
+    path = tmp_path / "x.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=said):
+        read_task(name, str(path), scorer)
