@@ -320,6 +320,9 @@ class TrainConfig:
     sample_prompt: str | None = None
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
     baby, else a newline), and on other data the first words of the validation text."""
+    eval_tasks: str = ""
+    """Tasks scored with each evaluation, from files of JSON lines: hellaswag=PATH, lambada=PATH, or
+    both with a comma between them."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")

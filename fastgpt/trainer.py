@@ -17,6 +17,8 @@ from fastgpt.display import Display, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
+from fastgpt.evaluate.score import Scorer
+from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.metrics import MetricsLog
 from fastgpt.recipes import sample_prompt
@@ -56,6 +58,7 @@ class Trainer:
             cleanup.callback(self.engine.loader.close)
             self.config = self.engine.config
             self.prompt = self._encoded_prompt()
+            self.tasks = self.world.on_main(self._read_tasks)
             self._open_run()
             cleanup.pop_all()
 
@@ -72,6 +75,24 @@ class Trainer:
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
         return encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
+
+    def _read_tasks(self) -> list[Task]:
+        given = split_tasks(self.config.train.eval_tasks, "--train.eval-tasks")
+        try:
+            return [read_task(name, path, self._scorer()) for name, path in given.items()]
+        except UserError as error:
+            raise UserError(f"--train.eval-tasks: {error}") from error
+
+    def _scorer(self, stop: StopSignal | None = None) -> Scorer:
+        engine = self.engine
+        return Scorer(
+            model=engine.model,
+            tokenizer=engine.data.tokenizer,
+            batch=engine.micro_batch,
+            device=engine.device,
+            autocast=engine.autocast(),
+            stop=stop,
+        )
 
     def _open_run_dir(self) -> Path:
         path = self.config.run_dir or run.new_run_dir(self.config.recipe)
@@ -280,6 +301,7 @@ class Trainer:
             f"step {step:>6}  epoch {max(self.engine.epochs()):.2f}  val loss {loss:.4f}  "
             f"perplexity {_perplexity(loss)}{bits}  ({record['val_tokens']:,} tokens)"
         )
+        record |= self._run_tasks()
         if self.log is None:
             return
         self.log.write(record)
@@ -289,6 +311,20 @@ class Trainer:
         if loss < self.best and self.saver.has(step):
             self.saver.mark_best(step)
             self.best = loss
+
+    def _run_tasks(self) -> dict[str, float]:
+        """Scores the tasks on all ranks, prints one line, and returns what to log."""
+        found = {}
+        self.engine.model.eval()
+        for task in self.tasks:
+            self.display.doing(f"evaluating {task.name}")
+            scores = run_task(task, self._scorer(self.stop), self.world)
+            found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
+        self.engine.model.train()
+        if found:
+            said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+            self.display.line(f"step {self.engine.step:>6}  {said}")
+        return found
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
         """Returns the weighted mean of the corpora's losses."""
