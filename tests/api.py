@@ -62,9 +62,7 @@ def entry(name: str) -> str:
 
 def signature(thing: Any) -> str:
     """Returns the names and defaults of the arguments, without types, whose spelling may change."""
-    if isinstance(thing, type) and issubclass(thing, Exception):
-        return "(message)"
-    known = inspect.signature(thing)
+    known = inspect.signature(thing.__init__ if isinstance(thing, type) else thing)
     bare = [x.replace(annotation=x.empty) for x in known.parameters.values() if x.name != "self"]
     return str(known.replace(parameters=bare, return_annotation=known.empty))
 
