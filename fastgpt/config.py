@@ -334,6 +334,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Parallel training: how the ranks that torchrun starts share the work."""
+
+    kind: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """What each rank keeps. ddp: the whole model; fsdp: a part of each weight, of its gradient and
+    of its optimizer state; hsdp: the same within groups of ranks, each of which has the model."""
+    shards: int | None = None
+    """Number of ranks in a group of hsdp; by default those of a machine."""
+    reshard: bool = True
+    """Weights of a block are freed between its forward and its backward, and gathered twice: less
+    memory, more traffic (fsdp and hsdp)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic, and
+    the normalisation layers' weights are rounded, too."""
+
+    def __post_init__(self) -> None:
+        check(self, POSITIVE, "parallel.shards")
+        if self.shards is not None and self.kind != "hsdp":
+            raise UserError(
+                f"--parallel.shards is {self.shards}: only --parallel.kind hsdp has groups"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OpsConfig:
     """Implementation of each op. `auto` uses the fastest one that is correct on the device."""
 
@@ -400,6 +424,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "steps", "log_every", "epochs", "eval_epochs")
@@ -447,7 +472,7 @@ def from_json(text: str) -> Config:
         if isinstance(section.default_factory, type):
             given = {
                 name: tuple(x) if isinstance(x, list) else x
-                for name, x in values[section.name].items()
+                for name, x in values.get(section.name, {}).items()
             }
             values[section.name] = section.default_factory(**given)
     return Config(**values)

@@ -252,3 +252,14 @@ class StopSignal:
     def agreed(self, world: World) -> bool:
         """Returns True if any rank was asked to stop, by a CPU collective without a device sync."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))
+
+
+class Agreed:
+    """A `StopSignal` whose `received` is the same on all ranks, which read it together."""
+
+    def __init__(self, stop: StopSignal, world: World) -> None:
+        self._stop, self._world = stop, world
+
+    @property
+    def received(self) -> bool:
+        return self._stop.agreed(self._world)

@@ -4,6 +4,7 @@ A step does not wait for the device: losses and norms stay there, and only `Engi
 syncs, once per log interval (with fp16, every step).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +20,10 @@ from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
+from fastgpt.data.loader import IGNORED, EvalBatches, Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
-from fastgpt.distributed import StopSignal
+from fastgpt.distributed import Agreed, StopSignal
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.lecture import build_model
@@ -31,6 +32,14 @@ from fastgpt.optim import Optimizers
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
+from fastgpt.sharding import (
+    load_weights,
+    part,
+    shard,
+    sum_over_parts,
+    wholes_in_host_memory,
+    without_sync,
+)
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -55,6 +64,12 @@ class Engine:
             device.keep_freed_memory()
         self.world = distributed.start(self.device)
         self.precision = device.pick_precision(config.train.precision, self.device)
+        self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
+        if self.sharded and (self.precision == "fp16" or config.train.eval_tasks):
+            raise UserError(
+                f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or"
+                " fp32, and no --train.eval-tasks"
+            )
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
         choose.require_toolchain(config.ops, self.device)
         self.warn = warn if self.world.is_main else _say_nothing
@@ -118,19 +133,29 @@ class Engine:
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
+        if self.sharded:  # a norm would need the bias of a block whose weights are shared out again
+            self.ops = replace(self.ops, norms=replace(self.ops.norms, absorb=False))
         torch.manual_seed(config.seed)
         losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
         model = build_model(config.model, self.ops, narrow_residual=narrow, **losses)
-        self.model = model.to(self.device)
+        self.model = model if self.sharded else model.to(self.device)
+        if self.sharded:
+            if self.compiled:  # as a whole it has FSDP's hooks, which are not compiled
+                for block in self.model.h:
+                    block.compile(fullgraph=True, dynamic=False)
+            shard(
+                self.model, list(self.model.h), config.parallel,
+                world=self.world, device=self.device, gradients=config.train.ddp_dtype,
+            )  # fmt: skip
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler, self.world)
         self.loss: Callable[..., Tensor] = self.model
-        if self.compiled:
+        if self.compiled and not self.sharded:
             torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets
             # training and evaluation batches have one shape, so each compiles a single graph
             self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.replica = None
-        if self.world.size > 1:
+        if self.world.size > 1 and not self.sharded:
             self.replica = replicate(cast(nn.Module, self.loss), config.train)
 
     def _restore(self) -> dict[str, list[int]] | None:
@@ -149,7 +174,7 @@ class Engine:
         run.check_same(found, self.config, self.data.tokenizer)
         self.resumed_from = found.path
         self.changes = run.changes(run.saved_config(found.path), self.config)
-        self.model.load_state_dict(found.weights)
+        load_weights(self.model, found.weights)
         self.optimizers.load_state_dict(found.state["optimizers"])
         self.step = found.step
         run.check_step(self.config, self.step, found.path)
@@ -226,7 +251,7 @@ class Engine:
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
         room = 0 if loaded else sum(8 * weight.numel() for weight in self.optimizers.parameters)
         try:
-            with nullcontext() if self.replica is None else self.replica.no_sync():
+            with self._quiet() if self.replica is not None else nullcontext():
                 rehearse(self.replica or self.loss, tokens, self.autocast(), room)
         finally:
             self.optimizers.zero_grad()
@@ -254,8 +279,7 @@ class Engine:
             if stop is not None and (last or micro_step or self.world.size == 1):
                 stop.check(self.world, ranks_meet=last)
             x, y = self.loader.next()
-            quiet = nullcontext() if self.replica is None or last else self.replica.no_sync()
-            with quiet:
+            with nullcontext() if last else self._quiet():
                 with self.autocast():
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
@@ -275,6 +299,12 @@ class Engine:
         self.train_loss = self.world.average(total)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
+
+    def _quiet(self) -> AbstractContextManager:
+        """Returns a context in which gradients stay on their rank."""
+        if self.sharded:
+            return without_sync(self.model)
+        return nullcontext() if self.replica is None else self.replica.no_sync()
 
     def autocast(self) -> AbstractContextManager:
         """Returns the autocast context of every forward pass."""
@@ -306,7 +336,7 @@ class Engine:
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
-                stop=stop,
+                stop=Agreed(stop, self.world) if stop is not None and self.sharded else stop,
             )
             for corpus in self.data.corpora
         ]
@@ -314,6 +344,16 @@ class Engine:
         return results
 
     def _eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
+        batches = self._own_eval_batches(corpus, split, max_tokens)
+        if not self.sharded:
+            return batches
+        # ranks gather weights together, so all go through as many batches
+        most = int(self.world.gather(torch.tensor([len(batches)])).max())
+        x = torch.zeros(self.micro_batch, self.config.model.context, dtype=torch.int64)
+        empty = [(x, torch.full_like(x, IGNORED))] * (most - len(batches))
+        return EvalBatches(itertools.chain(batches, empty), most)
+
+    def _own_eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
         config, tokens = self.config, getattr(corpus, split)
         shared = {
             "context": config.model.context,
@@ -341,6 +381,11 @@ class Engine:
         state = self.loader.state()
         places = zip(state["epoch"], state["index"], self.epoch_sizes)
         return [epoch + index / size for epoch, index, size in places]
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the weights and the state that a checkpoint stores; a collective operation."""
+        tree = self.model.state_dict(), self.state()
+        return wholes_in_host_memory(tree) if self.sharded else tree
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint stores besides the weights."""
@@ -380,10 +425,18 @@ class Engine:
         weights = self.optimizers.parameters
         # a sum reads each weight once; that of finite weights may overflow, so the slower test of
         # single weights has the last word
-        if torch.stack([weight.detach().sum() for weight in weights]).isfinite().all():
-            return
-        for name, weight in self.model.named_parameters():
-            if not weight.isfinite().all():
+        bad = (
+            torch.stack([part(weight.detach()).sum() for weight in weights])
+            .isfinite()
+            .logical_not()
+        )
+        if sum_over_parts(bad.float(), weights[0]).any():
+            bad = torch.stack(
+                [part(weight.detach()).isfinite().all().logical_not() for weight in weights]
+            )
+            first = sum_over_parts(bad.float(), weights[0]).nonzero()
+            if len(first):
+                name = list(dict(self.model.named_parameters()))[int(first[0])]
                 raise UserError(f"step {self.step}: first tensor that is not finite: {name}")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastgpt import checkpoint, run
+from fastgpt import checkpoint, run, sharding
 from fastgpt.checks import flag
 from fastgpt.config import Config, DataConfig, ModelConfig
 from fastgpt.convert.llmc import read_llmc_progress
@@ -124,7 +124,7 @@ def load_weights(source: Source, model: GPT) -> None:
     weights = dict(source.weights)
     if "wpe.weight" in weights:
         weights["wpe.weight"] = weights["wpe.weight"][: model.config.context]
-    model.load_state_dict(weights)
+    sharding.load_weights(model, weights)
 
 
 # --- another program's run ------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def take_over(source: Source, config: Config, model: GPT, adamw: Optimizer, warn
         raise UserError(f"--take-over: {source.path} has no state to take over: {expected}")
     progress = READERS[source.kind](source.path)
     if progress.weights:  # in fp32, from which the model file's were rounded
-        model.load_state_dict(progress.weights)
+        sharding.load_weights(model, progress.weights)
     for name, weight in model.named_parameters():
         first, second = (_padded(x, weight) for x in progress.moments[name])
         updates = torch.tensor(float(progress.updates), device=weight.device)
@@ -163,6 +163,6 @@ def take_over(source: Source, config: Config, model: GPT, adamw: Optimizer, warn
 
 def _padded(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x on the weight's device, with zeros for the padding of the vocabulary."""
-    whole = torch.zeros_like(weight)
+    whole = torch.zeros(weight.shape, device=weight.device)
     whole[: len(x)] = x
-    return whole
+    return sharding.part_like(whole, weight)

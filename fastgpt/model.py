@@ -310,7 +310,7 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.head_bias)
         self._init_weights()
         self.register_state_dict_post_hook(_cut_padding)
-        self.register_load_state_dict_pre_hook(_restore_padding)
+        self.register_load_state_dict_pre_hook(restore_padding)
 
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
         """Continues each row of tokens (B, T), in evaluation mode.
@@ -445,7 +445,11 @@ class GPT(nn.Module):
 
     def num_params(self) -> int:
         """Counts the parameters, without the padding of the vocabulary."""
-        return sum(tensor.numel() for tensor in dict(self.state_dict()).values())
+        padding = self.config.padded_vocab - (self.config.vocab_size or 0)
+        return sum(
+            weight.numel() - (padding * weight.shape[1:].numel() if name in VOCAB_TABLES else 0)
+            for name, weight in self.named_parameters()
+        )
 
 
 VOCAB_TABLES = ("wte.weight", "lm_head.weight", "lm_head.bias")
@@ -459,7 +463,8 @@ def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: An
             state[prefix + name] = state[prefix + name][: model.config.vocab_size]
 
 
-def _restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Pads the vocabulary of weights that were saved without its padding, in place."""
     assert isinstance(model, GPT)
     for name in VOCAB_TABLES:
         table = state.get(prefix + name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.distributed import World
+from fastgpt.sharding import is_sharded, part, part_like, whole
 
 MOST = 2**27
 """Number of elements that a rank orthogonalises at once, at most: 0.5 GB in fp32."""
@@ -44,15 +45,18 @@ class Muon(torch.optim.Muon):
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             for alike in self._batches(weights):
-                momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
-                torch._foreach_lerp_(momenta, gradients(alike), 1 - group["momentum"])
+                momenta = [part(self.state[weight]["momentum_buffer"]) for weight in alike]
+                grads = [part(grad) for grad in gradients(alike)]
+                torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 updates = self._updates(alike, group)
                 if not updates.is_cpu:  # one launch adds to all where dtypes and strides are equal
                     updates = updates.to(alike[0].dtype, memory_format=torch.contiguous_format)
                 rows, columns = alike[0].shape
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))
-                torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(alike, updates.unbind()[: len(alike)], alpha=-lr)
+                parts = [part(weight) for weight in alike]
+                own = [part(part_like(update, like)) for update, like in zip(updates, alike)]
+                torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(parts, own, alpha=-lr)
 
     def _batches(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:
         """Yields the matrices in groups of one shape, as many as the ranks take at once."""
@@ -72,16 +76,23 @@ class Muon(torch.optim.Muon):
         """
         share = -(-len(alike) // self._world.size)
         first = self._world.rank * share
-        own = [alike[min(i, len(alike) - 1)] for i in range(first, first + share)]
-        grads = gradients(own)
-        momenta = [self.state[weight]["momentum_buffer"] for weight in own]
-        nesterov = grads[0].new_empty((share, *grads[0].shape), dtype=torch.bfloat16)
-        torch._foreach_copy_(
-            nesterov.unbind(), torch._foreach_lerp(grads, momenta, group["momentum"])
-        )
+        own = [min(i, len(alike) - 1) for i in range(first, first + share)]
+        nesterov = self._nesterov(alike, own, group["momentum"])
         return self._world.gather(
             orthogonalised(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
         )
+
+    def _nesterov(self, alike: list[Tensor], own: list[int], momentum: float) -> Tensor:
+        """Returns the whole gradients with momentum of the matrices `own`, in bf16."""
+        grads = gradients(alike)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
+        if is_sharded(alike[0]):  # all ranks gather each of them, and some keep it
+            wholes = [whole(g.lerp(m, momentum).bfloat16()) for g, m in zip(grads, momenta)]
+            return torch.stack([wholes[i] for i in own])
+        nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=torch.bfloat16)
+        sums = torch._foreach_lerp([grads[i] for i in own], [momenta[i] for i in own], momentum)
+        torch._foreach_copy_(nesterov.unbind(), sums)
+        return nesterov
 
 
 def gradients(weights: list[Tensor]) -> list[Tensor]:

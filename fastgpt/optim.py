@@ -3,12 +3,13 @@
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgpt.config import OptimConfig
 from fastgpt.distributed import World
 from fastgpt.model import GPT
 from fastgpt.muon import Muon
+from fastgpt.sharding import norms, part, part_like
 
 
 class Optimizers:
@@ -65,10 +66,12 @@ class Optimizers:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * ratio
         gradients = [cast(Tensor, weight.grad) for weight in self.parameters]
-        self.norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore
+        self.norms = norms(gradients)
         norm = self.norms.norm()
         if self.config.grad_clip:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
+            # as nn.utils.clip_grads_with_norm_, for parts
+            factor = (self.config.grad_clip / (norm + 1e-6)).clamp(max=1)
+            torch._foreach_mul_([part(x) for x in gradients], factor)  # pyright: ignore
         # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
         # clipping has spread an infinity of one to the other.
         if not self.scaler.is_enabled() or norm.isfinite():
@@ -89,6 +92,14 @@ class Optimizers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            parts = {
+                i: {
+                    name: part_like(x, weights[i]) if x.shape == weights[i].shape else x
+                    for name, x in moments.items()
+                }
+                for i, moments in saved["state"].items()
+            }
+            optimizer.load_state_dict(saved | {"state": parts})
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

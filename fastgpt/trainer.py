@@ -204,7 +204,7 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if not self.saver.reserved and self.world.is_main:
+            if not self.saver.reserved and self.world.is_main and not engine.sharded:
                 self.saver.reserve(engine.model.state_dict(), engine.state())
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
@@ -268,9 +268,8 @@ class Trainer:
         self.display.doing("saving")
         engine.finite_loss()
         engine.check_weights()
-        self.world.on_main(
-            lambda: self.saver.save(engine.step, engine.model.state_dict(), engine.state())
-        )
+        weights, state = engine.snapshot()
+        self.world.on_main(lambda: self.saver.save(engine.step, weights, state))
 
     def _publish(self) -> None:
         """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
@@ -302,12 +301,13 @@ class Trainer:
             f"perplexity {_perplexity(loss)}{bits}  ({record['val_tokens']:,} tokens)"
         )
         record |= self._run_tasks()
-        if self.log is None:
-            return
-        self.log.write(record)
-        if step and self.config.train.sample_tokens and not self.stop.received:
+        if self.log is not None:
+            self.log.write(record)
+        if step and self.config.train.sample_tokens and not self._stopping():
             self.display.doing("sampling")
             self._sample()
+        if self.log is None:
+            return
         if loss < self.best and self.saver.has(step):
             self.saver.mark_best(step)
             self.best = loss
@@ -331,10 +331,18 @@ class Trainer:
         weights = self.engine.data.weights
         return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
+    def _stopping(self) -> bool:
+        """Returns True if this rank need not sample; ranks that share weights agree on it."""
+        if self.engine.sharded:
+            return self.stop.agreed(self.world)
+        return self.log is None or self.stop.received is not None
+
     def _sample(self) -> None:
+        """Samples on the main rank, or with sharded weights the same on all, and shows it."""
         engine = self.engine
         engine.model.eval()
-        with engine.autocast():
+        # the texts' lengths differ, and each would be compiled
+        with engine.autocast(), torch.compiler.set_stance("force_eager"):
             [text] = sample_text(
                 engine.model,
                 engine.data.tokenizer,
@@ -345,6 +353,8 @@ class Trainer:
                 device=engine.device,
             )
         engine.model.train()
+        if self.log is None:
+            return
         self.display.sample(text)
         path = self.run_dir / "samples.txt"
         with writing(path), path.open("a", encoding="utf-8") as file:

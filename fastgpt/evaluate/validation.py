@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastgpt.data.loader import IGNORED
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.device import kind_of
-from fastgpt.distributed import Stopped, StopSignal, World
+from fastgpt.distributed import Agreed, Stopped, StopSignal, World
 from fastgpt.errors import UserError
 from fastgpt.generation import generate
 from fastgpt.model import GPT
@@ -25,7 +25,7 @@ def mean_loss(
     world: World,
     device: str,
     autocast: AbstractContextManager,
-    stop: StopSignal | None = None,
+    stop: StopSignal | Agreed | None = None,
 ) -> tuple[float, int]:
     """Computes the mean loss in nats over the targets of all ranks, and counts the targets.
 
@@ -49,6 +49,8 @@ def mean_loss(
         count = int((y != IGNORED).sum())
         with autocast:
             loss = model(x.to(device), y.to(device))
+        if not count:  # of a rank that has fewer batches, but must take part
+            continue
         loss = loss.to(held).double() * count
         totals[:2] += torch.stack((loss, torch.tensor(count, device=held)))
     total, count, stopped = world.sum(totals).tolist()

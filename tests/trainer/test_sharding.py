@@ -1,0 +1,79 @@
+"""Weights shared out among ranks by FSDP2: losses, weights and checkpoints of one process."""
+
+import os
+import signal
+
+import pytest
+
+from fastgpt import checkpoint
+from fastgpt.config import ParallelConfig
+from fastgpt.errors import UserError
+from tests.trainer.runs import (
+    ROOT,
+    assert_same_up_to_rounding,
+    finish,
+    read_until,
+    series,
+    torchrun,
+)
+
+TRAIN = str(ROOT / "train.py")
+KINDS = {
+    "two": (2, "--parallel.kind fsdp"),
+    "kept-while-needed": (2, "--parallel.kind fsdp --parallel.no-reshard --train.micro-batch 2"),
+    "uneven": (3, "--parallel.kind fsdp --train.batch-tokens 96"),
+    "groups": (4, "--parallel.kind hsdp --parallel.shards 2"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_share_weights_give_what_one_gives(kind, fit, tiny, tmp_path):
+    """The ranks have different numbers of evaluation batches, and up to 4 micro-steps."""
+    ranks, flags = KINDS[kind]
+    shared = "--train.micro-batch 1 --optim.kind adamw --data.eval-tokens 0 --model.no-tied"
+    batch = "--train.batch-tokens 96" if kind == "uneven" else ""
+    one = fit(shared, batch, f"--run-dir {tmp_path / 'one'}")
+    finish(torchrun(ranks, TRAIN, *tiny(shared, flags)))
+    assert_same_up_to_rounding(tmp_path / "run", one)
+
+
+def test_muon_on_shared_weights_gives_the_losses_of_one_rank(fit, tiny, tmp_path):
+    """Only losses are compared: Muon's products in bf16 enlarge roundings of the gradients."""
+    one = fit(f"--run-dir {tmp_path / 'one'}")
+    finish(torchrun(2, TRAIN, *tiny("--parallel.kind fsdp")))
+    for key in ("train_loss", "val_loss"):
+        assert series(tmp_path / "run", key) == pytest.approx(series(one, key), rel=2e-5)
+
+
+def test_a_run_goes_on_with_another_kind(fit, tiny, tmp_path):
+    """Steps 1 to 4 on one process, 5 and 6 with shared weights, 7 and 8 on one process again."""
+    flags = "--optim.kind adamw --optim.schedule constant"
+    whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
+    fit(flags, "--steps 4")
+    finish(torchrun(2, TRAIN, *tiny(flags, "--steps 6 --resume auto --parallel.kind fsdp")))
+    run = fit(flags, "--resume auto")
+    assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
+        "step_00000004", "step_00000006", "step_00000008",
+    ]  # fmt: skip
+    for name in ("train_loss", "grad_norm"):
+        assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)
+
+
+def test_sigterm_saves_shared_weights(tiny, tmp_path):
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1 --parallel.kind fsdp"
+    process = torchrun(2, TRAIN, *tiny(flags))
+    read_until(process, r"^step +20/")
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert "Warning" not in err
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    step = checkpoint.load(saved).step
+    assert f"stopped after step {step}, saved" in out
+
+
+def test_groups_must_divide_the_ranks(tiny):
+    with pytest.raises(UserError, match=r"--parallel.shards is 2: only --parallel.kind hsdp"):
+        ParallelConfig(kind="fsdp", shards=2)
+    process = torchrun(2, TRAIN, *tiny("--parallel.kind hsdp --parallel.shards 3"))
+    assert process.wait(timeout=60) != 0
+    assert "error: --parallel.shards is 3: expected a divisor of" in process.stderr.read()
