@@ -21,7 +21,7 @@ FUNCTIONS = (
 """Public names in the order of the page; each but `Trainer.fit` has an example."""
 SETTINGS = (
     "Config", "ModelConfig", "config.DataConfig", "config.OptimConfig", "config.TrainConfig",
-    "OpsConfig",
+    "OpsConfig", "config.ParallelConfig",
 )  # fmt: skip
 PARTS = {
     "Models and training": FUNCTIONS,
