@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.config import Config as Config
     from fastgpt.config import ModelConfig as ModelConfig
     from fastgpt.config import OpsConfig as OpsConfig
+    from fastgpt.data.items import Data as Data
     from fastgpt.errors import UserError as UserError
     from fastgpt.evaluate.validation import encode_prompt as encode_prompt
     from fastgpt.evaluate.validation import sample_text as sample_text
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
 # Imported when first asked for: `import fastgpt` must not take the seconds that torch takes.
 _MODULES = {
     "Config": "config",
+    "Data": "data.items",
     "GPT": "model",
     "ModelConfig": "config",
     "OpsConfig": "config",

@@ -20,7 +20,8 @@ from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.loader import IGNORED, EvalBatches, Loader, eval_batches, random_batches
+from fastgpt.data.items import IGNORED, Data, ItemCorpus, ItemSet
+from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import Agreed, StopSignal
@@ -53,12 +54,15 @@ class Engine:
 
     Args:
         warn: called with each warning, one line long.
+        data: own data sets, in place of what `config.data` names.
 
     Raises:
         UserError: the config, the data and the checkpoint do not fit together.
     """
 
-    def __init__(self, config: Config, warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, config: Config, warn: Callable[[str], None] = print, data: Data | None = None
+    ) -> None:
         self.device = device.pick_device(config.train.device)
         if self.device == "cpu":
             device.keep_freed_memory()
@@ -79,7 +83,11 @@ class Engine:
             torch.set_float32_matmul_precision("high")
         self.source = initial.source_of(config, self.warn)
         """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
-        self.data = self._open_data(config)
+        self.data = self._open_data(config, data)
+        if isinstance(self.data, ItemSet):  # no text that a later run could find
+            own = replace(config.data, source=self.data.name)
+            size = config.model.vocab_size or self.data.data.vocab_size
+            config = replace(config, data=own, model=replace(config.model, vocab_size=size))
         orders = self.data.orders(config.model.context, config.seed)
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
         self.coverage = [order.coverage() for order in orders]
@@ -96,7 +104,9 @@ class Engine:
         """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
 
-    def _open_data(self, config: Config) -> DataSet:
+    def _open_data(self, config: Config, data: Data | None) -> DataSet | ItemSet:
+        if data is not None:
+            return self._same(ItemSet(data=data, context=config.model.context, config=config.data))
         source = run.resolve_source(config.data.source, self.warn)
 
         def opened(*report: PrepareProgress) -> DataSet:
@@ -109,7 +119,10 @@ class Engine:
 
         # the main rank downloads, prepares and checks the data, then all ranks open it
         self.world.on_main(open_once, patient=True)
-        data = opened()
+        return self._same(opened())
+
+    def _same(self, data: DataSet | ItemSet) -> DataSet | ItemSet:
+        """Returns the data, if it is the same on all ranks and fits the model to start from."""
         if self.source is not None:
             initial.check_vocabulary(self.source, data.tokenizer)
         if (main := self.world.from_main(data.identity)) != data.identity:
@@ -343,7 +356,9 @@ class Engine:
         self.model.train()
         return results
 
-    def _eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
+    def _eval_batches(
+        self, corpus: Corpus | ItemCorpus, split: str, max_tokens: int
+    ) -> EvalBatches:
         batches = self._own_eval_batches(corpus, split, max_tokens)
         if not self.sharded:
             return batches
@@ -353,7 +368,9 @@ class Engine:
         empty = [(x, torch.full_like(x, IGNORED))] * (most - len(batches))
         return EvalBatches(itertools.chain(batches, empty), most)
 
-    def _own_eval_batches(self, corpus: Corpus, split: str, max_tokens: int) -> EvalBatches:
+    def _own_eval_batches(
+        self, corpus: Corpus | ItemCorpus, split: str, max_tokens: int
+    ) -> EvalBatches:
         config, tokens = self.config, getattr(corpus, split)
         shared = {
             "context": config.model.context,
@@ -371,10 +388,15 @@ class Engine:
         return eval_batches(
             tokens,
             max_tokens=max_tokens,
-            documents=self.data.validation_documents(corpus, config.model.context),
+            documents=self._validation_documents(corpus),
             pad_id=self.data.pad_id,
             **shared,
         )
+
+    def _validation_documents(self, corpus: Corpus | ItemCorpus) -> SampleOrder | None:
+        if isinstance(self.data, ItemSet) or isinstance(corpus, ItemCorpus):
+            return None
+        return self.data.validation_documents(corpus, self.config.model.context)
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""

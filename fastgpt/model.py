@@ -392,8 +392,8 @@ class GPT(nn.Module):
             Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
 
         Raises:
-            UserError: there are more tokens than the context. On CPUs also if they are no ids of
-                the vocabulary; elsewhere that would need a sync, and PyTorch reports it.
+            UserError: there are more tokens than the context. On CPUs without targets also if they
+                are no ids of the vocabulary; elsewhere that would need a sync.
 
         >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
         >>> tokens = torch.zeros(1, 10, dtype=torch.long)
@@ -401,7 +401,9 @@ class GPT(nn.Module):
         torch.float32
         """
         assert cache is None or not self.training
-        if type(tokens) is Tensor and tokens.is_cpu and not torch.compiler.is_compiling():
+        # a loss is computed of tokens that their loader has checked, and often
+        plain = type(tokens) is Tensor and not torch.compiler.is_compiling()
+        if targets is None and plain and tokens.is_cpu:
             check_tokens(tokens, self.config)
         if tokens.shape[1] > self.config.context:
             raise UserError(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from fastgpt.data.corpus import Corpus
+from fastgpt.data.items import ItemCorpus
 
 
 def _gpt2(layers: int, heads: int, dim: int) -> Config:
@@ -292,7 +293,7 @@ PROMPTS = {"baby": "def "}
 """Prompt of the samples on a recipe's own data, if it is not a newline."""
 
 
-def sample_prompt(config: Config, corpus: Corpus) -> str:
+def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
     """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
     if config.train.sample_prompt is not None:
         return config.train.sample_prompt

@@ -13,6 +13,7 @@ import torch
 from fastgpt import checkpoint, device, distributed, run
 from fastgpt.about import facts, header
 from fastgpt.config import Config, to_json
+from fastgpt.data.items import Data
 from fastgpt.display import Display, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
@@ -29,6 +30,10 @@ from fastgpt.storage import cache_dir, write_atomically
 class Trainer:
     """Trains on one rank, and writes logs, samples and checkpoints into the run's directory.
 
+    Args:
+        config: settings of the run.
+        data: own data sets, in place of what `config.data` names.
+
     Raises:
         UserError: the config or the data cannot work; raised before any training.
 
@@ -44,7 +49,7 @@ class Trainer:
     >>> model, tokenizer = fastgpt.load(trainer.run_dir)
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, data: Data | None = None) -> None:
         self.display = Display()
         self.world = distributed.start(device.pick_device(config.train.device))
         if not self.world.is_main:
@@ -54,7 +59,7 @@ class Trainer:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_main(lambda: self._lock(config))
-            self.engine = Engine(config, self.display.warn)
+            self.engine = Engine(config, self.display.warn, data)
             cleanup.callback(self.engine.loader.close)
             self.config = self.engine.config
             self.prompt = self._encoded_prompt()

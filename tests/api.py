@@ -5,7 +5,6 @@
 
 import inspect
 import re
-from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.processes import ROOT
 PAGE = ROOT / "docs" / "api.md"
 FUNCTIONS = (
     "GPT", "GPT.from_config", "GPT.forward", "GPT.generate", "generate", "load", "build_model",
-    "encode_prompt", "sample_text", "Trainer", "Trainer.fit", "UserError",
+    "encode_prompt", "sample_text", "Trainer", "Trainer.fit", "Data", "UserError",
 )  # fmt: skip
 """Public names in the order of the page; each but `Trainer.fit` has an example."""
 SETTINGS = (
@@ -48,7 +47,7 @@ def entry(name: str) -> str:
     """Describes a class, a function or the fields of a dataclass."""
     thing = resolve_name(f"fastgpt:{name}")
     head, about = f"\n### fastgpt.{name}\n\n", inspect.getdoc(thing) or ""
-    if is_dataclass(thing):
+    if name in SETTINGS:
         rows = [
             (flag.path, flag.summary.replace(NO_BREAK, " ").replace("<", "&lt;"))
             for flag in flags_of(thing)

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpt.data.items import IGNORED, Items, item_batches
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
 from fastgpt.device import kind_of
 from fastgpt.errors import UserError, counted
 
-IGNORED = -100
-"""Target of a position that does not count: the default `ignore_index` of PyTorch's losses."""
 PREFETCHED = 4
 """Number of micro-batches to prefetch, enough to bridge a slow read."""
 JOIN_TIMEOUT_S = 10
@@ -39,7 +38,8 @@ class Loader:
     """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
-        corpora: each (N,), sliceable, any integer dtype; usually `Tokens`.
+        corpora: each (N,), sliceable, any integer dtype; usually `Tokens`. Or `Items` alone, whose
+            numbers the samples are.
         samples: the stream of samples, which is read on from its present position.
         context: T, in tokens.
         global_batch: samples per optimizer step over all ranks and micro-steps.
@@ -52,7 +52,7 @@ class Loader:
 
     def __init__(
         self,
-        corpora: Sequence[np.ndarray | Tokens],
+        corpora: Sequence[np.ndarray | Tokens | Items],
         samples: Mixture,
         *,
         context: int,
@@ -140,7 +140,7 @@ class Loader:
 
 
 def eval_batches(
-    tokens: np.ndarray | Tokens,
+    tokens: np.ndarray | Tokens | Items,
     *,
     context: int,
     micro_batch: int,
@@ -156,7 +156,7 @@ def eval_batches(
     the one before to have a full context, and the targets that they share are masked in it.
 
     Args:
-        tokens: (N,), any integer dtype, N >= 2.
+        tokens: (N,), any integer dtype, N >= 2; or items, which are scored in place of windows.
         context: T, in tokens.
         micro_batch: B, rows of every batch.
         rank: this rank takes every `world_size`-th window.
@@ -169,6 +169,10 @@ def eval_batches(
     Raises:
         UserError: fewer than 2 tokens.
     """
+    if isinstance(tokens, Items):
+        shared = {"rank": rank, "world_size": world_size, "max_tokens": max_tokens}
+        made = item_batches(tokens, context=context, micro_batch=micro_batch, **shared)
+        return EvalBatches(*made)
     if len(tokens) < 2:
         raise UserError(f"the validation split needs at least 2 tokens, but has {len(tokens)}")
     if documents is None:
@@ -292,7 +296,7 @@ class _Micro:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Producer:
-    corpora: tuple[np.ndarray | Tokens, ...]
+    corpora: tuple[np.ndarray | Tokens | Items, ...]
     samples: Mixture
     context: int
     grid: tuple[int, int, int]
@@ -309,7 +313,7 @@ class _Producer:
                 torch.get_device_module(self.pin_for).set_device(self.pin_for)
             while True:
                 samples = self.samples.take(math.prod(self.grid))
-                targets = (samples[:, 2] - samples[:, 1] - 1).reshape(self.grid).sum(-1)
+                targets = self._targets(samples).reshape(self.grid).sum(-1)
                 shares = (targets / targets.mean())[:, self.rank].tolist()
                 mine = samples.reshape(*self.grid, 3)[:, self.rank]
                 for step, rows in enumerate(mine, start=1):
@@ -321,6 +325,12 @@ class _Producer:
         except Exception as error:
             ready.put(error)
 
+    def _targets(self, samples: np.ndarray) -> np.ndarray:
+        """Counts the targets of each sample: (count,) int64."""
+        if isinstance(self.corpora[0], Items):
+            return self.corpora[0].counts[samples[:, 1]]
+        return samples[:, 2] - samples[:, 1] - 1
+
     def _gather(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         shape = (len(rows), self.context)
         # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
@@ -328,11 +338,15 @@ class _Producer:
         x, y = (
             torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_for is not None) for _ in "xy"
         )
-        for x_row, y_row, (corpus, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
+        for x_row, y_row, (number, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
+            corpus = self.corpora[number]
+            if isinstance(corpus, Items):
+                x_row[:], y_row[:] = corpus[start]
+                continue
             if stop - start <= self.context:
                 x_row.fill(self.pad_id)
                 y_row.fill(IGNORED)
-            _fill(x_row, y_row, self.corpora[corpus], start, stop, self.pad_id)
+            _fill(x_row, y_row, corpus, start, stop, self.pad_id)
         return x, y
 
 

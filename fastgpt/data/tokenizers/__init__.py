@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
-from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer, IdTokenizer
 from fastgpt.errors import UserError, unknown_name
 
 __all__ = [
-    "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "Tokenizer", "check_kind",
-    "load_tokenizer", "make_tokenizer", "same_tokenizer",
+    "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "IdTokenizer", "Tokenizer",
+    "check_kind", "load_tokenizer", "make_tokenizer", "same_tokenizer",
 ]  # fmt: skip
 
 KINDS = ("bytes", "chars", "gpt2", "bpe", "wordpiece")
@@ -124,11 +124,13 @@ def _restore(saved: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer()
     if kind == "chars":
         return CharTokenizer(saved["chars"])
+    if kind == "ids":
+        return IdTokenizer(int(saved["vocab_size"]))
     if kind == "gpt2":
         from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer.from_base64(saved["tokens"])
-    raise unknown_name("tokenizer", kind, ("bytes", "chars", "gpt2"))
+    raise unknown_name("tokenizer", kind, ("bytes", "chars", "gpt2", "ids"))
 
 
 def _huggingface(what: str) -> ModuleType:

@@ -87,3 +87,32 @@ class CharTokenizer(Tokenizer):
         """Returns the kind and the vocabulary as JSON."""
         # one string per character: two lone surrogates in one string would be read back as one
         return json.dumps({"kind": self.kind, "chars": list(self.chars)})
+
+
+class IdTokenizer(Tokenizer):
+    """Stand-in for an unknown tokenizer: a text is its ids as numbers, "17 4 256"."""
+
+    kind: str = "ids"
+    eot_id: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        """Reads numbers as ids (N,): uint16 if every id of the vocabulary fits, else uint32.
+
+        Raises:
+            UserError: a word is no number, or no id of the vocabulary.
+        """
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise UserError(f"{word!r} is no id: expected 0 to {self.vocab_size - 1}")
+        return np.array(text.split(), token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Writes ids as numbers."""
+        return " ".join(map(str, id_array(ids).tolist()))
+
+    def to_json(self) -> str:
+        """Returns the kind and the number of ids as JSON."""
+        return json.dumps({"kind": self.kind, "vocab_size": self.vocab_size})

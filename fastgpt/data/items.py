@@ -1,0 +1,202 @@
+"""Samples from data sets of `torch.utils.data`, in place of a corpus of tokens.
+
+Each item is a pair (tokens, targets) of int64 tensors (context,). A target is the id that the model
+should predict at its place, or -100 where the loss does not count.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastgpt.config import DataConfig
+from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.tokenizers import IdTokenizer, Tokenizer
+from fastgpt.errors import UserError
+
+IGNORED = -100
+"""Target of a position that does not count: the default `ignore_index` of PyTorch's losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Data sets to train on in place of a text: `Trainer(config, data=Data(...))`.
+
+    Args:
+        train: map-style data set, with `__len__` and `__getitem__`, of pairs (tokens, targets):
+            int64 tensors (context,), targets -100 where the loss does not count.
+        val: the same for validation.
+        tokenizer: for samples and checkpoints; without one, ids are shown as numbers.
+        vocab_size: number of ids, needed without a tokenizer.
+        name: name in the run's header and manifest.
+        template: chat template to save with the model.
+
+    Raises:
+        UserError: neither tokenizer nor vocabulary size is given.
+
+    >>> tokens = torch.randint(50, (20, 17))
+    >>> items = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    >>> data = fastgpt.Data(train=items, val=items, vocab_size=50)
+    >>> trainer = fastgpt.Trainer(fastgpt.Config(), data)  # doctest: +SKIP
+    """
+
+    train: Dataset[tuple[Tensor, Tensor]]
+    val: Dataset[tuple[Tensor, Tensor]]
+    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None
+    name: str = "own data"
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None and self.vocab_size is None:
+            raise UserError("Data: vocab_size is missing: expected it, or a tokenizer")
+
+
+class Items:
+    """Items of a data set, each of which was checked and counted once."""
+
+    def __init__(self, dataset: Dataset, context: int, vocab_size: int, name: str) -> None:
+        self._dataset, self._shape = dataset, (context,)
+        self._vocab_size, self._name = vocab_size, name
+        self.size = len(cast(Any, dataset))
+        if not self.size:
+            raise UserError(f"{name} is empty: expected at least one item")
+        self.counts = np.empty(self.size, np.int64)
+        """Number of targets of each item."""
+        digest = hashlib.sha256()
+        for i in range(self.size):
+            x, y = self[i]
+            self.counts[i] = (y != IGNORED).sum()
+            digest.update(x.tobytes() + y.tobytes())
+            if not self.counts[i]:
+                raise UserError(f"{name}, item {i}: no target counts, all are {IGNORED}")
+        self.sha256 = digest.hexdigest()
+
+    def __len__(self) -> int:
+        """Returns the number of tokens."""
+        return self.size * self._shape[0]
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens and targets of an item, each (context,) int64.
+
+        Raises:
+            UserError: the item is something else, or an id is outside of the vocabulary.
+        """
+        item: Any = self._dataset[i]
+        what = f"{self._name}, item {i}"
+        if not (isinstance(item, tuple | list) and len(item) == 2):
+            raise UserError(f"{what} is {type(item).__name__}: expected a pair (tokens, targets)")
+        for name, x, least in zip(("tokens", "targets"), item, (0, IGNORED)):
+            if not isinstance(x, Tensor) or x.shape != self._shape or x.dtype != torch.int64:
+                found = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                raise UserError(f"{what}: {name} are {found}: expected {self._shape} torch.int64")
+            fine = (x >= 0) & (x < self._vocab_size) | (x == least)
+            if not fine.all():
+                raise UserError(
+                    f"{what}: {name} have the id {int(x[~fine][0])}: expected 0 to"
+                    f" {self._vocab_size - 1}{', or -100' * (name == 'targets')}"
+                )
+        return item[0].numpy(), item[1].numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemCorpus:
+    """Items of both splits, with what the trainer asks of a corpus."""
+
+    name: str
+    train: Items
+    val: Items
+    tokenizer: Tokenizer
+    python: None = None
+
+    def first_words(self) -> str:
+        """Returns the text of the first tokens of validation."""
+        return self.tokenizer.decode(self.val[0][0][:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSet:
+    """Data as the trainer reads it: the interface of `DataSet` for own data sets."""
+
+    data: Data
+    context: int
+    config: DataConfig
+    corpora: tuple[ItemCorpus] = field(init=False)
+    weights: tuple[float] = (1.0,)
+    pad_id: int = 0
+    val_bytes_per_token: None = None
+
+    def __post_init__(self) -> None:
+        data = self.data
+        tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
+        size = max(data.vocab_size or 0, tokenizer.vocab_size)
+        if self.config.eval_batches:
+            raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
+        train, val = (
+            Items(getattr(data, split), self.context, size, f"{data.name} ({split})")
+            for split in ("train", "val")
+        )
+        corpus = ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)
+        object.__setattr__(self, "corpora", (corpus,))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.corpora[0].tokenizer
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
+    @property
+    def sha256(self) -> str:
+        """Sha256 of all items."""
+        return hashlib.sha256(
+            repr([self.corpora[0].train.sha256, self.corpora[0].val.sha256]).encode()
+        ).hexdigest()
+
+    identity = sha256
+
+    def orders(self, context: int, seed: int) -> list[SampleOrder]:
+        """Returns the order of the training items, which are shuffled anew in each epoch."""
+        size = self.corpora[0].train.size
+        numbers = np.arange(size, dtype=np.int64)  # each item as a document of one token
+        sampling = self.config.sampling
+        return [
+            SampleOrder(
+                size, context=1, seed=seed, sampling=sampling, align="document", documents=numbers
+            )
+        ]
+
+    def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
+        """Returns the stream of items, from the beginning or from a checkpoint's state."""
+        return Mixture(orders, self.weights, state)
+
+
+def item_batches(
+    items: Items, *, micro_batch: int, rank: int, world_size: int, max_tokens: int, context: int
+) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
+    """Returns this rank's batches x, y (B, T) of fixed items, and their number.
+
+    Args:
+        max_tokens: approximate number of targets over all ranks; 0: those of all items.
+    """
+    chosen = np.arange(items.size)
+    if 0 < max_tokens < items.counts.sum():
+        count = max(1, int(max_tokens // items.counts.mean()))
+        chosen = chosen[:count] * items.size // count
+    own = chosen[rank::world_size]
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, len(own), micro_batch):
+            x = torch.zeros(micro_batch, context, dtype=torch.int64)
+            y = torch.full_like(x, IGNORED)
+            for row, i in enumerate(own[first : first + micro_batch].tolist()):
+                x[row], y[row] = map(torch.from_numpy, items[i])
+            yield x, y
+
+    return batches(), -(-len(own) // micro_batch)
