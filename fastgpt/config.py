@@ -217,10 +217,14 @@ class DataConfig:
     sampling: Literal["epoch", "random-windows"] = "epoch"
     """Sampling of the training data. epoch: each sample once per epoch, shuffled; random-windows:
     windows drawn at random with replacement."""
-    align: Literal["none", "bos", "document"] = "none"
+    align: Literal["none", "bos", "document", "conversation"] = "none"
     """Alignment of samples to documents. none: windows that begin anywhere; bos: windows that begin
     with a document; document: single documents, cut or padded to the context (padding does not
-    count in the loss)."""
+    count in the loss); conversation: a JSONL file of conversations, of which only the answers count
+    in the loss, each padded to the context; with model.document-mask several share a row."""
+    chat_template: str | None = None
+    """File with a chat template in Jinja, for data.align conversation. By default it is that of the
+    model to start from, else ChatML."""
     eval_tokens: int = 131_072
     """Number of validation tokens in an evaluation, the same ones each time; 0: all of them."""
     final_eval_tokens: int = 0

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
+from fastgpt.chat import open_conversations
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data
 from fastgpt.data.items import IGNORED, Data, ItemCorpus, ItemSet
 from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
 from fastgpt.data.order import SampleOrder
+from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import Agreed, StopSignal
 from fastgpt.errors import UserError, counted
@@ -84,9 +86,9 @@ class Engine:
         self.source = initial.source_of(config, self.warn)
         """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
         self.data = self._open_data(config, data)
-        if isinstance(self.data, ItemSet):  # no text that a later run could find
-            own = replace(config.data, source=self.data.name)
-            size = config.model.vocab_size or self.data.data.vocab_size
+        if data is not None:  # no text that a later run could find
+            own = replace(config.data, source=data.name)
+            size = config.model.vocab_size or data.vocab_size
             config = replace(config, data=own, model=replace(config.model, vocab_size=size))
         orders = self.data.orders(config.model.context, config.seed)
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
@@ -105,8 +107,9 @@ class Engine:
         self._open_loader(orders, self._restore())
 
     def _open_data(self, config: Config, data: Data | None) -> DataSet | ItemSet:
-        if data is not None:
-            return self._same(ItemSet(data=data, context=config.model.context, config=config.data))
+        if data is not None or config.data.align == "conversation":
+            made = data or self._conversations(config)
+            return self._same(ItemSet(data=made, context=config.model.context, config=config.data))
         source = run.resolve_source(config.data.source, self.warn)
 
         def opened(*report: PrepareProgress) -> DataSet:
@@ -120,6 +123,21 @@ class Engine:
         # the main rank downloads, prepares and checks the data, then all ranks open it
         self.world.on_main(open_once, patient=True)
         return self._same(opened())
+
+    def _conversations(self, config: Config) -> Data:
+        def opened() -> Data:
+            kind = initial.with_tokenizer(config, self.source).tokenizer
+            return open_conversations(
+                Path(config.data.source).expanduser(),
+                make_tokenizer("bytes" if kind == "auto" else kind, None),
+                initial.chat_template(config, self.source),
+                context=config.model.context,
+                packed=config.model.document_mask,
+                val_fraction=config.data.val_fraction,
+            )
+
+        self.world.on_main(lambda: opened().name)  # which prints what is wrong
+        return opened()
 
     def _same(self, data: DataSet | ItemSet) -> DataSet | ItemSet:
         """Returns the data, if it is the same on all ranks and fits the model to start from."""

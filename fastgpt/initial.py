@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastgpt import checkpoint, run, sharding
+from fastgpt.chat import Template, template_of
 from fastgpt.checks import flag
 from fastgpt.config import Config, DataConfig, ModelConfig
 from fastgpt.convert.llmc import read_llmc_progress
 from fastgpt.convert.nanogpt import read_nanogpt_progress
 from fastgpt.convert.source import Source, read
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, reason, writing
 from fastgpt.model import GPT
 from fastgpt.schedule import lr_ratio
 from fastgpt.storage import cache_dir, write_atomically
@@ -105,6 +106,26 @@ def _resumed_tokenizer(resume: Path) -> Tokenizer:
     checkpoints = [resume, *reversed(checkpoint.steps_on_disk(resume / "checkpoints"))]
     paths = [path / TOKENIZER_FILE for path in checkpoints]
     return load_tokenizer(next((path for path in paths if path.is_file()), paths[0]))
+
+
+def chat_template(config: Config, source: Source | None) -> Template:
+    """Returns that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
+
+    Raises:
+        UserError: the file cannot be read, or is no template.
+    """
+    kept = {} if source is None else dict(source.kept)
+    if config.resume is not None and run.resumes(config.resume):
+        kept = read(config.resume).kept
+    elif config.data.chat_template is not None:
+        path = Path(config.data.chat_template).expanduser()
+        try:
+            kept = {"chat_template.jinja": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--data.chat-template {path} cannot be read: {reason(error)}"
+            ) from error
+    return template_of(kept) or Template()
 
 
 def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:

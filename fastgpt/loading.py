@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from fastgpt.config import OpsConfig
-from fastgpt.convert.source import read
+from fastgpt.convert.source import Source, read
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.model import GPT
 
@@ -31,7 +31,13 @@ def load(
     >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
     torch.Size([1, 5])
     """
+    found = open_model(source)
+    return found.build(device, asked), found.tokenizer
+
+
+def open_model(source: str | Path) -> Source:
+    """Reads a model as `load` does, without building it, and prints its warnings."""
     found = read(str(source))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return found.build(device, asked), found.tokenizer
+    return found

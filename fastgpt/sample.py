@@ -10,15 +10,16 @@ import torch
 import tyro
 
 from fastgpt import device, flags
+from fastgpt.chat import talk, template_of
 from fastgpt.checks import INT64, check
 from fastgpt.choose import require_toolchain
 from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate.validation import encode_prompt, sample_text
-from fastgpt.loading import load
+from fastgpt.loading import open_model
 
-FIRST = ("run", "prompt", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
+FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
 """Flags that --help shows."""
 
 
@@ -33,6 +34,9 @@ class SampleConfig:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; by default a newline. It may be repeated for several prompts, which are
     continued in one batch."""
+    chat: bool = False
+    """Conversation with the model, which answers each line of standard input. It needs a chat
+    template, as a model has that was trained on conversations."""
     n: int = 1
     """Number of samples for each prompt."""
     tokens: int = 300
@@ -86,11 +90,21 @@ def main(argv: list[str]) -> None:
     asked = OpsConfig(decode=config.decode)
     try:
         require_toolchain(asked, on, undecided=())
-        model, tokenizer = load(str(config.run), on, asked)
+        found = open_model(config.run)
+        model, tokenizer = found.build(on, asked), found.tokenizer
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     if tokenizer is None:
         raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
+    if config.chat:
+        template = template_of(found.kept)
+        if template is None:
+            raise UserError(f"{config.run} has no chat template: expected a model that can chat")
+        options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        options["generator"] = torch.Generator().manual_seed(config.seed)
+        with device.autocast(on, precision):
+            talk(model, tokenizer, template, max_new_tokens=config.tokens, **options)
+        return
     texts = config.prompt or ("\n",)
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
     with device.autocast(on, precision), torch.no_grad():

@@ -1,5 +1,6 @@
 """A training run: steps, logs, checkpoints and evaluations, until it is done or stopped."""
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -110,11 +111,13 @@ class Trainer:
         """Creates or reopens the run directory, and prints the header."""
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir = self.world.on_main(self._open_run_dir)
+        template = self.engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
             config_json=to_json(self.config),
             save_tokenizer=self.engine.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
+            huggingface_json=template and json.dumps({"chat_template.jinja": template}),
         )
         self.peak = self.world.on_main(self._measured_peak)
         self.world.on_main(self._open_log)

@@ -48,6 +48,7 @@ SHORTER = [
     (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
     (r"^make tune$", f"make tune ARGS='{SLOT}'"),
     (r"^make clean$", f"make -f {ROOT}/Makefile clean"),
+    (r"chats.jsonl.*", r"\g<0> --model.context 96 --train.batch-tokens 192"),
     (r"--tokens \d+", "--tokens 2"),
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),
@@ -113,6 +114,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}')
     line = {"ctx": "the cat", "endings": ["sat", "ran"], "label": 1}
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(line))
+    (tmp_path / "chats.jsonl").write_text(2 * '{"prompt": "a", "completion": "b"}\n')
     stories = (f"{i}: {text}" for i in range(2000))
     (tmp_path / "stories.txt").write_text("<|endoftext|>".join(stories))
     (tmp_path / "dump").mkdir()

@@ -21,6 +21,7 @@ class DataSet:
     weights: tuple[float, ...]
     """Weight of each corpus; they sum to 1."""
     config: DataConfig
+    template: None = None
 
     @property
     def tokenizer(self) -> Tokenizer:

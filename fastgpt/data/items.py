@@ -42,7 +42,6 @@ class Data:
     >>> tokens = torch.randint(50, (20, 17))
     >>> items = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
     >>> data = fastgpt.Data(train=items, val=items, vocab_size=50)
-    >>> trainer = fastgpt.Trainer(fastgpt.Config(), data)  # doctest: +SKIP
     """
 
     train: Dataset[tuple[Tensor, Tensor]]
@@ -151,6 +150,10 @@ class ItemSet:
     @property
     def name(self) -> str:
         return self.data.name
+
+    @property
+    def template(self) -> str | None:
+        return self.data.template
 
     @property
     def sha256(self) -> str:

@@ -1,5 +1,6 @@
 """Own data sets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from fastgpt.data.items import ItemSet
 from fastgpt.errors import UserError
 from fastgpt.lecture import build_model
 from fastgpt.ops import select
+from tests.processes import ROOT
 from tests.trainer.runs import assert_same_up_to_rounding, finish, outcome, series, torchrun
 
 FLAGS = (
@@ -107,3 +109,12 @@ def test_bad_items_are_named(change, said, tiny):
 def test_random_batches_are_refused(tiny):
     with pytest.raises(UserError, match=r"--data.eval-batches: own data sets are evaluated whole"):
         fastgpt.Trainer(parse(tiny("--data.eval-batches 2")), own())
+
+
+def test_the_pages_example_runs(tmp_path, monkeypatch, one_thread):
+    monkeypatch.setattr("fastgpt.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
+    assert names["trainer"].engine.step == 2

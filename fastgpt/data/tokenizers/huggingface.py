@@ -61,6 +61,9 @@ class JsonTokenizer(Tokenizer):
         self._known = np.array(sorted(vocabulary.values()), np.int64)
         self.kind = type(self._tokenizer.model).__name__.lower()
         self.vocab_size = int(self._known[-1]) + 1  # ids may have gaps
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: id for id, token in added.items() if token.special}
+        """Ids of special tokens, which `encode` takes for text."""
         self.eot_id = next((vocabulary[name] for name in EOT_TOKENS if name in vocabulary), None)
 
     def encode(self, text: str) -> np.ndarray:
