@@ -21,7 +21,7 @@ from fastgpt.engine import Engine
 from fastgpt.errors import UserError, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
-from fastgpt.evaluate.validation import encode_prompt, sample_text
+from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text
 from fastgpt.metrics import MetricsLog
 from fastgpt.recipes import sample_prompt
 from fastgpt.saver import Saver
@@ -92,13 +92,9 @@ class Trainer:
     def _scorer(self, stop: StopSignal | None = None) -> Scorer:
         engine = self.engine
         return Scorer(
-            model=engine.model,
-            tokenizer=engine.data.tokenizer,
-            batch=engine.micro_batch,
-            device=engine.device,
-            autocast=engine.autocast(),
-            stop=stop,
-        )
+            model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
+            device=engine.device, autocast=engine.autocast(), stop=stop,
+        )  # fmt: skip
 
     def _open_run_dir(self) -> Path:
         path = self.config.run_dir or run.new_run_dir(self.config.recipe)
@@ -306,7 +302,7 @@ class Trainer:
         record["tokens"] = step * self.config.train.batch_tokens
         self.display.line(
             f"step {step:>6}  epoch {max(self.engine.epochs()):.2f}  val loss {loss:.4f}  "
-            f"perplexity {_perplexity(loss)}{bits}  ({record['val_tokens']:,} tokens)"
+            f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
         )
         record |= self._run_tasks()
         if self.log is not None:
@@ -320,7 +316,7 @@ class Trainer:
             self.saver.mark_best(step)
             self.best = loss
 
-    def _run_tasks(self) -> dict[str, float]:
+    def _run_tasks(self) -> dict[str, float | None]:
         """Scores the tasks on all ranks, prints one line, and returns what to log."""
         found = {}
         self.engine.model.eval()
@@ -332,7 +328,8 @@ class Trainer:
         if found:
             said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
             self.display.line(f"step {self.engine.step:>6}  {said}")
-        return found
+        # JSON has no infinity
+        return {name: x if math.isfinite(x) else None for name, x in found.items()}
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
         """Returns the weighted mean of the corpora's losses."""
@@ -378,11 +375,6 @@ class Trainer:
         self._publish()
         resume = run.resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
-
-
-def _perplexity(loss: float) -> str:
-    """Formats exp(loss); `inf` for a diverged run."""
-    return f"{math.exp(loss):.2f}" if loss < 700 else "inf"
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,6 +1,7 @@
 """Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks lambada=lambada.jsonl`."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,12 +15,13 @@ from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import read_task, run_task, split_tasks, too_long
-from fastgpt.evaluate.text import run_text
+from fastgpt.evaluate.text import read_text, score_text
 from fastgpt.loading import load
 from fastgpt.storage import write_atomically
 
 Row = tuple[str, str, float, int]
 """Task, metric, value, and the number of examples (of a text: tokens)."""
+NAMES = ("task", "metric", "value", "examples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +61,13 @@ def open_model(config: EvaluateConfig) -> Scorer:
     """
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
-    model, tokenizer = load(config.model, on)
-    if tokenizer is None:
+    model, tokens = load(config.model, on)
+    if tokens is None:
         raise UserError(
             f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
         )
     autocast = device.autocast(on, precision)
-    return Scorer(
-        model=model, tokenizer=tokenizer, batch=config.batch, device=on, autocast=autocast
-    )
+    return Scorer(model=model, tokenizer=tokens, batch=config.batch, device=on, autocast=autocast)
 
 
 def evaluate(config: EvaluateConfig) -> list[Row]:
@@ -77,52 +77,55 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
         UserError: a task, a file or the model cannot be used.
     """
     asked, rows = split_tasks(config.tasks, "--tasks"), []
+    names = [name for name, path in asked.items() if not path]
+    if config.include and not (names and config.include.is_dir()):
+        raise UserError(f"--include is {config.include}: expected a folder, for tasks by name")
     scorer = open_model(config)
+    # all that can be refused comes before the work
     local = [read_task(name, path, scorer) for name, path in asked.items() if path]
+    text = read_text(config.text, scorer) if config.text else None
+    theirs = _rows(run_tasks(names, scorer, config.include)) if names else []
     for task in local:
         if cut := too_long(task, scorer.model.config.context):
             print(f"{task.name}: {cut:,} longer than the context, cut from the left")
         count = len(task.questions)
         rows += [(task.name, *score, count) for score in run_task(task, scorer).items()]
-    if config.text:
-        found, count = run_text(config.text, scorer)
+    if text is not None:
+        found, count = score_text(*text, scorer)
         rows += [(config.text, *score, count) for score in found.items()]
-    if names := [name for name, path in asked.items() if not path]:
-        rows += _rows(run_tasks(names, scorer, config.include))
-    return rows
+    return rows + theirs
 
 
 def _rows(results: dict) -> list[Row]:
-    """Takes the metrics out of the harness's results, without their standard errors."""
+    """Takes the metrics of tasks and groups out of the harness's results, without their errors."""
+    counts = {task: count["effective"] for task, count in results["n-samples"].items()}
     return [
-        (task, key.removesuffix(",none"), value, results["n-samples"][task]["effective"])
+        (task, key.removesuffix(",none"), value, counts.get(task, found.get("sample_len", 0)))
         for task, found in results["results"].items()
         for key, value in found.items()
-        if "," in key and "_stderr" not in key and task in results["n-samples"]
+        if "," in key and "_stderr" not in key and not isinstance(value, str)
     ]
 
 
 def table(rows: list[Row]) -> str:
     """Lays out the results, one metric a line."""
-    cells = [("task", "metric", "value", "examples")]
-    cells += [(task, metric, f"{value:.4f}", f"{count:,}") for task, metric, value, count in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}"
-        for a, b, c, d in cells
-    )
+    cells = [NAMES, *((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)]
+    w = [max(map(len, column)) for column in zip(*cells)]
+    lines = (f"{a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in cells)
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
     rows = evaluate(config)
+    print(table(rows))
     if config.json is not None:
-        names = ("task", "metric", "value", "examples")
-        content = json.dumps([dict(zip(names, row)) for row in rows], indent=1)
+        # JSON has no infinity
+        finite = [(*names, x if math.isfinite(x) else None, count) for *names, x, count in rows]
+        content = json.dumps([dict(zip(NAMES, row)) for row in finite], indent=1)
         with writing(config.json):
             write_atomically(config.json, content.encode())
-    print(table(rows))
 
 
 if __name__ == "__main__":

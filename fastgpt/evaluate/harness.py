@@ -1,8 +1,8 @@
 """A model of ours for EleutherAI's lm-evaluation-harness, the optional package lm-eval."""
 
-import json
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from fastgpt.evaluate.validation import encode_prompt, sample_text
 
 MOST_NEW = 256
 """Number of tokens generated where a task does not say, as in the harness's own models."""
-OPTIONS = {"top_k", "top_p"}
-"""Settings of generation that a task may have, beside those that `_generate` names."""
 
 
 class Answers:
@@ -36,58 +34,42 @@ class Answers:
         """Computes the log-likelihood in nats of whole texts, in windows of the context."""
         totals = []
         for request in requests:
-            ids = self.scorer.tokenizer.encode(request.args[0])
-            tokens = np.array([self.scorer.prefix(), *ids.tolist()])
-            loss, count = loss_of(tokens, self.scorer) if len(ids) else (0.0, 0)
+            tokens = self.scorer.tokenizer.encode(request.args[0])
+            tokens = np.array([self.scorer.prefix(), *tokens.tolist()])
+            loss, count = loss_of(tokens, self.scorer) if len(tokens) > 1 else (0.0, 0)
             totals.append(-loss * count)
         return totals
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Continues texts, each up to the first of its stop strings, in batches."""
-        groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        found = {}
-        for options, members in groups.items():
-            for start in range(0, len(members), self.scorer.batch):
-                rows = members[start : start + self.scorer.batch]
-                prompts = [requests[i].args[0] for i in rows]
-                found |= zip(rows, self._generate(prompts, **json.loads(options)))
-        return [found[i] for i in range(len(requests))]
+        texts, batch = [], self.scorer.batch
+        for options, group in groupby(requests, key=lambda request: request.args[1]):
+            prompts = [request.args[0] for request in group]
+            for start in range(0, len(prompts), batch):
+                texts += self._generate(prompts[start : start + batch], **options)
+        return texts
 
     def _generate(
-        self,
-        prompts: Sequence[str],
-        *,
-        until: str | list[str] = (),  # pyright: ignore
-        do_sample: bool | None = None,
-        temperature: float = 0.0,
-        max_gen_toks: int = MOST_NEW,
-        **options: Any,
-    ) -> Iterable[str]:
-        scorer, room = self.scorer, self.scorer.model.config.context - max_gen_toks
-        if unknown := {*options} - OPTIONS:
+        self, prompts: Sequence[str], *, until: str | Sequence[str] | None = None,
+        max_gen_toks: int = MOST_NEW, do_sample: bool | None = None, temperature: float = 0.0,
+        top_k: int | None = None, top_p: float | None = None, **unknown: Any,
+    ) -> Iterable[str]:  # fmt: skip
+        scorer, context = self.scorer, self.scorer.model.config.context
+        if unknown:
             raise UserError(f"the task's generation_kwargs have unknown {', '.join(unknown)}")
-        if room < 1:
-            raise UserError(
-                f"max_gen_toks is {max_gen_toks}: expected fewer than the model's context,"
-                f" {scorer.model.config.context}"
-            )
+        if not 0 < max_gen_toks < context:
+            raise UserError(f"max_gen_toks is {max_gen_toks}: expected 1 to {context - 1}")
+        room = context - max_gen_toks
         encoded = [encode_prompt(prompt, scorer.tokenizer)[-room:] for prompt in prompts]
         with scorer.autocast, torch.no_grad():
             texts = sample_text(
-                scorer.model,
-                scorer.tokenizer,
-                encoded,
-                max_new_tokens=max_gen_toks,
+                scorer.model, scorer.tokenizer, encoded, max_new_tokens=max_gen_toks,
                 temperature=0.0 if do_sample is False else temperature,
-                seed=0,
-                device=scorer.device,
-                **options,
-            )
+                top_k=top_k, top_p=top_p, seed=0, device=scorer.device,
+            )  # fmt: skip
         for prompt, text in zip(encoded, texts):
             text = text[len(scorer.tokenizer.decode(prompt.numpy())) :]
-            for stop in [until] if isinstance(until, str) else until:
+            for stop in [until] if isinstance(until, str) else until or ():
                 text = text.split(stop)[0] if stop else text
             yield text
 
@@ -114,11 +96,10 @@ def run_tasks(names: list[str], scorer: Scorer, include: Path | None) -> dict[st
     lm = language_model(scorer)
     folder = None if include is None else str(include)
     manager = _package("lm_eval.tasks").TaskManager(include_path=folder)
-    for name in names:
-        if name not in manager.all_tasks:
-            raise UserError(
-                f"unknown task {name!r}: the harness lists its own with lm-eval ls tasks"
-            )
+    if unknown := sorted({*names} - {*manager.all_tasks}):
+        raise UserError(
+            f"unknown task {unknown[0]!r}: the harness lists its own with lm-eval ls tasks"
+        )
     try:
         return _package("lm_eval").simple_evaluate(
             model=lm, tasks=names, task_manager=manager, bootstrap_iters=0

@@ -29,6 +29,7 @@ class Scorer:
     stop: StopSignal | None = None
     """Checked before each batch."""
 
+    @torch.no_grad()
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Computes log p(continuation | context) in nats of each pair, in batches of like length.
 
@@ -41,28 +42,21 @@ class Scorer:
             Stopped: `stop` was received.
         """
         order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
-        found = {}
+        found, most = [(0.0, False)] * len(pairs), self.model.config.context + 1
         for start in range(0, len(order), self.batch):
             if self.stop is not None and self.stop.received:
                 raise Stopped
             rows = order[start : start + self.batch]
-            found |= zip(rows, self._batch([pairs[i] for i in rows]))
-        return [found[i] for i in range(len(pairs))]
-
-    @torch.no_grad()
-    def _batch(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        most = self.model.config.context + 1
-        texts = [torch.tensor((context + new)[-most:]) for context, new in pairs]
-        x = pad_sequence([text[:-1] for text in texts], batch_first=True)
-        with self.autocast:
-            logits = self.model(x.to(self.device))
-        results = []
-        for row, text, (_, new) in zip(logits, texts, pairs):
-            log_p = row[len(text) - 1 - len(new) : len(text) - 1].float().log_softmax(-1).cpu()
-            targets = text[-len(new) :]
-            total = log_p.gather(-1, targets[:, None]).double().sum().item()
-            results.append((total, bool((log_p.argmax(-1) == targets).all())))
-        return results
+            texts = [torch.tensor((pairs[i][0] + pairs[i][1])[-most:]) for i in rows]
+            x = pad_sequence([text[:-1] for text in texts], batch_first=True)
+            with self.autocast:
+                logits = self.model(x.to(self.device))
+            for i, text, row in zip(rows, texts, logits):
+                targets = text[-len(pairs[i][1]) :]
+                log_p = row[: len(text) - 1][-len(targets) :].float().log_softmax(-1).cpu()
+                total = log_p.gather(-1, targets[:, None]).double().sum().item()
+                found[i] = total, bool((log_p.argmax(-1) == targets).all())
+        return found
 
     def prefix(self) -> int:
         """Returns the token that stands for an empty context.

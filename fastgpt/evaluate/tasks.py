@@ -8,7 +8,7 @@ Source
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,38 +18,27 @@ import torch
 from fastgpt.distributed import Stopped, World
 from fastgpt.errors import UserError, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
-
-Scores = Sequence[tuple[float, bool]]
+from fastgpt.evaluate.validation import perplexity
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A context with its possible continuations."""
 
-    context: str
-    choices: tuple[str, ...]
-    right: int = 0
+    pairs: list[Pair]
+    """Token ids of the context with each choice."""
+    letters: list[int]
+    """Characters of each choice, without the space before it."""
+    right: int
     """Index of the right choice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Format of a task's lines, and its two metrics."""
-
-    read: Callable[[dict[str, Any]], Question]
-    grade: Callable[[Question, Scores], tuple[float, float]]
-    """Values of a question, whose means over the task `metrics` takes."""
-    metrics: Callable[[float, float], dict[str, float]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Questions of a file, with their token ids."""
+    """Questions of a file."""
 
     name: str
     questions: list[Question]
-    pairs: list[list[Pair]]
-    """Of each question, the context with each choice."""
 
 
 def split_tasks(given: str, flag: str) -> dict[str, str]:
@@ -72,29 +61,29 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
         UserError: the name is unknown, or the file is missing or empty, or a line is not as
             expected; the message names the line.
     """
-    if name not in KINDS:
-        raise unknown_name("task", name, KINDS)
+    if name not in FORMATS:
+        raise unknown_name("task", name, FORMATS)
+    (read, expected), questions = FORMATS[name], []
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: {path or 'no file'} cannot be read: {reason(error)}") from error
-    questions, pairs = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            questions.append(question := KINDS[name].read(json.loads(line)))
-            pairs.append([scorer.encode_pair(question.context, x) for x in question.choices])
+            context, choices, right = read(json.loads(line))
+            pairs = [scorer.encode_pair(context, f" {choice}") for choice in choices]
+            questions.append(Question(pairs, [*map(len, choices)], right))
         except UserError as error:
             raise UserError(f"{path} line {number:,}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path} line {number:,} is no line of {name} ({error!r}): expected"
-                f" {EXPECTED[name]}"
+                f"{path} line {number:,} is no line of {name} ({error!r}): expected {expected}"
             ) from error
     if not questions:
-        raise UserError(f"{path} is empty: expected lines of {name}, {EXPECTED[name]}")
-    return Task(name=name, questions=questions, pairs=pairs)
+        raise UserError(f"{path} is empty: expected lines of {name}, {expected}")
+    return Task(name, questions)
 
 
 def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
@@ -104,40 +93,47 @@ def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str
         Stopped: on all ranks, if one was asked to stop.
     """
     world = world or World()
-    mine = slice(world.rank, None, world.size)
-    pairs, kind = task.pairs[mine], KINDS[task.name]
+    mine = task.questions[world.rank :: world.size]
     totals = torch.zeros(3, dtype=torch.float64)
     try:
-        scores = iter(scorer.log_likelihoods([pair for each in pairs for pair in each]))
-        for question, each in zip(task.questions[mine], pairs):
-            graded = kind.grade(question, [next(scores) for _ in each])
+        scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
+        for question in mine:
+            graded = _grade(task.name, question, [next(scores) for _ in question.pairs])
             totals[:2] += torch.tensor(graded, dtype=torch.float64)
     except Stopped:
         totals[2] = 1
-    first, second, stopped = world.sum(totals).tolist()
+    first, second, stopped = (world.sum(totals) / len(task.questions)).tolist()
     if stopped:
         raise Stopped
-    return kind.metrics(first / len(task.pairs), second / len(task.pairs))
+    if task.name == "lambada":
+        return {"acc": first, "perplexity": perplexity(-second)}
+    return {"acc": first, "acc_norm": second}
+
+
+def _grade(task: str, question: Question, scores: Sequence[tuple[float, bool]]) -> list[float]:
+    """Returns whether the answer is right, and its log-likelihood or is it right per letter."""
+    plain = [x for x, _ in scores]
+    if task == "lambada":
+        return [float(scores[0][1]), plain[0]]
+    normed = [x / n if n else -math.inf for x, n in zip(plain, question.letters)]
+    return [float(x.index(max(x)) == question.right) for x in (plain, normed)]
 
 
 def too_long(task: Task, context: int) -> int:
     """Counts the questions that are longer than the model's context, whose beginning is cut."""
-    return sum(any(len(a) + len(b) > context + 1 for a, b in each) for each in task.pairs)
+    return sum(any(len(a) + len(b) > context + 1 for a, b in q.pairs) for q in task.questions)
 
 
-# --- HellaSwag ------------------------------------------------------------------------------------
-
-
-def _hellaswag(line: dict[str, Any]) -> Question:
-    context = line["ctx"]
-    if "ctx_a" in line:
-        context = f"{line['ctx_a']} {line['ctx_b'].capitalize()}"
+def _hellaswag(line: dict[str, Any]) -> tuple[str, list[str], int]:
+    context, endings, right = line.get("ctx_a"), line["endings"], int(line["label"])
+    context = line["ctx"] if context is None else f"{context} {line['ctx_b'].capitalize()}"
     if "activity_label" in line:
         context = f"{line['activity_label']}: {context}"
-    choices, right = tuple(f" {_cleaned(x)}" for x in line["endings"]), int(line["label"])
-    if not 0 <= right < len(choices):
-        raise ValueError(f"label {right} of {len(choices)} endings")
-    return Question(_cleaned(context), choices, right)
+    if not isinstance(endings, list):
+        raise TypeError("endings are no list")
+    if not 0 <= right < len(endings):
+        raise ValueError(f"label {right} of {len(endings)} endings")
+    return _cleaned(context), [*map(_cleaned, endings)], right
 
 
 def _cleaned(text: str) -> str:
@@ -146,34 +142,12 @@ def _cleaned(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _grade_choice(question: Question, scores: Scores) -> tuple[float, float]:
-    """Tells whether the right choice is the likeliest, and whether it is by likelihood per letter.
-
-    The space before a choice is no letter of it.
-    """
-    plain = [x for x, _ in scores]
-    lengths = [len(choice) - 1 for choice in question.choices]
-    normed = [x / n if n else -math.inf for x, n in zip(plain, lengths)]
-    return tuple(float(x.index(max(x)) == question.right) for x in (plain, normed))  # pyright: ignore
-
-
-# --- LAMBADA --------------------------------------------------------------------------------------
-
-
-def _lambada(line: dict[str, Any]) -> Question:
+def _lambada(line: dict[str, Any]) -> tuple[str, list[str], int]:
     context, _, word = line["text"].rpartition(" ")
-    return Question(context, (f" {word}",))
+    return context, [word], 0
 
 
-KINDS = {
-    "hellaswag": Kind(_hellaswag, _grade_choice, lambda a, b: {"acc": a, "acc_norm": b}),
-    "lambada": Kind(
-        _lambada,
-        lambda _, scores: (float(scores[0][1]), scores[0][0]),
-        lambda a, b: {"acc": a, "perplexity": math.exp(-b) if b > -700 else math.inf},
-    ),
-}
-EXPECTED = {
-    "hellaswag": '{"ctx": ..., "endings": [...], "label": ...}',
-    "lambada": '{"text": ...}',
+FORMATS = {
+    "hellaswag": (_hellaswag, '{"ctx": ..., "endings": [...], "label": ...}'),
+    "lambada": (_lambada, '{"text": ...}'),
 }

@@ -12,9 +12,9 @@ from fastgpt.data.prepare.sources import find_source
 from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import same_tokenizer
 from fastgpt.distributed import World
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.score import Scorer
-from fastgpt.evaluate.validation import mean_loss
+from fastgpt.evaluate.validation import mean_loss, perplexity
 
 
 def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:
@@ -25,7 +25,8 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
         mean bytes of UTF-8 per token, None if unknown.
 
     Raises:
-        UserError: it cannot be read, or the data set was made with another tokenizer.
+        UserError: it cannot be read or has fewer than 2 tokens, or the data set was made with
+            another tokenizer.
     """
     tokenizer, folder = scorer.tokenizer, Path(path).expanduser()
     if (folder / MANIFEST).is_file() or (folder.is_dir() and any(folder.glob("*train*.bin"))):
@@ -43,8 +44,10 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
             parts.append(np.array([tokenizer.eot_id]))
         parts.append(tokenizer.encode(piece.text))
         size += len(piece.text.encode())
-    ids = np.concatenate(parts) if parts else np.zeros(0)
-    return ids, size / max(1, len(ids))
+    count = sum(map(len, parts))
+    if count < 2:
+        raise UserError(f"{path} has {counted(count, 'token')}: expected at least 2")
+    return np.concatenate(parts), size / count
 
 
 def loss_of(tokens: np.ndarray | Tokens, scorer: Scorer) -> tuple[float, int]:
@@ -54,24 +57,21 @@ def loss_of(tokens: np.ndarray | Tokens, scorer: Scorer) -> tuple[float, int]:
     back to fill the context.
     """
     context = min(scorer.model.config.context, max(1, len(tokens) - 1))
+    batch, world = min(scorer.batch, -(-len(tokens) // context)), World()
     batches = eval_batches(
-        tokens,
-        context=context,
-        micro_batch=min(scorer.batch, -(-len(tokens) // context)),
-        rank=0,
-        world_size=1,
-        max_tokens=0,
+        tokens, context=context, micro_batch=batch, rank=0, world_size=1, max_tokens=0
     )
     return mean_loss(
-        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast
+        scorer.model, batches, world=world, device=scorer.device, autocast=scorer.autocast
     )
 
 
-def run_text(path: str, scorer: Scorer) -> tuple[dict[str, float], int]:
+def score_text(
+    tokens: np.ndarray | Tokens, bytes_per_token: float | None, scorer: Scorer
+) -> tuple[dict[str, float], int]:
     """Computes loss, perplexity and, where the size is known, bits per byte; counts the tokens."""
-    tokens, bytes_per_token = read_text(path, scorer)
     loss, count = loss_of(tokens, scorer)
-    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    found = {"loss": loss, "perplexity": perplexity(loss)}
     if bytes_per_token is not None:
         found["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return found, count

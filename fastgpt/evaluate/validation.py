@@ -1,5 +1,6 @@
 """Evaluation of a model: its loss on held-out text, and text sampled from it."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -57,6 +58,11 @@ def mean_loss(
     if stopped:
         raise Stopped
     return total / count, int(count)
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -> Tensor:

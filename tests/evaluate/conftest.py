@@ -13,6 +13,11 @@ import torch
 LINES = 52
 
 
+def write(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
     """Run and export of one GPT-2 with a BPE tokenizer; its context is 40."""
@@ -27,14 +32,9 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def scorer(folders):
-    from fastgpt.device import autocast
-    from fastgpt.evaluate.score import Scorer
-    from fastgpt.loading import load
+    from fastgpt.evaluate.__main__ import EvaluateConfig, open_model
 
-    model, tokenizer = load(folders[0])
-    assert tokenizer is not None
-    context = autocast("cpu", "fp32")
-    return Scorer(model=model, tokenizer=tokenizer, batch=7, device="cpu", autocast=context)
+    return open_model(EvaluateConfig(model=str(folders[0]), text="x", batch=7, device="cpu"))
 
 
 @pytest.fixture
@@ -47,15 +47,13 @@ def files(tmp_path) -> dict[str, Path]:
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
 
-    questions = [
-        {
-            "activity_label": "Cats", "ctx_a": f"{text(30)}. [header]", "ctx_b": text(3),
-            "ctx": "unused", "endings": [f"{text(5)} [title]  {text(2)}." for _ in range(4)],
-            "label": draw.randrange(4),
-        }
-        for _ in range(LINES)
-    ]  # fmt: skip
-    lines = {"hellaswag": questions, "lambada": [{"text": text(40)} for _ in range(LINES)]}
-    for name, rows in lines.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {name: tmp_path / f"{name}.jsonl" for name in lines}
+    def question() -> dict:
+        endings = [f"{text(5)} [title]  {text(2)}." for _ in range(4)]
+        context = {"activity_label": "Cats", "ctx_a": f"{text(30)}. [header]", "ctx_b": text(3)}
+        return {**context, "ctx": "unused", "endings": endings, "label": draw.randrange(4)}
+
+    rows = {
+        "hellaswag": [question() for _ in range(LINES)],
+        "lambada": [{"text": text(40)} for _ in range(LINES)],
+    }
+    return {name: write(tmp_path / f"{name}.jsonl", *rows[name]) for name in rows}

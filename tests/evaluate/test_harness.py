@@ -3,45 +3,26 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fastgpt.errors import UserError
-from fastgpt.evaluate.harness import language_model, run_tasks
+from fastgpt.evaluate.harness import Answers, language_model, run_tasks
 from fastgpt.evaluate.tasks import read_task, run_task
+from fastgpt.metrics import read_records
 
 WITH = "needs the extra eval (350 MB): make setup EXTRAS=dev,eval"
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {path}}}}}
-validation_split: validation
-"""
-CHOICE = """
-output_type: multiple_choice
-doc_to_text: "{{activity_label}}: {{ctx_a}}"
-doc_to_choice: endings
-doc_to_target: label
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-GENERATE = """
-output_type: generate_until
-doc_to_text: "{{ctx_b}}"
-doc_to_target: "{{endings[0]}}"
-generation_kwargs: {until: ["e"], max_gen_toks: 9}
-metric_list: [{metric: exact_match}]
-"""
-WORD = """
-output_type: loglikelihood
-doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
-doc_to_target: "{{' '+text.split(' ')[-1]}}"
-metric_list: [{metric: perplexity}, {metric: acc}]
-"""
-ROLL = """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]
-"""
+# task of the file, type of output, text, target, metrics, other settings
+TASKS = {
+    "choice": ("hellaswag", "multiple_choice", "{{activity_label}}: {{ctx_a}}", "label",
+               ["acc", "acc_norm"], {"doc_to_choice": "endings"}),
+    "generate": ("hellaswag", "generate_until", "{{ctx_b}}", "{{endings[0]}}", ["exact_match"],
+                 {"generation_kwargs": {"until": ["e"], "max_gen_toks": 9}}),
+    "word": ("lambada", "loglikelihood", "{{text.split(' ')[:-1]|join(' ')}}",
+             "{{' '+text.split(' ')[-1]}}", ["perplexity", "acc"], {}),
+    "roll": ("lambada", "loglikelihood_rolling", "", "{{text}}",
+             ["bits_per_byte", "word_perplexity"], {}),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -51,70 +32,54 @@ def theirs(folders):
     return huggingface.HFLM(pretrained=str(folders[1]), device="cpu", batch_size=5, dtype="float32")
 
 
-def requests(*rows):
+def asked(*rows):
     return [SimpleNamespace(args=row) for row in rows]
 
 
-def asked(kind, *rows):
-    instance = pytest.importorskip("lm_eval.api.instance", reason=WITH).Instance
-    return [instance(kind, {}, row, i) for i, row in enumerate(rows)]
-
-
-def texts(path):
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
-
-
-def test_log_likelihoods_are_theirs(theirs, scorer, files):
-    rows = [
-        ("", "the cat"),
-        ("a cat ", "sat"),
-        *(t.split(" ", 1) for t in texts(files["lambada"]) if " " in t),
-    ]
-    rows = [(a, b if i < 2 else f" {b}"[:30]) for i, (a, b) in enumerate(rows)]
-    expected = theirs.loglikelihood(asked("loglikelihood", *rows))
-    for (ours, greedy), (total, flag) in zip(
-        language_model(scorer).loglikelihood(asked("loglikelihood", *rows)), expected, strict=True
-    ):
-        assert (ours, greedy) == (pytest.approx(total, abs=1e-4), flag)
-
-
-def test_log_likelihoods_of_long_texts_are_theirs(theirs, scorer, files):
-    rows = [("",), ("a",), *((t * 3,) for t in texts(files["lambada"])[:20])]
-    ours = language_model(scorer).loglikelihood_rolling(asked("loglikelihood_rolling", *rows))
-    expected = theirs.loglikelihood_rolling(asked("loglikelihood_rolling", *rows))
-    assert ours == pytest.approx(expected, abs=1e-3, rel=1e-6)
-
-
-def test_generated_texts_are_theirs(theirs, scorer, files):
-    cut = {"until": ["e", "\n"], "max_gen_toks": 12}
-    rows = [(text, cut) for text in texts(files["lambada"])[:20]]
-    rows += [(text, {"max_gen_toks": 5}) for text in texts(files["lambada"])[20:30]]
-    ours = language_model(scorer).generate_until(asked("generate_until", *rows))
-    assert ours == theirs.generate_until(asked("generate_until", *rows))
-    assert len({*ours}) > 10
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
+def test_answers_are_theirs(kind, theirs, scorer, files):
+    texts = [row["text"] for row in read_records(files["lambada"])]
+    if kind == "loglikelihood":
+        pairs = [text.split(" ", 1) for text in texts if " " in text]
+        rows = [("", "the cat"), ("a cat ", "sat"), *((a, f" {b}"[:30]) for a, b in pairs)]
+    elif kind == "loglikelihood_rolling":
+        rows = [("",), ("a",), *((text * 3,) for text in texts[:20])]
+    else:
+        cut = {"until": ["e", "\n"], "max_gen_toks": 12}
+        rows = [(text, cut if i < 20 else {"max_gen_toks": 5}) for i, text in enumerate(texts[:30])]
+    ours = getattr(language_model(scorer), kind)(asked(*rows))
+    expected = getattr(theirs, kind)(asked(*rows))
+    if kind == "generate_until":
+        assert ours == expected
+        assert len({*ours}) > 10
+    else:
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=2e-4)
 
 
 @pytest.mark.slow
 def test_scores_of_tasks_are_theirs(theirs, scorer, files, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    made = {"choice": CHOICE, "generate": GENERATE, "word": WORD, "roll": ROLL}
-    for name, text in made.items():
-        path = files["lambada" if name in ("word", "roll") else "hellaswag"]
-        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, path=path) + text)
-    ours = run_tasks([*made], scorer, tmp_path)["results"]
+    for name, (file, kind, text, target, metrics, rest) in TASKS.items():
+        task = {
+            "task": name, "dataset_path": "json", "validation_split": "validation",
+            "dataset_kwargs": {"data_files": {"validation": str(files[file])}},
+            "output_type": kind, "doc_to_text": text, "doc_to_target": target,
+            "metric_list": [{"metric": metric} for metric in metrics], **rest,
+        }  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
+    ours = run_tasks([*TASKS], scorer, tmp_path)["results"]
     import lm_eval
 
     manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path))
     expected = lm_eval.simple_evaluate(
-        model=theirs, tasks=[*made], task_manager=manager, bootstrap_iters=0
+        model=theirs, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0
     )["results"]
-    for name in made:
+    for name in TASKS:
         numbers = {k: v for k, v in expected[name].items() if isinstance(v, float)}
         assert len(numbers) >= 1
         assert {k: ours[name][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
     local = run_task(read_task("lambada", str(files["lambada"]), scorer), scorer)
-    theirs_word = {key: expected["word"][f"{key},none"] for key in local}
-    assert local == pytest.approx(theirs_word, rel=1e-5)
+    assert local == pytest.approx({k: expected["word"][f"{k},none"] for k in local}, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -126,7 +91,5 @@ def test_an_unknown_task_is_named(scorer, tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"max_gen_toks": 40}, {"num_beams": 2, "max_gen_toks": 3}])
 def test_generation_that_cannot_be_is_refused(wrong, scorer):
-    from fastgpt.evaluate.harness import Answers
-
-    with pytest.raises(UserError, match=r"max_gen_toks is 40: expected fewer|unknown num_beams"):
-        Answers(scorer).generate_until(requests(("a", wrong)))
+    with pytest.raises(UserError, match=r"max_gen_toks is 40: expected 1 to 39|unknown num_beams"):
+        Answers(scorer).generate_until(asked(("a", wrong)))

@@ -1,6 +1,5 @@
 """Tasks from local files, against transformers and the definitions written a second time."""
 
-import json
 import math
 import re
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastgpt.errors import UserError
 from fastgpt.evaluate.tasks import read_task, run_task, too_long
 from fastgpt.evaluate.text import loss_of
+from fastgpt.metrics import read_records
 from tests.evaluate.conftest import LINES
 
 
@@ -34,16 +34,12 @@ def score(folders):
     return run
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_hellaswag_is_scored_as_published(files, scorer, score):
     def clean(text):
         return re.sub(r"\[.*?\]", "", text.replace(" [title]", ". ")).replace("  ", " ")
 
     right = np.zeros(2)
-    for row in rows(files["hellaswag"]):
+    for row in read_records(files["hellaswag"]):
         context = clean(f"Cats: {row['ctx_a']} {row['ctx_b'].capitalize()}")
         endings = [clean(ending) for ending in row["endings"]]
         plain = np.array([score(context, f" {ending}")[0] for ending in endings])
@@ -57,15 +53,10 @@ def test_hellaswag_is_scored_as_published(files, scorer, score):
 
 
 def test_lambada_is_scored_as_published(files, scorer, score):
-    path = files["lambada"]
-    expected = [
-        score(" ".join(row["text"].split(" ")[:-1]), " " + row["text"].split(" ")[-1])
-        for row in rows(path)
-    ]
-    found = run_task(read_task("lambada", str(path), scorer), scorer)
-    assert found["acc"] == np.mean([greedy for _, greedy in expected])
-    perplexity = math.exp(-np.mean([total for total, _ in expected]))
-    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    words = [row["text"].split(" ") for row in read_records(files["lambada"])]
+    total, greedy = np.mean([score(" ".join(x[:-1]), f" {x[-1]}") for x in words], axis=0)
+    found = run_task(read_task("lambada", str(files["lambada"]), scorer), scorer)
+    assert found == {"acc": greedy, "perplexity": pytest.approx(math.exp(-total), rel=1e-5)}
 
 
 def test_the_likeliest_continuation_is_told_from_others(scorer):
@@ -78,13 +69,11 @@ def test_the_likeliest_continuation_is_told_from_others(scorer):
 
 def test_loss_of_a_text_scores_each_token_once(scorer, score):
     text = "the cat sat on the mat, and the dog sat on the log. " * 8
-    ids = scorer.tokenizer.encode(text)
+    short, ids = scorer.tokenizer.encode(text[:30]), scorer.tokenizer.encode(text)
     assert len(ids) > 41
-    short = text[:30]
-    tokens = np.array([scorer.prefix(), *scorer.tokenizer.encode(short).tolist()])
-    loss, count = loss_of(tokens, scorer)
-    assert -loss * count == pytest.approx(score("", short)[0], abs=1e-4)
     assert loss_of(ids, scorer)[1] == len(ids) - 1
+    loss, count = loss_of(np.array([scorer.prefix(), *short.tolist()]), scorer)
+    assert -loss * count == pytest.approx(score("", text[:30])[0], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +86,7 @@ def test_loss_of_a_text_scores_each_token_once(scorer, score):
         ("lambada", '{"text": "a %s"}' % ("é" * 50), r"line 1: .* tokens: expected 1 to the model"),
         ("hellaswag", '{"ctx": "a", "endings": ["b"]}', r"line 1 is no line .*'label'"),
         ("hellaswag", '{"ctx": "a", "endings": ["b"], "label": 1}', r"label 1 of 1 endings"),
+        ("hellaswag", '{"ctx": "a", "endings": "bc", "label": 1}', r"endings are no list"),
         ("hellaswag", "[]", r"line 1 is no line of hellaswag"),
         ("hellaswag", None, r"x\.jsonl cannot be read: No such file"),
     ],
