@@ -14,9 +14,6 @@ from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.text import loss_of
 from fastgpt.evaluate.validation import encode_prompt, sample_text
 
-MOST_NEW = 256
-"""Number of tokens generated where a task does not say, as in the harness's own models."""
-
 
 class Answers:
     """The three methods that the harness calls, for requests with `args`."""
@@ -51,9 +48,10 @@ class Answers:
 
     def _generate(
         self, prompts: Sequence[str], *, until: str | Sequence[str] | None = None,
-        max_gen_toks: int = MOST_NEW, do_sample: bool | None = None, temperature: float = 0.0,
+        max_gen_toks: int = 256, do_sample: bool | None = None, temperature: float = 0.0,
         top_k: int | None = None, top_p: float | None = None, **unknown: Any,
     ) -> Iterable[str]:  # fmt: skip
+        # 256 are the default of the harness's own models, too
         scorer, context = self.scorer, self.scorer.model.config.context
         if unknown:
             raise UserError(f"the task's generation_kwargs have unknown {', '.join(unknown)}")

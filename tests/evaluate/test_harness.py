@@ -68,8 +68,7 @@ def test_scores_of_tasks_are_theirs(theirs, scorer, files, tmp_path, monkeypatch
         }  # fmt: skip
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
     ours = run_tasks([*TASKS], scorer, tmp_path)["results"]
-    import lm_eval
-
+    lm_eval = pytest.importorskip("lm_eval", reason=WITH)
     manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path))
     expected = lm_eval.simple_evaluate(
         model=theirs, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0
