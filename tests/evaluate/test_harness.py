@@ -53,7 +53,7 @@ def test_answers_are_theirs(kind, theirs, scorer, files):
         assert ours == expected
         assert len({*ours}) > 10
     else:
-        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=2e-4)
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.slow
