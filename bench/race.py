@@ -65,7 +65,7 @@ def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
 def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
     """Computes the mean loss in nats of the last checkpoint over all held-out windows."""
     module = nanogpt_module(checkout)
-    saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", weights_only=False)
+    saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", weights_only=True)
     model = module.GPT(module.GPTConfig(**saved["model_args"])).eval()
     model.load_state_dict(saved["model"])
     total = count = 0.0

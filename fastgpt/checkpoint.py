@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastgpt import tensors
 from fastgpt.errors import UserError, is_disk_full, reason, writing
-from fastgpt.storage import sync_directory
+from fastgpt.storage import parse_json, sync_directory
 
 FORMAT_VERSION = 2
 STEP = re.compile(r"step_\d{8,}")
@@ -184,13 +184,13 @@ def load(path: Path, *, state: bool = True) -> Checkpoint:
     """
     record = read_record(path)
     for name in record["sha256"]:
-        if not (path / name).exists():
+        if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
         found, expected = _sha256(path / name), record["sha256"][name]
         if found != expected:
             raise UserError(
                 f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
-                f"expected {expected[:16]}..."
+                f"expected {str(expected)[:16]}..."
             )
     return Checkpoint(
         path=path,
@@ -201,16 +201,20 @@ def load(path: Path, *, state: bool = True) -> Checkpoint:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    return torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+    state = tensors.unpickle(path / "state.pt")
+    if not isinstance(state, dict):
+        raise UserError(f"{path / 'state.pt'} holds {type(state).__name__}: expected a dictionary")
+    return state
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
     try:
-        record = json.loads((path / "checkpoint.json").read_text())
+        record = parse_json((path / "checkpoint.json").read_text())
         version = record["format_version"]
         whole = version != FORMAT_VERSION or (
-            isinstance(record["step"], int)
+            type(record["step"]) is int
+            and record["step"] >= 0
             and set(FILES) - set(OPTIONAL) <= set(record["sha256"]) <= set(FILES)
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

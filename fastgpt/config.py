@@ -12,8 +12,19 @@ from typing import Literal
 
 import tyro
 
-from fastgpt.checks import FRACTION, INT64, NOT_NEGATIVE, POSITIVE, SHARE, check
+from fastgpt.checks import (
+    FRACTION,
+    INT64,
+    LAYERS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    check,
+    check_types,
+)
 from fastgpt.errors import UserError
+from fastgpt.storage import parse_json
 
 MOST_TOKENS = 2**28
 """Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
@@ -110,10 +121,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
-        check(self, POSITIVE, "model.num_heads", "model.num_kv_heads", "model.dim", *layers)
-        check(self, POSITIVE, "model.ffn_dim", "model.context", "model.vocab_size", "model.window")
-        check(self, POSITIVE, "model.vocab_multiple", "model.rotary_base", "model.softcap")
-        check(self, POSITIVE, "model.head_size", "model.norm_eps")
+        check(self, LAYERS, *layers)
+        check(self, SIZE, "model.num_heads", "model.num_kv_heads", "model.dim", "model.head_size")
+        check(self, SIZE, "model.ffn_dim", "model.context", "model.vocab_size")
+        check(self, SIZE, "model.vocab_multiple")
+        check(self, POSITIVE, "model.window", "model.rotary_base", "model.softcap")
+        check(self, POSITIVE, "model.norm_eps")
         dropouts = (name for name in self.__slots__ if name.endswith("dropout"))
         check(self, FRACTION, *(f"model.{name}" for name in dropouts))
         if self.head_size is None and self.dim % self.num_heads:
@@ -469,9 +482,11 @@ def from_json(text: str) -> Config:
     """Reads settings that `to_json` wrote.
 
     Raises:
-        TypeError: a field is unknown to this version.
+        UserError: a value is wrong.
+        ValueError, TypeError, KeyError, AttributeError: it is no JSON, or lacks a section, or a
+            field is unknown to this version.
     """
-    values = json.loads(text)
+    values = parse_json(text)
     for section in dataclasses.fields(Config):
         if isinstance(section.default_factory, type):
             given = {
@@ -479,4 +494,7 @@ def from_json(text: str) -> Config:
                 for name, x in values.get(section.name, {}).items()
             }
             values[section.name] = section.default_factory(**given)
-    return Config(**values)
+            check_types(values[section.name])
+    config = Config(**values)
+    check_types(config)
+    return config

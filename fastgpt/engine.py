@@ -27,7 +27,7 @@ from fastgpt.data.order import SampleOrder
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import Agreed, StopSignal
-from fastgpt.errors import UserError, counted
+from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
@@ -205,17 +205,21 @@ class Engine:
         run.check_same(found, self.config, self.data.tokenizer)
         self.resumed_from = found.path
         self.changes = run.changes(run.saved_config(found.path), self.config)
-        load_weights(self.model, found.weights)
-        self.optimizers.load_state_dict(found.state["optimizers"])
+        try:
+            load_weights(self.model, found.weights)
+            self.optimizers.load_state_dict(found.state["optimizers"])
+            corpus, loader = found.state["corpus"], dict(found.state["loader"])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
         self.step = found.step
         run.check_step(self.config, self.step, found.path)
-        if found.state["corpus"] != self.data.identity:
+        if corpus != self.data.identity:
             self.warn(
-                f"the data changed since {found.path} ({found.state['corpus'][:12]}, now "
+                f"the data changed since {found.path} ({str(corpus)[:12]}, now "
                 f"{self.data.identity[:12]}): reading the new data from its beginning"
             )
             return None
-        return found.state["loader"]
+        return loader
 
     def _start(self) -> None:
         """Loads the model that `config.init_from` names, if any, and with `take_over` its step."""

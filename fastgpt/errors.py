@@ -15,6 +15,9 @@ from typing import NoReturn
 NO_SPACE = os.strerror(errno.ENOSPC)
 """The system's message for a full disk, the only part of that error that safetensors keeps."""
 
+LONGEST = 2000
+"""Largest number of characters in a message; a damaged file may hold a value as long as itself."""
+
 
 class UserError(Exception):
     """An error that the user can correct: it names what was given and what was expected.
@@ -23,6 +26,11 @@ class UserError(Exception):
     Traceback (most recent call last):
     fastgpt.errors.UserError: runs/missing does not exist: expected a run such as runs/NAME, ...
     """
+
+    def __init__(self, message: str) -> None:
+        half = LONGEST // 2
+        cut = f"{message[: half - 5]} ... {message[-half:]}"
+        super().__init__(message if len(message) <= LONGEST else cut)
 
 
 class OtherRankError(UserError):
@@ -77,6 +85,11 @@ def reason(error: BaseException) -> str:
     return next(system, str(error).split("\n")[0])
 
 
+def brief(error: BaseException) -> str:
+    """Returns the kind of an error and its `reason`: that of a KeyError alone says too little."""
+    return f"{type(error).__name__}: {reason(error)}"
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yields `error` and its causes: PyTorch wraps an OSError in a RuntimeError."""
     while error is not None:
@@ -90,6 +103,7 @@ def shown_in_one_line() -> Iterator[None]:
 
     Other errors are bugs and keep their traceback.
     """
+    os.umask(os.umask(0o077) | 0o002)  # nothing that a command writes is writable for everyone
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell script for `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

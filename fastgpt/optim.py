@@ -93,6 +93,9 @@ class Optimizers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            for i, moments in saved["state"].items():
+                if any(x.dim() and x.shape != weights[i].shape for x in moments.values()):
+                    raise ValueError("the optimizer's state has other shapes than the weights")
             parts = {
                 i: {
                     name: part_like(x, weights[i]) if x.shape == weights[i].shape else x

@@ -26,7 +26,7 @@ from fastgpt.checkpoint import Checkpoint
 from fastgpt.checks import flag
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, reason, writing
 from fastgpt.storage import data_dir, write_atomically
 
 ROOT = Path("runs")
@@ -310,8 +310,8 @@ def saved_config(run: Path) -> Config:
     path = run / "config.json"
     try:
         return from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def changes(before: Config, after: Config) -> list[str]:

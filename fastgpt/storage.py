@@ -1,9 +1,10 @@
-"""Data and cache folders, atomic writes, and the number of cores."""
+"""Data and cache folders, atomic writes, JSON, and the number of cores."""
 
+import json
 import os
 import secrets
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def data_dir() -> Path:
@@ -54,6 +55,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def parse_json(text: str) -> Any:
+    """Parses JSON; all errors are ValueErrors, that of too deep nesting, too."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def cores() -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, brief, reason
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -58,9 +58,30 @@ def read(path: Path) -> Weights:
     """Opens a safetensors file, of which only the header is read at once.
 
     Raises:
-        UserError: a tensor has a dtype that PyTorch's weights do not have.
-        OSError, SafetensorError: it cannot be read or is damaged.
+        UserError: it cannot be read or is damaged, or a tensor has a dtype that PyTorch lacks.
     """
+    try:
+        return _read(path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: too large a shape
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def unpickle(path: Path, *, mmap: bool = False) -> Any:
+    """Loads what torch.save wrote, without running code that the file names.
+
+    Args:
+        mmap: tensors stay in the file until they are read.
+
+    Raises:
+        UserError: it cannot be read, or holds other objects than tensors and plain values.
+    """
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+    except Exception as error:  # a damaged pickle ends in almost any
+        raise UserError(f"{path} cannot be read: {brief(error)}") from error
+
+
+def _read(path: Path) -> Weights:
     plan = {}
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no dictionary

@@ -1,6 +1,5 @@
 """Models in nanoGPT's `ckpt.pt`: a dictionary that PyTorch writes, read without running pickles."""
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgpt.checks import check_types
 from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
-from fastgpt.errors import UserError, reason
+from fastgpt.errors import UserError, brief, reason
+from fastgpt.tensors import unpickle
 
 PREFIX = "_orig_mod."
 """Prefix that torch.compile puts before the names of tensors."""
@@ -27,7 +28,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         UserError: it is no checkpoint of nanoGPT, or a tensor is missing or unknown.
     """
     try:
-        saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        saved = unpickle(path, mmap=True)
         _refuse_nanochat(map(str, saved))
         args, state = saved["model_args"], saved["model"]
         config = ModelConfig(
@@ -40,14 +41,18 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             dropout=args.get("dropout", 0.0),
             activation="gelu_erf",
         )
+        check_types(config)
         named = {_our_name(name): x for name, x in state.items()}
+        if not all(isinstance(x, Tensor) and x.is_contiguous() for x in named.values()):
+            raise TypeError("model holds something else than whole tensors")
         head = named.pop("lm_head.weight", None)
         tied = head is None or torch.equal(head, named["wte.weight"])
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, UserError) as error:
+    except (RuntimeError, ValueError, UserError) as error:
         raise UserError(f"{path} is no checkpoint of nanoGPT: {reason(error)}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args: {error!r}"
+            f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args:"
+            f" {brief(error)}"
         ) from error
     if not tied:
         raise UserError(f"{path}: lm_head.weight is not wte.weight, as in nanoGPT's models")
@@ -64,7 +69,7 @@ def read_nanogpt_progress(path: Path) -> Progress:
     Raises:
         UserError: it has no optimizer state, or another one.
     """
-    saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    saved = unpickle(path, mmap=True)
     named = {_our_name(name): x for name, x in saved["model"].items()}
     weights = {name: x for name, x in named.items() if not name.endswith(("lm_head.weight", MASK))}
     # AdamW numbers its weights: first those that decay, then the others, as the model has them

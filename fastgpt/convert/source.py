@@ -23,6 +23,7 @@ from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.run import saved_config
+from fastgpt.storage import parse_json
 from fastgpt.tensors import Weights
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
@@ -122,9 +123,17 @@ def _of_run(path: Path) -> Source:
             weights=found.weights,
             tokenizer=load_tokenizer(saved) if saved.exists() else None,
             warnings=complaints,
-            kept=json.loads(others.read_text()) if others.exists() else {},
+            kept=_kept(others) if others.exists() else {},
         )
     )
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """Reads the files that a conversion kept: their names and texts."""
+    kept = _json(path)
+    if not all(isinstance(text, str) for text in kept.values()):
+        raise UserError(f"{path} is damaged: expected names of files and their texts")
+    return kept
 
 
 def _downloaded(name: str) -> Path:
@@ -177,7 +186,7 @@ def _of_folder(path: Path) -> Source:
 
 def _json(path: Path) -> Settings:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -187,8 +196,11 @@ def _json(path: Path) -> Settings:
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Returns the shapes of a model's weights, without padding of the vocabulary."""
-    with torch.device("meta"):
-        model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    try:
+        with torch.device("meta"):
+            model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False))
+    except RuntimeError as error:
+        raise UserError(f"the model's sizes are too large: {reason(error)}") from error
     return {name: x.shape for name, x in model.state_dict().items()}
 
 
@@ -276,15 +288,17 @@ def _files(path: Path) -> dict[Path, Weights]:
         where = _json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has the weight_map {where!r}: expected names and files")
-        files = sorted({path / str(name) for name in where.values()})
-    missing = [file.name for file in files if not file.is_file()]
+        outside = [x for x in where.values() if type(x) is not str or Path(x).name != x]
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}: expected files of the same folder")
+        files = sorted({path / name for name in where.values()})
+    with _reading(path):  # a name may be too long
+        missing = [file.name for file in files if not file.is_file()]
     if missing:
         few = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise UserError(f"{path}: {counted(len(missing), 'file')} missing: {few}")
     found = {}
     for file in files:
-        if file.parent != path:
-            raise UserError(f"{index} names {file}: expected files of the same folder")
         with _reading(file):
             found[file] = tensors.read(file)
     return found

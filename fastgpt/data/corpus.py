@@ -5,7 +5,6 @@ A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., 
 """
 
 import hashlib
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from fastgpt.data.tokenizers import (
 )
 from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, brief
+from fastgpt.storage import parse_json
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
@@ -122,12 +122,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         UserError: it is missing, is not JSON, or is of another format version.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["format_version"]
     except OSError as error:
         raise UserError(f"{path} is not a prepared directory: no {MANIFEST} in it") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
+        raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path / MANIFEST}: format {version!r}, expected {FORMAT_VERSION}: prepare it again"
@@ -138,6 +138,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_prepared(path: Path) -> Corpus:
     manifest = read_manifest(path)
     try:
+        _check_types(manifest)
         val = manifest["splits"]["val"]
         corpus = Corpus(
             name=manifest["name"],
@@ -151,9 +152,24 @@ def read_prepared(path: Path) -> Corpus:
             manifest=manifest,
         )
         corpus.shards()  # raises if checksums are missing
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path / MANIFEST} is damaged ({error!r})") from error
+    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
     return corpus
+
+
+def _check_types(manifest: dict[str, Any]) -> None:
+    """Raises `TypeError` or `ValueError` if values in a manifest are of a wrong kind."""
+    splits = [manifest["splits"][name] for name in SPLITS]
+    shards = [shard for split in splits for shard in split["shards"]]
+    sums = [number for shard in shards for number in shard["crc32"]]
+    counts = [x["tokens"] for x in (*splits, *shards)] + [split["bytes"] for split in splits]
+    texts = [manifest[name] for name in ("name", "sha256", "tokenizer_sha256")]
+    texts += [shard[name] for shard in shards for name in ("file", "sha256")]
+    if any(type(x) is not int for x in sums + counts) or any(type(x) is not str for x in texts):
+        raise TypeError("a value has the wrong type")
+    outside = [shard["file"] for shard in shards if Path(shard["file"]).name != shard["file"]]
+    if outside:
+        raise ValueError(f"{outside[0]} is no name of a file in this folder")
 
 
 def _read_tokenizer(path: Path, sha256: str) -> Tokenizer:

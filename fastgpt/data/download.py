@@ -1,6 +1,7 @@
 """Downloads of small published files, verified by sha256 and written atomically."""
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import requests
@@ -12,6 +13,8 @@ from urllib3.exceptions import HTTPError
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import cache_dir, data_dir, write_atomically
 
+LARGEST, PIECE = 2**28, 2**16
+"""Bytes after which a body is cut off, however much the server sends, and bytes read at once."""
 LONGEST_WAIT_S = 300
 """Longest pause before another attempt, however long the server asks for."""
 TIMEOUTS_S = (15, 60)
@@ -106,7 +109,8 @@ def _download(url: str) -> bytes:
                 if not response.ok:
                     raise requests.HTTPError(f"HTTP {response.status_code} {response.reason}")
                 try:
-                    return response.content
+                    pieces = response.iter_content(PIECE)
+                    return b"".join(itertools.islice(pieces, LARGEST // PIECE))
                 except requests.RequestException as error:  # the adapter retries up to the headers
                     retries = retries.increment("GET", url, error=error)
             retries.sleep()

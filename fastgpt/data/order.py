@@ -179,6 +179,10 @@ class SampleOrder:
         return self.documents[np.frombuffer(chosen, np.int64)]
 
 
+def _is_int(number: object) -> bool:
+    return type(number) is int and abs(number) < 2**62
+
+
 class Mixture:
     """Stream of samples from several corpora, mixed by weight.
 
@@ -204,6 +208,10 @@ class Mixture:
         self._bounds = np.minimum(shares[:-1] * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         zeros = [0] * len(self.orders)
         state = state or {"sample": [0], "epoch": zeros, "index": zeros}
+        numbers = [state.get(name) for name in ("sample", "epoch", "index")]
+        whole = all(isinstance(some, list) and all(map(_is_int, some)) for some in numbers)
+        if not whole or state["sample"] < [0]:
+            raise UserError("the loader state is damaged: expected lists of counts")
         self._sample = state["sample"][0]
         self._places = list(zip(state["epoch"], state["index"]))
         if len(self._places) != len(self.orders):

@@ -71,6 +71,20 @@ def test_file_is_fetched_once_and_replaced_if_it_is_another(server, get):
     assert {file.name for file in get.path.parent.iterdir()} == {"x.bin", ".x.bin.lock"}
 
 
+def test_a_link_is_replaced_and_what_it_led_to_is_kept(get, tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    get.path.parent.mkdir()
+    get.path.symlink_to(tmp_path / "mine")
+    assert get() == CONTENT
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_body_that_is_too_long_is_cut_off(get, monkeypatch):
+    monkeypatch.setattr(download, "LARGEST", len(CONTENT) // 2)
+    with pytest.raises(UserError, match="the file received has sha256"):
+        get()
+
+
 @pytest.mark.parametrize(
     ("faults", "waits"),
     [

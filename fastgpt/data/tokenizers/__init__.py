@@ -13,7 +13,8 @@ from typing import Any
 
 from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
 from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer, IdTokenizer
-from fastgpt.errors import UserError, unknown_name
+from fastgpt.errors import UserError, brief, unknown_name
+from fastgpt.storage import parse_json
 
 __all__ = [
     "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "IdTokenizer", "Tokenizer",
@@ -92,7 +93,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     path = tokenizer_file(path)
     try:
         content = path.read_text(encoding="utf-8")
-        saved = json.loads(content)
+        saved = parse_json(content)
         if "kind" not in saved and "model" in saved:
             return _huggingface("a tokenizer.json").JsonTokenizer(content)
         return _restore(saved)
@@ -100,8 +101,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{path}: no such tokenizer file") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a tokenizer file ({error!r})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a tokenizer file ({brief(error)})") from error
 
 
 def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
