@@ -57,6 +57,7 @@ SHORTER = [
     (r"^(python -m tests.proof.execute.mutants)$", r"\1 --arch 90 --each 0"),
     (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"48 1600 50257", "2 64 100"),
+    (r"^python -m tests.faults.hostile$", r"\g<0> --cases 20 --out out.json"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench --only.*$", r"\g<0> --quick --rounds 2"),

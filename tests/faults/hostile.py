@@ -1,0 +1,238 @@
+"""Loads damaged files: `python -m tests.faults.hostile` writes the record of 10,000 cases.
+
+Each case changes one file of a run, a prepared data set, a model of Hugging Face, nanoGPT or llm.c,
+or another program's shards, and loads it. Right are a `UserError` of one line, the result of the
+unchanged files, or another one where no checksum covers the file or a new one was computed, as an
+attacker can.
+"""
+
+import faulthandler
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+import fastgpt
+from fastgpt import checkpoint
+from fastgpt.config import DataConfig
+from fastgpt.data.__main__ import main as show_data
+from fastgpt.data.dataset import open_data
+from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.errors import LONGEST, UserError
+from fastgpt.run import saved_config
+from fastgpt.tensors import octets
+from tests.convert.models import OURS, converted, saved_run
+from tests.data.sets import prepared, texts, write_shard
+from tests.faults.mutations import MEANT, change_bytes
+from tests.processes import ROOT
+
+RECORD = ROOT / "docs" / "reliability.json"
+CPU_S, SPACE = 2.0, 2**29
+"""CPU seconds that a case may take, and bytes of address space that it may add."""
+
+
+class TooSlow(BaseException):
+    """A case took more than `CPU_S`; no `except Exception` may hide that."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Files that are changed, how they are loaded, and which one has checksums of others."""
+
+    root: Path
+    load: Callable[[], object]
+    record: str = ""
+
+
+# --- what is loaded -------------------------------------------------------------------------------
+
+
+def load_model(path: Path) -> object:
+    model, tokenizer = fastgpt.load(path)
+    state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
+    return model.config, state, None if tokenizer is None else tokenizer.to_json()
+
+
+def load_run(path: Path) -> object:
+    found, complaints = checkpoint.find(str(path))
+    return saved_config(path), found.step, found.state, complaints, load_model(path)
+
+
+def load_data(path: Path) -> object:
+    data, said = open_data(DataConfig(), str(path)), io.StringIO()
+    try:
+        with redirect_stderr(said):
+            show_data([str(path), "--verify"])
+    except SystemExit as stopped:
+        raise UserError(said.getvalue().strip()) from stopped
+    [corpus] = data.corpora
+    return corpus.name, data.identity, corpus.train[:].tobytes(), corpus.val[:].tobytes()
+
+
+def targets(folder: Path) -> dict[str, Target]:
+    """Writes the files, all small, and returns what loads them."""
+    for name in ("nanogpt", "llmc", "shards"):
+        (folder / name).mkdir()
+    runs, found = {}, {}
+    for name, options in (("gpt2", {}), ("llama", OURS["llama"]), ("erf", ERF)):
+        runs[name] = saved_run(folder / name, ByteTokenizer(), dim=16, vocab_size=256, **options)
+        record = "checkpoints/step_00000000/checkpoint.json"
+        found[f"run of {name}"] = Target(runs[name], partial(load_run, runs[name]), record)
+        _add_state((runs[name] / record).parent)
+    for name, to, target in (
+        ("gpt2", "hf", "hf-gpt2"), ("llama", "hf", "hf-llama"), ("gpt2", "llmc", "llmc/model.bin"),
+        ("erf", "nanogpt", "nanogpt/model.pt"),
+    ):  # fmt: skip
+        path = converted(runs[name], folder / target, to, shard_gb=1e-5, verify=False)
+        root = path if path.is_dir() else path.parent
+        found[root.name] = Target(root, partial(load_model, path))
+    data = prepared(folder / "data", texts(200))
+    found["prepared data"] = Target(data, partial(load_data, data), "manifest.json")
+    for split in ("train", "val"):
+        write_shard(folder / "shards" / f"{split}_000000.bin", range(200))
+    ByteTokenizer().save(folder / "shards" / "tokenizer.json")
+    return found | {"shards": Target(folder / "shards", partial(load_data, folder / "shards"))}
+
+
+ERF = {"activation": "gelu_erf"}
+
+
+def _add_state(path: Path) -> None:
+    """Gives a checkpoint without a state one that looks like a trained model's."""
+    record, state = path / "checkpoint.json", path / "state.pt"
+    old, moments = state.read_bytes(), [{"exp_avg": torch.ones(9), "step": 3} for _ in range(3)]
+    torch.save({"optimizers": [{"state": moments, "lr": 0.1}], "loader": {"index": [3]}}, state)
+    record.write_bytes(resealed(record.read_bytes(), old, state.read_bytes()))
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def damage(target: Target, whole: dict[Path, bytes], draw: random.Random) -> tuple[Path, str, bool]:
+    """Changes a file of a target: (the file, how, whether a checksum must notice it)."""
+    path = draw.choice(list(whole))
+    old, record = whole[path], target.root / target.record
+    how = draw.choice(("bytes", "meaning", "meaning", "meaning", "swapped", "gone"))
+    sums = whole.get(record, b"") if record.parent == path.parent else b""
+    covered = hashlib.sha256(old).hexdigest().encode() in sums
+    path.unlink()
+    if how == "gone":
+        if draw.random() < 0.5:
+            path.mkdir()
+        return path, how, covered
+    swapped = draw.choice(list(whole.values()))
+    change = {"bytes": change_bytes, "meaning": MEANT[path.suffix]}.get(how, lambda *_: swapped)
+    path.write_bytes(new := change(old, draw))
+    if not covered or draw.random() < 0.3:
+        return path, how, covered
+    record.write_bytes(resealed(sums, old, new))
+    return path, f"{how}, new checksum", False
+
+
+def resealed(record: bytes, old: bytes, new: bytes) -> bytes:
+    """Replaces the checksums of a file in a record."""
+    for summed in (lambda x: hashlib.sha256(x).hexdigest(), lambda x: str(zlib.crc32(x))):
+        record = record.replace(summed(old).encode(), summed(new).encode())
+    return record
+
+
+def outcome(load: Callable[[], object], expected: str, covered: bool) -> str:
+    """Loads files: `refused`, `equal`, `other content`, or what is wrong."""
+    signal.signal(signal.SIGPROF, _too_slow)
+    faulthandler.dump_traceback_later(60 * CPU_S, exit=True)  # a loop that Python cannot stop
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            said = "equal" if repr(load()) == expected else "other content"
+    except UserError as error:
+        clean = len(str(error).splitlines()) == 1 and len(str(error)) <= LONGEST
+        said = "refused" if clean else f"FAULT: no line: {error!r}"
+    except BaseException:
+        said = f"FAULT: {traceback.format_exc()[-3000:]}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
+    return "FAULT: not noticed" if covered and said == "other content" else said
+
+
+def _too_slow(*_: object) -> None:
+    raise TooSlow
+
+
+def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
+    """Runs cases, prints those with a fault, and returns the record."""
+    known, counts, slowest = targets(folder), Counter(), 0.0
+    whole = {
+        name: {path: path.read_bytes() for path in sorted(x.root.rglob("*")) if path.is_file()}
+        for name, x in known.items()
+    }
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        expected = {name: repr(target.load()) for name, target in known.items()}
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, resource.RLIM_INFINITY))
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    for number in range(cases):
+        draw = random.Random(f"{seed} {number}")
+        name = draw.choice(list(known))
+        path, how, covered = damage(known[name], whole[name], draw)
+        began = time.process_time()
+        said = outcome(known[name].load, expected[name], covered)
+        slowest = max(slowest, time.process_time() - began)
+        if said.startswith("FAULT"):
+            print(f"case {number}: {name}, {path}, {how}: {said}", flush=True)
+        counts[name, path.name, said.split(":")[0]] += 1
+        if path.is_dir():
+            path.rmdir()
+        for changed in {path, known[name].root / known[name].record} & whole[name].keys():
+            changed.write_bytes(whole[name][changed])
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "cases": cases, "seed": seed, "seconds": round(time.perf_counter() - start),
+        "slowest_cpu_s": round(slowest, 2), "grown_mib": grown // 1024,
+        "counts": [[*key, n] for key, n in sorted(counts.items())],
+    }  # fmt: skip
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns the record as a table of Markdown."""
+    sums = Counter()
+    for name, _, said, n in record["counts"]:
+        sums[name, said] += n
+    columns = ("refused", "equal", "other content", "FAULT")
+    rows = [("files", *columns), ("---", *("--:" for _ in columns))]
+    names = sorted({name for name, _ in sums})
+    rows += [(name, *(f"{sums[name, said]:,}" for said in columns)) for name in names]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(cases: int = 10_000, seed: int = 0, out: Path = RECORD) -> int:
+    """Loads damaged files, writes the record, and prints its table."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FASTGPT_CACHE"] = f"{folder}/cache"
+        record = run_cases(Path(folder), cases, seed)
+    out.write_text(json.dumps(record).replace("[[", "[\n[").replace("], [", "],\n[") + "\n")
+    print(table(record))
+    return int(any(said == "FAULT" for _, _, said, _ in record["counts"]))
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
