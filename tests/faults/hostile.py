@@ -35,7 +35,7 @@ from fastgpt import checkpoint
 from fastgpt.config import DataConfig
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
-from fastgpt.data.tokenizers import ByteTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer
 from fastgpt.errors import LONGEST, UserError
 from fastgpt.run import saved_config
 from fastgpt.tensors import octets
@@ -93,7 +93,8 @@ def targets(folder: Path) -> dict[str, Target]:
         (folder / name).mkdir()
     runs, found = {}, {}
     for name, options in (("gpt2", {}), ("llama", OURS["llama"]), ("erf", ERF)):
-        runs[name] = saved_run(folder / name, ByteTokenizer(), dim=16, vocab_size=256, **options)
+        tokenizer = IdTokenizer(256) if name == "erf" else ByteTokenizer()
+        runs[name] = saved_run(folder / name, tokenizer, dim=16, vocab_size=256, **options)
         record = "checkpoints/step_00000000/checkpoint.json"
         found[f"run of {name}"] = Target(runs[name], partial(load_run, runs[name]), record)
         _add_state((runs[name] / record).parent)

@@ -101,7 +101,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{path}: no such tokenizer file") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: not a tokenizer file ({brief(error)})") from error
 
 
