@@ -94,6 +94,10 @@ class Engine:
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
         self.coverage = [order.coverage() for order in orders]
         config = run.with_vocabulary(config, self.data.tokenizer)
+        if (
+            self.source is not None
+        ):  # a resumed run that has no checkpoint yet, or a caller's config
+            initial.check_architecture(config, self.source.config)
         self.config = run.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
         device.check_free_memory(self.device, least_bytes(self.config))

@@ -85,9 +85,11 @@ def read_nanogpt_progress(path: Path) -> Progress:
             raise ValueError("shapes differ")
         settings = dict(zip(("beta1", "beta2"), groups[0]["betas"]))
         settings |= {name: groups[0][name] for name in ("eps", "weight_decay")}
-        updates, lr = int(states[0]["step"]), groups[0]["lr"]
-        return Progress(saved["iter_num"], updates, moments, {}, settings, lr)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        step, updates, lr = saved["iter_num"], int(states[0]["step"]), groups[0]["lr"]
+        if type(step) is not int or min(step, updates) < 0:
+            raise ValueError(f"iter_num is {step!r}, the optimizer's step is {updates}")
+        return Progress(step, updates, moments, {}, settings, lr)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{path} has no optimizer's state of its weights, as nanoGPT's train.py writes it since"
             f" 2023: {error!r}"

@@ -59,8 +59,9 @@ class Source:
         selected = ops.select(asked or OpsConfig(), device, compiled=False)
         model = build_model(self.config, selected)
         state = model.state_dict()
-        for name, x in self.weights.items():  # one at a time: they are not in memory twice
-            state[name].copy_(x)
+        with _reading(self.path):  # a training run may have removed the checkpoint
+            for name, x in self.weights.items():  # one at a time: they are not in memory twice
+                state[name].copy_(x)
         return model.to(device).eval()
 
 
@@ -104,6 +105,8 @@ def _checked(source: Source) -> Source:
         if name not in expected or name not in found:
             what = "no" if name in expected else "an unknown"
             raise UserError(f"{source.path} has {what} tensor {name}")
+        if not found[name].is_floating_point():
+            raise UserError(f"{source.path}: {name} holds {found[name].dtype}: expected floats")
         if found[name].shape != expected[name]:
             raise UserError(
                 f"{source.path}: {name} has the shape {tuple(found[name].shape)}:"
@@ -210,8 +213,12 @@ class Reader:
     def __init__(self, path: Path, family: Family, links: Links) -> None:
         self.path, self.family, self.links = path, family, links
         self.files = _files(path)
-        self.where = {name: file for file, found in self.files.items() for name in found}
+        self.where: dict[str, Path] = {}
         """Name of a tensor -> its file."""
+        for file, name in ((file, name) for file, found in self.files.items() for name in found):
+            if name in self.where:
+                raise UserError(f"{name} is in two files: {self.where[name]} and {file}")
+            self.where[name] = file
 
     def weights(self, shapes: dict[str, torch.Size]) -> Weights:
         """Returns the tensors under our names.
@@ -227,6 +234,9 @@ class Reader:
                 self.check_filler(link.names, link.filler)
                 continue
             for name, part, shape in zip(link.names, parts, link.shapes(shapes[ours])):
+                if not part.is_floating_point():
+                    file = self.where[self.stored(name)]
+                    raise UserError(f"{file}: {name} holds {part.dtype}: expected floats")
                 if part.shape != shape:
                     raise UserError(
                         f"{self.where[self.stored(name)]}: {name} has the shape"

@@ -80,6 +80,8 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
     names = [name for name, path in asked.items() if not path]
     if config.include and not (names and config.include.is_dir()):
         raise UserError(f"--include is {config.include}: expected a folder, for tasks by name")
+    if config.json is not None and not config.json.absolute().parent.is_dir():
+        raise UserError(f"--json is {config.json}: expected a file in a folder that exists")
     scorer = open_model(config)
     # all that can be refused comes before the work
     local = [read_task(name, path, scorer) for name, path in asked.items() if path]

@@ -93,7 +93,10 @@ def run_tasks(names: list[str], scorer: Scorer, include: Path | None) -> dict[st
     """
     lm = language_model(scorer)
     folder = None if include is None else str(include)
-    manager = _package("lm_eval.tasks").TaskManager(include_path=folder)
+    try:
+        manager = _package("lm_eval.tasks").TaskManager(include_path=folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--include {folder} cannot be read: {reason(error)}") from error
     if unknown := sorted({*names} - {*manager.all_tasks}):
         raise UserError(
             f"unknown task {unknown[0]!r}: the harness lists its own with lm-eval ls tasks"

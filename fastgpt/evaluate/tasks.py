@@ -5,7 +5,6 @@ Source
     2016, "The LAMBADA dataset", in OpenAI's version.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from fastgpt.distributed import Stopped, World
 from fastgpt.errors import UserError, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
 from fastgpt.evaluate.validation import perplexity
+from fastgpt.storage import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,13 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
         if not line.strip():
             continue
         try:
-            context, choices, right = read(json.loads(line))
+            context, choices, right = read(parse_json(line))
+            "".join([context, *choices]).encode()  # JSON may hold half a character
             pairs = [scorer.encode_pair(context, f" {choice}") for choice in choices]
             questions.append(Question(pairs, [*map(len, choices)], right))
         except UserError as error:
             raise UserError(f"{path} line {number:,}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(
                 f"{path} line {number:,} is no line of {name} ({error!r}): expected {expected}"
             ) from error
@@ -125,7 +126,10 @@ def too_long(task: Task, context: int) -> int:
 
 
 def _hellaswag(line: dict[str, Any]) -> tuple[str, list[str], int]:
-    context, endings, right = line.get("ctx_a"), line["endings"], int(line["label"])
+    context, endings, label = line.get("ctx_a"), line["endings"], line["label"]
+    if type(label) not in (int, str):
+        raise TypeError(f"label is {label!r}")
+    right = int(label)
     context = line["ctx"] if context is None else f"{context} {line['ctx_b'].capitalize()}"
     if "activity_label" in line:
         context = f"{line['activity_label']}: {context}"
@@ -144,6 +148,8 @@ def _cleaned(text: str) -> str:
 
 def _lambada(line: dict[str, Any]) -> tuple[str, list[str], int]:
     context, _, word = line["text"].rpartition(" ")
+    if not word:
+        raise ValueError("the text ends in a space")
     return context, [word], 0
 
 

@@ -57,10 +57,9 @@ def attend(
     Returns:
         tuple[Tensor, Tensor | None]: (B, T, H, D), and the weights, which are None.
     """
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    masked = getattr(module, "is_causal", True) if is_causal is None else is_causal
     special = any(options.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    causal = attention_mask is None and is_causal and query.shape[2] == key.shape[2]
+    causal = attention_mask is None and masked and query.shape[2] == key.shape[2]
     fits = query.shape[-1] == value.shape[-1] <= MAX_D and 0 <= dropout < 1
     if causal and fits and not special and runs_on(query, key, value):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

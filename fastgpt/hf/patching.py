@@ -101,6 +101,7 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
     report = Patched(
         type(model).__name__, on, patched, {op: skipped[op] for op in OPS if op in skipped}
     )
+    setattr(model, STATE, report)
     if "attention" in patched:
         _register()
         model.set_attn_implementation(NAME)
@@ -108,7 +109,6 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
         for module, forward in _changes(model, op):
             module.forward = MethodType(forward, module)
             report.methods.append(module.forward)
-    setattr(model, STATE, report)
     return report
 
 
@@ -131,7 +131,7 @@ def unpatch(model: Any) -> None:
             )
     for method in report.methods:
         del method.__self__.forward
-    if "attention" in report.patched:
+    if model.config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa")
     delattr(model, STATE)
 

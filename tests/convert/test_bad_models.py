@@ -158,6 +158,17 @@ def test_a_folder_without_tokenizer_and_unknown_fields_are_warned_of(folder, tmp
     assert said.out == f"unverified: nothing was compared\nwrote {tmp_path / 'run'}\n"
 
 
+@pytest.mark.parametrize(("twice", "said"), [(True, "is in two files"), (False, "torch.int64")])
+def test_tensors_twice_or_of_integers_are_refused(twice, said, folder, tmp_path):
+    name = "model.norm.weight"
+    here = folder / index(folder)[name]
+    x = load_file(here)[name]
+    where = min({folder / file for file in index(folder).values()} - {here}) if twice else here
+    save_file(load_file(where) | {name: x if twice else x.long()}, where)
+    with pytest.raises(UserError, match=rf"model\.norm\.weight .*{said}"):
+        converted(folder, tmp_path / "run", "run")
+
+
 def test_a_stored_head_that_is_not_the_embedding_is_no_tied_model(folder, tmp_path):
     config(folder, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head\.weight belongs to no part"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import fastgpt
 from fastgpt.cli import main, parse
+from fastgpt.config import ModelConfig
 from fastgpt.convert import vocabulary
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.engine import Engine
+from fastgpt.errors import UserError
 from fastgpt.trainer import Trainer
 from tests.convert.models import CONTEXT, V, converted, refused, saved, saved_run, theirs
 from tests.data.sets import prepared, texts, tokenizer_of
@@ -102,6 +105,9 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--model.no-tied"), r"--model\.tied is False: expected True, as in --init-")
     refused(argv(hf, "--model.context 80"), r"--model\.context is 80: expected at most 40, as .*2")
     refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bpe \(256")
+    other = replace(parse(argv(hf)), model=ModelConfig(num_layers=2, context=16))
+    with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
+        Engine(other)
     without = "--init-from None --model.context 16 --take-over"
     refused(argv(hf, without), r"--take-over: there is no --init-from")
 
