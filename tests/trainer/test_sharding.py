@@ -19,10 +19,8 @@ from tests.trainer.runs import (
 
 TRAIN = str(ROOT / "train.py")
 KINDS = {
-    "two": (2, "--parallel.kind fsdp"),
-    "kept-while-needed": (2, "--parallel.kind fsdp --parallel.no-reshard --train.micro-batch 2"),
     "uneven": (3, "--parallel.kind fsdp --train.batch-tokens 96"),
-    "groups": (4, "--parallel.kind hsdp --parallel.shards 2"),
+    "groups": (4, "--parallel.kind hsdp --parallel.shards 2 --parallel.no-reshard"),
 }
 
 
