@@ -355,16 +355,18 @@ class ParallelConfig:
     """Parallel training: how the ranks that torchrun starts share the work."""
 
     kind: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """What each rank keeps. ddp: the whole model; fsdp: a part of each weight, of its gradient and
-    of its optimizer state; hsdp: the same within groups of ranks, each of which has the model."""
+    """Part of the model that each rank keeps. ddp: all of it; fsdp: a part of each weight, of its
+    gradient and of its optimizer state; hsdp: the same within groups of ranks, each of which has
+    the model."""
     shards: int | None = None
     """Number of ranks in a group of hsdp; by default those of a machine."""
     reshard: bool = True
-    """Weights of a block are freed between its forward and its backward, and gathered twice: less
-    memory, more traffic (fsdp and hsdp)."""
+    """Freeing of a block's weights between its forward and its backward, so that they are gathered
+    twice: less memory, more traffic (fsdp and hsdp)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic, and
-    the normalisation layers' weights are rounded, too."""
+    """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic; it
+    rounds the weights of the normalisation layers and the residual stream, too, and needs precision
+    bf16."""
 
     def __post_init__(self) -> None:
         check(self, POSITIVE, "parallel.shards")

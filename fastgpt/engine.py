@@ -36,8 +36,10 @@ from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
 from fastgpt.sharding import (
+    check_combination,
     load_weights,
     part,
+    ranks_of_a_model,
     shard,
     sum_over_parts,
     wholes_in_host_memory,
@@ -71,11 +73,8 @@ class Engine:
         self.world = distributed.start(self.device)
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
-        if self.sharded and (self.precision == "fp16" or config.train.eval_tasks):
-            raise UserError(
-                f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or"
-                " fp32, and no --train.eval-tasks"
-            )
+        if self.sharded:
+            check_combination(config, self.precision)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
         choose.require_toolchain(config.ops, self.device)
         self.warn = warn if self.world.is_main else _say_nothing
@@ -94,13 +93,12 @@ class Engine:
         self.epoch_sizes = [order.epoch_size(0) for order in orders]
         self.coverage = [order.coverage() for order in orders]
         config = run.with_vocabulary(config, self.data.tokenizer)
-        if (
-            self.source is not None
-        ):  # a resumed run that has no checkpoint yet, or a caller's config
+        if self.source is not None:
             initial.check_architecture(config, self.source.config)
         self.config = run.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
-        device.check_free_memory(self.device, least_bytes(self.config))
+        share = ranks_of_a_model(config.parallel, self.world)
+        device.check_free_memory(self.device, least_bytes(self.config) // share)
         self._build_model()
         self.step, self.lr = 0, 0.0
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
@@ -288,7 +286,7 @@ class Engine:
         tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
         # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
-        room = 0 if loaded else sum(8 * weight.numel() for weight in self.optimizers.parameters)
+        room = 0 if loaded else sum(8 * part(x).numel() for x in self.optimizers.parameters)
         try:
             with self._quiet() if self.replica is not None else nullcontext():
                 rehearse(self.replica or self.loss, tokens, self.autocast(), room)
@@ -431,9 +429,12 @@ class Engine:
         return [epoch + index / size for epoch, index, size in places]
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the weights and the state that a checkpoint stores; a collective operation."""
+        """Returns the weights and the state that a checkpoint stores; a collective operation.
+
+        With shared weights their tensors are empty on all ranks but the main one.
+        """
         tree = self.model.state_dict(), self.state()
-        return wholes_in_host_memory(tree) if self.sharded else tree
+        return wholes_in_host_memory(tree, keep=self.world.is_main) if self.sharded else tree
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint stores besides the weights."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastgpt.config import ParallelConfig
+from fastgpt.config import Config, ParallelConfig
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, restore_padding
@@ -30,6 +30,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_combination(config: Config, precision: str) -> None:
+    """Raises `UserError` if a setting does not go with shared weights."""
+    if precision == "fp16" or config.train.eval_tasks:
+        raise UserError(
+            f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or"
+            " fp32, and no --train.eval-tasks"
+        )
+    if config.parallel.dtype == "bf16" and precision != "bf16":
+        raise UserError(
+            f"--parallel.dtype is bf16: expected --train.precision bf16, which is {precision} here"
+        )
 
 
 def shard(
@@ -65,19 +78,32 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
-    """Arranges the ranks: all in a line, or for hsdp in groups that hold the whole model each."""
-    from torch.distributed.device_mesh import init_device_mesh
+def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
+    """Returns the number of ranks that hold one copy of the model together.
 
-    if config.kind == "fsdp":
-        return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
-    group = config.shards or int(os.environ["LOCAL_WORLD_SIZE"])
+    Raises:
+        UserError: the ranks do not divide into the groups of hsdp.
+    """
+    if config.kind == "ddp":
+        return 1
+    group = world.size
+    if config.kind == "hsdp" and world.size > 1:
+        group = config.shards or int(os.environ["LOCAL_WORLD_SIZE"])
     if world.size % group:
         raise UserError(
             f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
         )
-    shape = (world.size // group, group)
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return group
+
+
+def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
+    """Arranges the ranks: all in a line, or for hsdp in groups that hold the whole model each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    group = ranks_of_a_model(config, world)
+    shape, names = (world.size // group, group), ("replicate", "shard")
+    first = 1 if config.kind == "fsdp" else 0  # fsdp has a single group
+    return init_device_mesh(device, shape[first:], mesh_dim_names=names[first:])
 
 
 @contextmanager
@@ -108,9 +134,18 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_sharded(x) else x
 
 
-def wholes_in_host_memory(tree: Any) -> Any:
-    """Returns `tree` with its tensors whole, in host memory; a collective operation."""
-    return tree_map_only(Tensor, lambda x: whole(x).cpu(), tree)
+def wholes_in_host_memory(tree: Any, *, keep: bool) -> Any:
+    """Returns `tree` with its tensors whole, in host memory; a collective operation.
+
+    Args:
+        keep: False takes part, and keeps nothing: one rank is enough to hold all of it.
+    """
+
+    def gathered(x: Tensor) -> Tensor:
+        x = whole(x)
+        return x.cpu() if keep else x.new_empty(0)
+
+    return tree_map_only(Tensor, gathered, tree)
 
 
 def part_like(x: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What other readers of Hugging Face's folders than transformers cannot take: llama.cpp and vLLM.
+"""Warnings about models that llama.cpp or vLLM cannot take, although transformers can.
 
 Sources: llama.cpp as in llama-cpp-python 0.3.36 (`conversion/gpt2.py`, `conversion/base.py`,
 `src/models/gpt2.cpp`); vLLM 0.33.0 (`vllm/model_executor/models/qwen3.py`).

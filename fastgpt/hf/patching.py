@@ -47,9 +47,9 @@ class Patched:
     model: str
     device: str
     patched: dict[str, str]
-    """What the trial found, by op: attention, norm, activation, loss."""
+    """Results of the trials, by op: attention, norm, activation, loss."""
     skipped: dict[str, str]
-    """The reason, by op."""
+    """Reasons why ops are not patched, by op."""
     methods: list[Any] = field(default_factory=list, repr=False)
     """Forwards that the modules have now, bound to them."""
 
