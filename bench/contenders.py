@@ -26,9 +26,10 @@ from bench.measure import in_one_line, resident_peak
 from bench.timing import quantiles
 from bench.trainers import GELUS, nanogpt_step, plain_step
 from fastgpt import device
-from fastgpt.config import Config, ModelConfig, OpsConfig
+from fastgpt.config import Config, OpsConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""

@@ -15,10 +15,11 @@ import torch
 from bench import records
 from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
 from fastgpt import device, flags
-from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from fastgpt.config import Config, DataConfig, OptimConfig, TrainConfig
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
+from fastgpt.model_config import ModelConfig
 
 LAST = 20
 """Number of last steps whose mean losses are compared."""

@@ -20,10 +20,11 @@ from bench.contenders import expect_gpt2
 from bench.timing import Timed, Timer, quantiles
 from bench.trainers import nanogpt_module
 from fastgpt import device, flags
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.generation import generate
 from fastgpt.lecture import build_model
+from fastgpt.model_config import ModelConfig
 from fastgpt.ops import select
 from fastgpt.recipes import RECIPES
 

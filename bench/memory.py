@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from bench import records
 from fastgpt import flags, ops
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import chunks
 from fastgpt.kernels.runtime import Launch, recording
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 
 

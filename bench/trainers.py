@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from bench.timing import quantiles
 from fastgpt import device
-from fastgpt.config import Config, ModelConfig
+from fastgpt.config import Config
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 
 Batches = Callable[[], tuple[Tensor, Tensor]]
 """Function that returns x and y, (B, T) each, on the device."""

@@ -17,7 +17,6 @@ if sys.argv[:1] == ["-m"]:  # a module of this package, or of bench, is about to
 
 if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.config import Config as Config
-    from fastgpt.config import ModelConfig as ModelConfig
     from fastgpt.config import OpsConfig as OpsConfig
     from fastgpt.data.items import Data as Data
     from fastgpt.errors import UserError as UserError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.lecture import build_model as build_model
     from fastgpt.loading import load as load
     from fastgpt.model import GPT as GPT
+    from fastgpt.model_config import ModelConfig as ModelConfig
     from fastgpt.recipes import RECIPES as RECIPES
     from fastgpt.trainer import Trainer as Trainer
 
@@ -35,7 +35,7 @@ _MODULES = {
     "Config": "config",
     "Data": "data.items",
     "GPT": "model",
-    "ModelConfig": "config",
+    "ModelConfig": "model_config",
     "OpsConfig": "config",
     "RECIPES": "recipes",
     "Trainer": "trainer",

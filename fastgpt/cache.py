@@ -7,7 +7,7 @@ Shapes
 import torch
 from torch import Tensor
 
-from fastgpt.config import ModelConfig
+from fastgpt.model_config import ModelConfig
 
 
 class Cache:

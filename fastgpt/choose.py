@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from fastgpt import device
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import parity, runtime
+from fastgpt.model_config import ModelConfig
 from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.trials import TRIALS, Inputs, Sizes, Trial, layer
 

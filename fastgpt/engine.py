@@ -4,9 +4,8 @@ A step does not wait for the device: losses and norms stay there, and only `Engi
 syncs, once per log interval (with fp16, every step).
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
-from fastgpt.chat import open_conversations
 from fastgpt.config import Config
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.items import IGNORED, Data, ItemCorpus, ItemSet
-from fastgpt.data.loader import EvalBatches, Loader, eval_batches, random_batches
+from fastgpt.data.items import Data, ItemCorpus
+from fastgpt.data.loader import EvalBatches, Loader
 from fastgpt.data.order import SampleOrder
-from fastgpt.data.tokenizers import make_tokenizer
-from fastgpt.display import PrepareProgress
 from fastgpt.distributed import Agreed, StopSignal
 from fastgpt.errors import UserError, brief, counted
+from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
+from fastgpt.opening import open_for_run
 from fastgpt.optim import Optimizers
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
@@ -84,7 +81,7 @@ class Engine:
             torch.set_float32_matmul_precision("high")
         self.source = initial.source_of(config, self.warn)
         """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
-        self.data = self._open_data(config, data)
+        self.data = open_for_run(config, data, self.source, self.world, self.warn)
         if data is not None:  # no text that a later run could find
             own = replace(config.data, source=data.name)
             size = config.model.vocab_size or data.vocab_size
@@ -107,50 +104,6 @@ class Engine:
         self.changes: list[str] = []
         """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
-
-    def _open_data(self, config: Config, data: Data | None) -> DataSet | ItemSet:
-        if data is not None or config.data.align == "conversation":
-            made = data or self._conversations(config)
-            return self._same(ItemSet(data=made, context=config.model.context, config=config.data))
-        source = run.resolve_source(config.data.source, self.warn)
-
-        def opened(*report: PrepareProgress) -> DataSet:
-            return open_data(initial.with_tokenizer(config, self.source), source, *report)
-
-        def open_once() -> None:
-            with PrepareProgress() as report:
-                data = opened(report)
-            data.orders(config.model.context, config.seed)
-
-        # the main rank downloads, prepares and checks the data, then all ranks open it
-        self.world.on_main(open_once, patient=True)
-        return self._same(opened())
-
-    def _conversations(self, config: Config) -> Data:
-        def opened() -> Data:
-            kind = initial.with_tokenizer(config, self.source).tokenizer
-            return open_conversations(
-                Path(config.data.source).expanduser(),
-                make_tokenizer("bytes" if kind == "auto" else kind, None),
-                initial.chat_template(config, self.source),
-                context=config.model.context,
-                packed=config.model.document_mask,
-                val_fraction=config.data.val_fraction,
-            )
-
-        self.world.on_main(lambda: opened().name)  # which prints what is wrong
-        return opened()
-
-    def _same(self, data: DataSet | ItemSet) -> DataSet | ItemSet:
-        """Returns the data, if it is the same on all ranks and fits the model to start from."""
-        if self.source is not None:
-            initial.check_vocabulary(self.source, data.tokenizer)
-        if (main := self.world.from_main(data.identity)) != data.identity:
-            raise UserError(
-                f"{data.name} differs between this rank ({data.identity[:12]}) and the main rank"
-                f" ({main[:12]}): give every host the same prepared directory"
-            )
-        return data
 
     def _build_model(self) -> None:
         config = self.config
@@ -369,7 +322,7 @@ class Engine:
         results = [
             mean_loss(
                 self.loss,
-                _reported(self._eval_batches(corpus, split, max_tokens), report),
+                reported(self._eval_batches(corpus, split, max_tokens), report),
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
@@ -383,44 +336,12 @@ class Engine:
     def _eval_batches(
         self, corpus: Corpus | ItemCorpus, split: str, max_tokens: int
     ) -> EvalBatches:
-        batches = self._own_eval_batches(corpus, split, max_tokens)
-        if not self.sharded:
-            return batches
-        # ranks gather weights together, so all go through as many batches
-        most = int(self.world.gather(torch.tensor([len(batches)])).max())
-        x = torch.zeros(self.micro_batch, self.config.model.context, dtype=torch.int64)
-        empty = [(x, torch.full_like(x, IGNORED))] * (most - len(batches))
-        return EvalBatches(itertools.chain(batches, empty), most)
-
-    def _own_eval_batches(
-        self, corpus: Corpus | ItemCorpus, split: str, max_tokens: int
-    ) -> EvalBatches:
-        config, tokens = self.config, getattr(corpus, split)
-        shared = {
-            "context": config.model.context,
-            "micro_batch": self.micro_batch,
-            "rank": self.world.rank,
-            "world_size": self.world.size,
-        }
-        if config.data.eval_batches:
-            return random_batches(
-                tokens,
-                samples=config.data.eval_batches * config.global_batch,
-                seed=(config.seed & 0xFFFFFFFF, self.step, split == "train"),
-                **shared,
-            )
-        return eval_batches(
-            tokens,
-            max_tokens=max_tokens,
-            documents=self._validation_documents(corpus),
-            pad_id=self.data.pad_id,
-            **shared,
-        )
-
-    def _validation_documents(self, corpus: Corpus | ItemCorpus) -> SampleOrder | None:
-        if isinstance(self.data, ItemSet) or isinstance(corpus, ItemCorpus):
-            return None
-        return self.data.validation_documents(corpus, self.config.model.context)
+        mine = validation_batches(
+            self.config, self.data, corpus, split,
+            max_tokens=max_tokens, step=self.step, micro_batch=self.micro_batch, world=self.world,
+        )  # fmt: skip
+        shape = (self.micro_batch, self.config.model.context)
+        return as_many_on_all_ranks(mine, self.world, shape) if self.sharded else mine
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""
@@ -474,28 +395,13 @@ class Engine:
         weights = self.optimizers.parameters
         # a sum reads each weight once; that of finite weights may overflow, so the slower test of
         # single weights has the last word
-        bad = (
-            torch.stack([part(weight.detach()).sum() for weight in weights])
-            .isfinite()
-            .logical_not()
-        )
-        if sum_over_parts(bad.float(), weights[0]).any():
-            bad = torch.stack(
-                [part(weight.detach()).isfinite().all().logical_not() for weight in weights]
-            )
-            first = sum_over_parts(bad.float(), weights[0]).nonzero()
+        bad = [~part(weight.detach()).sum().isfinite() for weight in weights]
+        if sum_over_parts(torch.stack(bad).float(), weights[0]).any():
+            bad = [~part(weight.detach()).isfinite().all() for weight in weights]
+            first = sum_over_parts(torch.stack(bad).float(), weights[0]).nonzero()
             if len(first):
                 name = list(dict(self.model.named_parameters()))[int(first[0])]
                 raise UserError(f"step {self.step}: first tensor that is not finite: {name}")
-
-
-def _reported(
-    batches: EvalBatches, report: Callable[[str], None]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the batches, and reports each before it is used."""
-    for number, batch in enumerate(batches, start=1):
-        report(f"evaluating {number}/{len(batches)}")
-        yield batch
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fastgpt import flags, ops
 from fastgpt.checks import INT64, check
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
 from fastgpt.lecture import build_model
+from fastgpt.model_config import ModelConfig
 
 T, D = 6, 16
 """Number of tokens and head size in the examples."""

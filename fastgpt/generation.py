@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.cache import Cache
-from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 
 
 class LanguageModel(Protocol):

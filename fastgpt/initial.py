@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from fastgpt import checkpoint, run, sharding
 from fastgpt.chat import Template, template_of
 from fastgpt.checks import flag
-from fastgpt.config import Config, DataConfig, ModelConfig
+from fastgpt.config import Config, DataConfig
 from fastgpt.convert.llmc import read_llmc_progress
 from fastgpt.convert.nanogpt import read_nanogpt_progress
 from fastgpt.convert.source import Source, read
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.schedule import lr_ratio
 from fastgpt.storage import cache_dir, write_atomically
 

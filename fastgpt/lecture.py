@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, MLP, Attention
+from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops
 from fastgpt.torch_ops import cross_entropy
 

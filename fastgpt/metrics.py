@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fastgpt.config import Config, ModelConfig
+from fastgpt.config import Config
 from fastgpt.display import duration
 from fastgpt.errors import writing
+from fastgpt.model_config import ModelConfig
 from fastgpt.storage import write_atomically
 
 LOSSES = ("train_loss", "val_loss")

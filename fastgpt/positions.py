@@ -8,7 +8,7 @@ Shapes
 import torch
 from torch import Tensor, nn
 
-from fastgpt.config import ModelConfig
+from fastgpt.model_config import ModelConfig
 
 
 class LearnedPositions(nn.Module):

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from fastgpt.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from fastgpt.config import Config, DataConfig, OptimConfig, TrainConfig
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import ItemCorpus
+from fastgpt.model_config import ModelConfig
 
 
 def _gpt2(layers: int, heads: int, dim: int) -> Config:

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.runtime import with_gradient_of
 from fastgpt.kernels.spec import Problem, absorbing
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model import Block, Residual, norm_absorbs
+from fastgpt.layers import Residual, norm_absorbs
+from fastgpt.model import Block
+from fastgpt.model_config import ModelConfig
 from fastgpt.positions import Rotary
 
 Inputs = Callable[[int, int], dict[str, Tensor]]

@@ -10,8 +10,9 @@ import torch
 
 from fastgpt import choose, ops
 from fastgpt.choose import judge
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.trials import TRIALS, Sizes, Trial, layer
 from tests.parity import backward_only, launches
 

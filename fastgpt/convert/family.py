@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgpt.checks import flag
-from fastgpt.config import ModelConfig
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 
 Settings = dict[str, Any]
 """Content of a config.json of Hugging Face."""

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 from fastgpt.tensors import octets
 
 MAGIC, NUMBERS = 20240326, 256

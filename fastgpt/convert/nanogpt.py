@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fastgpt.checks import check_types
-from fastgpt.config import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError, brief, reason
+from fastgpt.model_config import ModelConfig
 from fastgpt.tensors import unpickle
 
 PREFIX = "_orig_mod."

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fastgpt import checkpoint, ops, tensors
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.convert.families import GPT2, config_from, links_of
 from fastgpt.convert.family import Family, Links, Settings
 from fastgpt.convert.llmc import read_llmc
@@ -22,6 +22,7 @@ from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.run import saved_config
 from fastgpt.storage import parse_json
 from fastgpt.tensors import Weights

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fastgpt import checkpoint, tensors
-from fastgpt.config import Config, ModelConfig, TrainConfig, to_json
+from fastgpt.config import Config, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
 from fastgpt.convert.source import KEPT, Source, shapes
+from fastgpt.model_config import ModelConfig
 from fastgpt.run import CONVERTED
 from fastgpt.storage import write_atomically
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from fastgpt import choose
-from fastgpt.config import ModelConfig
 from fastgpt.convert.families import ACTIVATIONS
 from fastgpt.device import DTYPES, kind_of, missing_for_triton
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards
 from fastgpt.kernels.runtime import INTERPRETING, autocast_dtype, runs_kernels
+from fastgpt.model_config import ModelConfig
 from fastgpt.trials import TRIALS, Sizes
 
 CLASSES = (

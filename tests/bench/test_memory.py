@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from bench.memory import LiveBytes, account
-from fastgpt.config import ModelConfig
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 
 

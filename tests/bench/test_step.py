@@ -11,10 +11,11 @@ import pytest
 
 from bench import contenders, parts, records, step, trainers
 from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.lecture import build_model
+from fastgpt.model_config import ModelConfig
 from fastgpt.ops import select
 from fastgpt.recipes import RECIPES
 

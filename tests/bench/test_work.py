@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from bench.cases import cases
 from bench.parts import limits
 from bench.timing import limit
-from fastgpt.config import ModelConfig
 from fastgpt.kernels.specs import SPECS
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 
 ATTENTION = SPECS["attention"]

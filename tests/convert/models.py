@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import write_run
@@ -26,6 +25,7 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.tensors import Weights, in_memory
 
 V, CONTEXT = 100, 40

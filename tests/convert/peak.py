@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from fastgpt.config import ModelConfig
 from fastgpt.convert.source import Source, shapes
 from fastgpt.convert.target import write_run
 from fastgpt.loading import load
+from fastgpt.model_config import ModelConfig
 from fastgpt.tensors import Weights
 from tests.convert.models import converted
 

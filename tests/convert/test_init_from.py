@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import fastgpt
 from fastgpt.cli import main, parse
-from fastgpt.config import ModelConfig
 from fastgpt.convert import vocabulary
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
+from fastgpt.model_config import ModelConfig
 from fastgpt.trainer import Trainer
 from tests.convert.models import CONTEXT, V, converted, refused, saved, saved_run, theirs
 from tests.data.sets import prepared, texts, tokenizer_of

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
 from fastgpt.engine import Engine
+from fastgpt.model_config import ModelConfig
 from fastgpt.trainer import Trainer
 from tests.convert.models import CONTEXT, refused, saved_run, theirs
 from tests.trainer.runs import series

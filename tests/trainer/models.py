@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fastgpt import ops
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops
 from fastgpt.recipes import RECIPES
 

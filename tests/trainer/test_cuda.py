@@ -8,10 +8,11 @@ import torch
 
 from fastgpt import choose, ops
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.engine import Engine
 from fastgpt.metrics import read_records
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.trainer import Trainer
 from fastgpt.trials import TRIALS, Sizes
 from tests.trainer.runs import finish, series, torchrun

@@ -7,11 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt import ops
 from fastgpt.cache import Cache
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.generation import generate
 from fastgpt.kernels import runtime
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 from tests.parity import launches
 from tests.trainer.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp, shrunk

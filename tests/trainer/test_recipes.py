@@ -15,11 +15,11 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 
 from fastgpt import sample
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 from fastgpt.trainer import Trainer
 from tests.data.sets import prepared

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from fastgpt import checkpoint, device, distributed
 from fastgpt.cli import parse
-from fastgpt.config import ModelConfig, OpsConfig
+from fastgpt.config import OpsConfig
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.display import Display
 from fastgpt.engine import Engine
 from fastgpt.metrics import MetricsLog, flops_per_token, read_records
 from fastgpt.model import GPT
+from fastgpt.model_config import ModelConfig
 from fastgpt.recipes import RECIPES
 from fastgpt.saver import Saver
 from fastgpt.trainer import Trainer

@@ -1,0 +1,82 @@
+"""Data of a run, opened by every rank: a corpus, conversations or a caller's data sets."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastgpt import initial, run
+from fastgpt.chat import open_conversations
+from fastgpt.config import Config
+from fastgpt.convert.source import Source
+from fastgpt.data.dataset import DataSet, open_data
+from fastgpt.data.items import Data, ItemSet
+from fastgpt.data.tokenizers import make_tokenizer
+from fastgpt.display import PrepareProgress
+from fastgpt.distributed import World
+from fastgpt.errors import UserError
+
+
+def open_for_run(
+    config: Config,
+    data: Data | None,
+    source: Source | None,
+    world: World,
+    warn: Callable[[str], None],
+) -> DataSet | ItemSet:
+    """Opens the data of a run, which is the same on all ranks.
+
+    Args:
+        data: the caller's own data sets, if any.
+        source: model that the run starts from, if any.
+
+    Raises:
+        UserError: the data cannot be opened, differs between ranks, or has another tokenizer than
+            the model.
+    """
+    if data is None and config.data.align == "conversation":
+        data = _conversations(config, source, world)
+    if data is not None:
+        opened = ItemSet(data=data, context=config.model.context, config=config.data)
+    else:
+        opened = _corpora(config, source, world, warn)
+    if source is not None:
+        initial.check_vocabulary(source, opened.tokenizer)
+    if (main := world.from_main(opened.identity)) != opened.identity:
+        raise UserError(
+            f"{opened.name} differs between this rank ({opened.identity[:12]}) and the main rank"
+            f" ({main[:12]}): give every host the same prepared directory"
+        )
+    return opened
+
+
+def _corpora(
+    config: Config, source: Source | None, world: World, warn: Callable[[str], None]
+) -> DataSet:
+    where = run.resolve_source(config.data.source, warn)
+
+    def opened(*report: PrepareProgress) -> DataSet:
+        return open_data(initial.with_tokenizer(config, source), where, *report)
+
+    def open_once() -> None:
+        with PrepareProgress() as report:
+            data = opened(report)
+        data.orders(config.model.context, config.seed)
+
+    # the main rank downloads, prepares and checks the data, then all ranks open it
+    world.on_main(open_once, patient=True)
+    return opened()
+
+
+def _conversations(config: Config, source: Source | None, world: World) -> Data:
+    def opened() -> Data:
+        kind = initial.with_tokenizer(config, source).tokenizer
+        return open_conversations(
+            Path(config.data.source).expanduser(),
+            make_tokenizer("bytes" if kind == "auto" else kind, None),
+            initial.chat_template(config, source),
+            context=config.model.context,
+            packed=config.model.document_mask,
+            val_fraction=config.data.val_fraction,
+        )
+
+    world.on_main(lambda: opened().name)  # which prints what is wrong
+    return opened()
