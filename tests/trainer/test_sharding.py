@@ -40,9 +40,13 @@ def test_ranks_that_share_weights_give_what_one_gives(kind, fit, tiny, tmp_path)
 
 
 def test_muon_on_shared_weights_gives_the_losses_of_one_rank(fit, tiny, tmp_path):
-    """Only losses are compared: Muon's products in bf16 enlarge roundings of the gradients."""
-    one = fit(f"--run-dir {tmp_path / 'one'}")
-    finish(torchrun(2, TRAIN, *tiny("--parallel.kind fsdp")))
+    """Only losses are compared: Muon's products in bf16 enlarge roundings of the gradients.
+
+    Three layers have three matrices of each shape, which the ranks divide unevenly.
+    """
+    layers = "--model.num-layers 3"
+    one = fit(layers, f"--run-dir {tmp_path / 'one'}")
+    finish(torchrun(2, TRAIN, *tiny(layers, "--parallel.kind fsdp")))
     for key in ("train_loss", "val_loss"):
         assert series(tmp_path / "run", key) == pytest.approx(series(one, key), rel=2e-5)
 
