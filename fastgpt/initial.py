@@ -94,7 +94,8 @@ def with_tokenizer(config: Config, source: Source | None) -> DataConfig:
     else:
         tokenizer = source.tokenizer
     content = tokenizer.to_json().encode()
-    name = f"{Path(config.init_from).name}-{hashlib.sha256(content).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    name = f"{Path(config.init_from).resolve().name}-{digest}.json"
     path = cache_dir() / "tokenizers" / name
     if not path.is_file():
         with writing(path):

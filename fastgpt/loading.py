@@ -38,6 +38,6 @@ def load(
 def open_model(source: str | Path) -> Source:
     """Reads a model as `load` does, without building it, and prints its warnings."""
     found = read(str(source))
-    for warning in found.warnings:
+    for warning in found.complaints():
         print(f"warning: {warning}", file=sys.stderr)
     return found

@@ -69,7 +69,8 @@ def convert(config: ConvertConfig) -> str:
     if config.target.suffix != suffix:
         raise UserError(f"{config.target} is for {config.to}: expected a name with {suffix}")
     source, dtype = read(config.source), DTYPES.get(config.dtype)
-    for warning in (*source.warnings, *(elsewhere.warnings(source) if config.to == "hf" else ())):
+    others = elsewhere.warnings(source) if config.to == "hf" else ()
+    for warning in (*source.complaints(), *others):
         print(f"warning: {warning}", file=sys.stderr)
     if dtype is not None:
         source = replace(source, weights=source.weights.to(dtype))

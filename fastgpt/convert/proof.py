@@ -74,7 +74,7 @@ def transformers_says(path: Path, dtype: torch.dtype | None) -> Answers:
             "the proof needs the package transformers, by which the model is read: run make setup,"
             " or pass --no-verify"
         ) from error
-    model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     rounded(model, dtype)
     settings = model.config
     text, new = prompts(settings.vocab_size, settings.max_position_embeddings)

@@ -55,6 +55,11 @@ class Source:
     """Files of Hugging Face that fastgpt does not interpret, by name, with their text; of
     config.json only the fields `IDS`."""
 
+    def complaints(self) -> list[str]:
+        """Returns the warnings, and one if there is no tokenizer."""
+        lacks = f"{self.path} has no tokenizer: the model works on token ids only"
+        return [*self.warnings, *[lacks] * (self.tokenizer is None)]
+
     def build(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
         selected = ops.select(asked or OpsConfig(), device, compiled=False)
@@ -84,9 +89,8 @@ def read(source: str) -> Source:
         return _of_folder(path)
     if path.is_file() and path.suffix in READERS:
         kind, reader = READERS[path.suffix]
-        warning = f"{path} holds no tokenizer: the model works on token ids only"
         config, weights = reader(path)
-        return _checked(Source(path, kind, config, tensors.in_memory(weights), None, [warning]))
+        return _checked(Source(path, kind, config, tensors.in_memory(weights), None))
     if path.exists():
         raise UserError(
             f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
@@ -170,9 +174,7 @@ def _of_folder(path: Path) -> Source:
     settings = _json(path / "config.json")
     config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
-    tokenizer, complaint = from_folder(path, gpt2=family is GPT2)
-    if complaint:
-        warnings.append(complaint)
+    tokenizer = from_folder(path, gpt2=family is GPT2)
     assert config.vocab_size is not None
     if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
         raise UserError(

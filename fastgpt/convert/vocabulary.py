@@ -12,8 +12,8 @@ from fastgpt.errors import UserError
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def from_folder(path: Path, *, gpt2: bool) -> tuple[Tokenizer | None, str]:
-    """Reads the tokenizer of a model's folder: (tokenizer, warning if there is none).
+def from_folder(path: Path, *, gpt2: bool) -> Tokenizer | None:
+    """Reads the tokenizer of a model's folder, if there is one.
 
     Args:
         gpt2: the model is a GPT-2: vocab.json and merges.txt, without a tokenizer.json, have its
@@ -23,10 +23,10 @@ def from_folder(path: Path, *, gpt2: bool) -> tuple[Tokenizer | None, str]:
         UserError: the files are damaged, or need a package that is missing.
     """
     if (path / "tokenizer.json").is_file():
-        return load_tokenizer(path), ""
+        return load_tokenizer(path)
     if gpt2 and (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        return _of_merges(path), ""
-    return None, f"{path} has no tokenizer.json: the model works on token ids only"
+        return _of_merges(path)
+    return None
 
 
 def _of_merges(path: Path) -> Tokenizer:

@@ -81,6 +81,8 @@ def test_what_others_cannot_take_is_named(options, tokenizer, said, tmp_path, ca
     run = saved_run(tmp_path / "run", made, vocab_size=500, **options)
     converted(run, tmp_path / "hf", "hf", verify=False)
     lines = capsys.readouterr().err.splitlines()
+    assert ("has no tokenizer: " in lines[0]) == (made is None)
+    lines = lines[made is None :]
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines))
 

@@ -92,6 +92,7 @@ def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path):
     [
         (lambda d: replace(d, vocab_size=40), r"item 0: tokens have the id 4\d: expected 0 to 39"),
         (lambda d: replace(d, vocab_size=None), "vocab_size is missing: expected it, or a token"),
+        (lambda d: replace(d, vocab_size=-1), "vocab_size is -1: expected 1 or more"),
         (lambda d: replace(d, train=TensorDataset(*(t[:, :9] for t in d.train.tensors))),
          r"\(train\), item 0: tokens are \(9,\) torch.int64: expected \(16,\) torch.int64"),
         (lambda d: replace(d, val=[(torch.zeros(16), 1)]), r"tokens are \(16,\) torch.float32"),

@@ -96,6 +96,8 @@ class IdTokenizer(Tokenizer):
     eot_id: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise UserError(f"vocab_size is {vocab_size}: expected 1 or more")
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> np.ndarray:
