@@ -11,7 +11,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity parity-full mutants bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full parity parity-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
 .PHONY: .check-python .check-extras .new-venv
 .NOTPARALLEL:
 
@@ -110,6 +110,9 @@ parity-full: $(call env,dev) ## every problem, compiled for every arch, on the C
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
+
+chaos: $(call env,dev) ## does a kill at any moment lose anything? (~20 min; ARGS='--tries 30' for fewer)
+	$(PY) -m tests.faults.chaos $(ARGS)
 
 bench: $(call env,core) ## time ops and training steps beside peers (~3 min); ARGS=--publish writes docs/
 	$(PY) -m bench $(ARGS)

@@ -1,0 +1,273 @@
+"""Kills processes at random moments: `python -m tests.faults.chaos` writes the record of 500 kills.
+
+A work is begun, killed, and begun again by the same command until it ends by itself. Its result is
+then compared with that of the same work without a kill. Processes are forked after all imports, so
+that most kills meet the work and not the start of Python.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure  # noqa: F401 - so that not each fork imports it
+import torch
+import torch._dynamo
+import tyro
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fastgpt import checkpoint, cli, prepare, trainer  # noqa: F401 - as above
+from fastgpt.data.corpus import MANIFEST, open_shards
+from fastgpt.metrics import read_records
+from tests.data.sets import texts, write_documents
+from tests.processes import ROOT
+from tests.trainer.runs import outcome
+
+RECORD = ROOT / "docs" / "chaos.json"
+PATIENCE_S = 60.0
+"""Seconds after which a process that should end by itself hangs."""
+TINY = (
+    "baby --model.num-layers 1 --model.num-heads 2 --model.dim 32 --model.context 16"
+    " --train.device cpu --train.precision fp32 --train.batch-tokens 128 --train.sample-tokens 0"
+    " --log-every 1 --eval-every 0 --resume auto --data.source text.txt --run-dir run"
+)
+
+
+class Fault(Exception):  # noqa: N818
+    """Something was lost, or looked whole and was not, or hung, or stayed behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Something that is killed until it is done, in the current folder."""
+
+    start: Callable[[], None]
+    result: Callable[[], Any]
+    check: Callable[[], int]
+    """Looks at what is there after a kill; returns the steps that have to be taken again."""
+    how: signal.Signals = signal.SIGKILL
+    one_rank: bool = False
+    """Kills a rank of the job, which must end by itself then, and not the whole job."""
+
+
+def train(flags: str) -> None:
+    sys.argv = ["train.py", *TINY.split(), *flags.split()]
+    cli.main()
+
+
+def train_on_two_ranks(flags: str) -> None:
+    agent = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", max_restarts=0,
+        rdzv_endpoint="127.0.0.1:0", start_method="fork", run_id="chaos",
+    )  # fmt: skip
+    elastic_launch(agent, train)(flags)
+
+
+def tokenize() -> None:
+    flags = "--out data --tokenizer bpe --vocab-size 400 --shard-tokens 4096 --workers 1"
+    prepare.main(["documents.jsonl", *flags.split()])
+
+
+def steps_lost(most: int) -> int:
+    """Reads every checkpoint, and counts the steps that were logged after the last one."""
+    kept = [
+        checkpoint.load(path).step for path in checkpoint.steps_on_disk(Path("run/checkpoints"))
+    ]
+    metrics = Path("run/metrics.jsonl")
+    logged = [row["step"] for row in read_records(metrics)] if metrics.exists() else []
+    lost = max(0, max(logged, default=0) - max(kept, default=0))
+    if lost > most:
+        raise Fault(f"{lost} steps are lost: expected at most {most}")
+    return lost
+
+
+def training(flags: str, most: int, **options: Any) -> Work:
+    start = partial(train_on_two_ranks if "one_rank" in options else train, flags)
+    result = partial(outcome, Path("run"))
+    return Work(start=start, result=result, check=partial(steps_lost, most), **options)
+
+
+def what_is_prepared() -> int:
+    if Path("data", MANIFEST).exists():
+        open_shards(Path("data"), tokenizer="auto")
+    return 0
+
+
+# a checkpoint is written behind the next steps, so that two intervals can be lost
+WORKS = {
+    "training": training("--steps 160 --save-every 20", 40),
+    "saving": training("--steps 24 --save-every 1 --model.dim 256", 2),
+    "evaluating": training("--steps 8 --eval-every 1 --save-every 4 --data.val-fraction 0.5", 8),
+    "preparing": Work(
+        start=tokenize, check=what_is_prepared,
+        result=lambda: {x.name: x.read_bytes() for x in Path("data").rglob("*.bin")},
+    ),
+    "two ranks": training("--steps 80 --save-every 20", 40, one_rank=True),
+    "stopping": training("--steps 160 --save-every 160", 0, how=signal.SIGTERM),
+}  # fmt: skip
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def forked(start: Callable[[], None]) -> int:
+    """Calls a function in a process, and session, of its own, which writes into the file `log`."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        sys.stdout = sys.stderr = log = Path("log").open("w")  # noqa: SIM115
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        start()
+        status = 0
+    except SystemExit as error:
+        status = int(bool(error.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def ended(pid: int, seconds: float) -> int | None:
+    """Waits for a process: its exit status, negative after a signal; None if it still runs."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return None
+
+
+def others(leader: int) -> list[int]:
+    """Lists the living processes of a session but its leader."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return sorted({*found} - {leader})
+
+
+def killed(work: Work, after: float, draw: random.Random) -> float | None:
+    """Does some of the work: seconds from the kill to the end of all its processes.
+
+    Returns:
+        float | None: None if the work was done before it was killed.
+
+    Raises:
+        Fault: it fails by itself, hangs, or leaves processes behind.
+    """
+    pid = forked(work.start)
+    code, began, allowed = ended(pid, after), time.monotonic(), (0,)
+    if code is None:
+        targets = others(pid) if work.one_rank else [pid]
+        allowed = (1, 0) if work.one_rank else (-work.how, 0)
+        for target in draw.sample(targets, min(1, len(targets))):  # its ranks may not be there yet
+            os.kill(target, work.how)
+        code = ended(pid, PATIENCE_S)
+    while (left := others(pid)) and time.monotonic() < began + PATIENCE_S:
+        time.sleep(0.002)
+    for process in [*left, *[pid] * (code is None)]:
+        os.kill(process, signal.SIGKILL)
+    if left or code not in allowed:
+        said = Path("log").read_text()[-2000:]
+        raise Fault(f"exit status {code}, {len(left)} processes are left: {said}")
+    stopped = code == 0 and work.how == signal.SIGTERM and "to resume" in Path("log").read_text()
+    return time.monotonic() - began if code or stopped else None
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+def begin(folder: Path) -> None:
+    """Makes a folder with the inputs of all works the current one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.chdir(folder)
+    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 400)
+    write_documents(Path("documents.jsonl"), texts(20_000))
+
+
+def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[str, Any]:
+    """Kills a work so many times, and returns what was seen."""
+    begin(folder)
+    start = time.monotonic()
+    killed(work, PATIENCE_S, draw)
+    duration, expected = time.monotonic() - start, work.result()
+    begin(folder)
+    seconds, lost, faults, done = [], [], [], False
+    while not done:
+        enough = len(seconds) + len(faults) >= tries
+        try:
+            took = killed(work, PATIENCE_S if enough else draw.uniform(0, duration), draw)
+            if took is not None:
+                seconds.append(took)
+                lost.append(work.check())
+                continue
+            if work.result() != expected:
+                raise Fault("the result is not that of the work without a kill")
+        except Exception as error:
+            faults.append(f"{type(error).__name__}: {error}")
+            print(faults[-1], flush=True)
+        begin(folder)
+        done = enough
+    return {
+        "how": work.how.name, "one_rank": work.one_rank, "tries": tries, "faults": faults,
+        "lost": sorted(lost), "seconds": sorted(round(x, 3) for x in seconds),
+        "seconds_without": round(duration, 2),
+    }  # fmt: skip
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns the record as a table of Markdown."""
+    rows = [
+        ("killed while", "by", "tries", "survived", "steps lost: median, most", "ended after"),
+        ("---", "---", "--:", "--:", "--:", "--:"),
+    ]
+    for name, found in record.items():
+        lost, seconds = found["lost"], found["seconds"]
+        steps = f"{statistics.median(lost):.0f}, {max(lost)}" if any(lost) else "0"
+        took = f"{statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s"
+        how = found["how"] + " of one rank" * found["one_rank"]
+        whole = found["tries"] - len(found["faults"])
+        rows.append((name, how, f"{found['tries']}", f"{whole}", steps, took))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
+    """Kills works at random moments, writes the record, and prints its table."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    record = {}
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["FASTGPT_CACHE"] = f"{place}/cache"
+        for number, (name, work) in enumerate(WORKS.items()):
+            share = (tries + number) // len(WORKS)  # they sum to the tries
+            folder = Path(place, "work")
+            record[name] = run_work(work, share, folder, random.Random(f"{seed} {name}"))
+        os.chdir(ROOT)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+    return int(any(found["faults"] for found in record.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
