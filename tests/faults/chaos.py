@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,6 @@ import matplotlib.figure  # noqa: F401 - so that not each fork imports it
 import torch
 import torch._dynamo
 import tyro
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastgpt import checkpoint, cli, prepare, trainer  # noqa: F401 - as above
 from fastgpt.data.corpus import MANIFEST, open_shards
@@ -67,11 +67,20 @@ def train(flags: str) -> None:
 
 
 def train_on_two_ranks(flags: str) -> None:
-    agent = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", max_restarts=0,
-        rdzv_endpoint="127.0.0.1:0", start_method="fork", run_id="chaos",
-    )  # fmt: skip
-    elastic_launch(agent, train)(flags)
+    """Starts both ranks, and sends SIGTERM to the other one when one fails, as torchrun does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    ranks = []
+    for rank in range(2):
+        own = shared | {"MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({name: str(value) for name, value in own.items()})
+        ranks.append(forked(partial(train, flags), session=False))
+    first, status = os.wait()
+    ranks.remove(first)
+    if status:
+        os.kill(*ranks, signal.SIGTERM)
+    sys.exit(bool(os.wait()[1] or status))
 
 
 def tokenize() -> None:
@@ -121,16 +130,22 @@ WORKS = {
 # --- processes ------------------------------------------------------------------------------------
 
 
-def forked(start: Callable[[], None]) -> int:
-    """Calls a function in a process, and session, of its own, which writes into the file `log`."""
+def forked(start: Callable[[], None], *, session: bool = True) -> int:
+    """Calls a function in a process of its own, which writes into the file `log`.
+
+    Args:
+        session: begins a new session, of which the process is the leader.
+    """
     if pid := os.fork():
         return pid
     status = 1
     try:
-        os.setsid()
-        sys.stdout = sys.stderr = log = Path("log").open("w")  # noqa: SIM115
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        if session:
+            os.setsid()
+            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
         start()
         status = 0
     except SystemExit as error:
@@ -139,6 +154,7 @@ def forked(start: Callable[[], None]) -> int:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 

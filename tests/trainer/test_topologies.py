@@ -1,0 +1,82 @@
+"""Random small configurations: 50 steps on several ranks have the losses of one rank."""
+
+import json
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fastgpt.checks import flag
+from tests.data.sets import prepared, texts
+from tests.trainer.models import OPTIONS
+from tests.trainer.runs import finish, series, torchrun
+
+SCRIPT = """
+import json, sys
+from fastgpt.cli import parse
+from fastgpt.distributed import ending_together
+from fastgpt.trainer import Trainer
+with ending_together():
+    for argv in json.load(open(sys.argv[1])):
+        Trainer(parse(argv)).fit()
+"""
+TRAIN = {
+    "optim.kind": ("adamw", "muon"), "train.micro_batch": (1, 2, 8), "model.dropout": (0.0,),
+    "data.align": ("document", "none"), "model.document_mask": (True, False),
+    "model.tied": (False, True), "optim.grad_clip": (0.1, 1.0),
+}  # fmt: skip
+FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
+KINDS = {2: ("", FSDP, f"{FSDP} --parallel.no-reshard"), 4: (FSDP, HSDP)}
+
+
+def as_flags(given) -> str:
+    """Writes settings as on the command line."""
+    found = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            group, _, last = name.partition(".")
+            name, value = (name if value else f"{group}.no_{last}"), ""
+        found.append(f"{flag(name)} {value}".strip())
+    return " ".join(found)
+
+
+@st.composite
+def flags(draw) -> str:
+    options = OPTIONS[draw(st.sampled_from([x for x in OPTIONS if x != "untied"]))]
+    model = {f"model.{name}": value for name, value in options.items()}
+    return as_flags({x: draw(st.sampled_from(values)) for x, values in TRAIN.items()} | model)
+
+
+def examples(ranks: int, count: int) -> list[tuple[str, str]]:
+    """Draws settings with the kinds of parallelism: one job runs all, since it is slow to start."""
+    found = []
+
+    @settings(max_examples=count, derandomize=True, deadline=None, phases=[Phase.generate])
+    @given(flags(), st.sampled_from(KINDS[ranks]))
+    def collect(more, kind):
+        found.append((more, kind))
+
+    collect()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 6), (4, 4)])
+def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
+    """Relative: 1e-5 after 50 steps; with Muon, whose bf16 products enlarge roundings, 2e-4."""
+    always = f"--data.source {prepared(tmp_path / 'data', texts(60))} --steps 50 --eval-every 25"
+    always += " --optim.lr 1e-3 --train.sample-tokens 0"
+    drawn = examples(ranks, count)
+    jobs = [tiny(always, *both, f"--run-dir {tmp_path / str(i)}") for i, both in enumerate(drawn)]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    (tmp_path / "jobs.py").write_text(SCRIPT)
+    process = torchrun(ranks, str(tmp_path / "jobs.py"), str(tmp_path / "jobs.json"))
+    ones = [
+        fit(always, more, f"--run-dir {tmp_path / f'{i}-one'}") for i, (more, _) in enumerate(drawn)
+    ]
+    finish(process)
+    for i, (more, kind) in enumerate(drawn):
+        for key in ("train_loss", "val_loss"):
+            found, expected = (series(run, key) for run in (tmp_path / str(i), ones[i]))
+            worst = max(abs(found[step] / expected[step] - 1) for step in expected)
+            assert len(found) >= 3
+            assert worst <= (2e-4 if "muon" in more else 1e-5), (kind, more)
