@@ -1,6 +1,7 @@
 """Helpers that start, interrupt and compare runs."""
 
 import hashlib
+import json
 import os
 import re
 import resource
@@ -162,6 +163,25 @@ def torchrun(ranks, *argv, cwd=ROOT, **environment):
         cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def torchrun_in_turn(ranks, folder, argvs):
+    """Starts one job that trains several runs, given by their flags, one after the other."""
+    folder.mkdir()
+    (folder / "argvs.json").write_text(json.dumps(argvs))
+    (folder / "train.py").write_text(IN_TURN)
+    return torchrun(ranks, str(folder / "train.py"), str(folder / "argvs.json"))
+
+
+IN_TURN = """
+import json, sys
+from fastgpt.cli import parse
+from fastgpt.distributed import ending_together
+from fastgpt.trainer import Trainer
+with ending_together():
+    for argv in json.load(open(sys.argv[1])):
+        Trainer(parse(argv)).fit()
+"""
 
 
 def finish(process, timeout=150):

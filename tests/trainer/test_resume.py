@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import random
 import re
 import shlex
 import signal
@@ -371,16 +370,3 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     assert (done.returncode, done.stderr) == (0, "")
     assert f"\ndone after step {step + 5}: {run}\n" in done.stdout
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5
-
-
-def test_killed_process_goes_on_to_the_same_end(fit, unbroken, tiny, tmp_path):
-    flags = f"{STEPS} --steps 300 --save-every 1 --eval-every 0 --log-every 20"
-    process = start(tiny(flags))
-    read_until(process, r"^step +20/")
-    time.sleep(random.SystemRandom().uniform(0, 0.5))  # most likely it is in the middle of a save
-    process.kill()
-    process.communicate()
-    reached = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")[-1]
-    assert "step_00000018" <= reached.name < "step_00000300"
-    flags += " --save-every 0"
-    assert outcome(fit(flags, "--resume auto")) == unbroken(flags)

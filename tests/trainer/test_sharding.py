@@ -12,43 +12,9 @@ from fastgpt.config import ParallelConfig
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.sharding import check_combination, ranks_of_a_model, wholes_in_host_memory
-from tests.trainer.runs import (
-    ROOT,
-    assert_same_up_to_rounding,
-    finish,
-    read_until,
-    series,
-    torchrun,
-)
+from tests.trainer.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
 
 TRAIN = str(ROOT / "train.py")
-KINDS = {
-    "uneven": (3, "--parallel.kind fsdp --train.batch-tokens 96"),
-    "groups": (4, "--parallel.kind hsdp --parallel.shards 2 --parallel.no-reshard"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_share_weights_give_what_one_gives(kind, fit, tiny, tmp_path):
-    """The ranks have different numbers of evaluation batches, and up to 4 micro-steps."""
-    ranks, flags = KINDS[kind]
-    shared = "--train.micro-batch 1 --optim.kind adamw --data.eval-tokens 0 --model.no-tied"
-    batch = "--train.batch-tokens 96" if kind == "uneven" else ""
-    one = fit(shared, batch, f"--run-dir {tmp_path / 'one'}")
-    finish(torchrun(ranks, TRAIN, *tiny(shared, flags)))
-    assert_same_up_to_rounding(tmp_path / "run", one)
-
-
-def test_muon_on_shared_weights_gives_the_losses_of_one_rank(fit, tiny, tmp_path):
-    """Only losses are compared: Muon's products in bf16 enlarge roundings of the gradients.
-
-    Three layers have three matrices of each shape, which the ranks divide unevenly.
-    """
-    layers = "--model.num-layers 3"
-    one = fit(layers, f"--run-dir {tmp_path / 'one'}")
-    finish(torchrun(2, TRAIN, *tiny(layers, "--parallel.kind fsdp")))
-    for key in ("train_loss", "val_loss"):
-        assert series(tmp_path / "run", key) == pytest.approx(series(one, key), rel=2e-5)
 
 
 def test_a_run_goes_on_with_another_kind(fit, tiny, tmp_path):
@@ -79,11 +45,11 @@ def test_sigterm_saves_shared_weights(tiny, tmp_path):
 
 def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
     """Losses, relative: within 1 % of those with fp32 gathers, and not equal to them."""
-    losses = []
-    for dtype in ("fp32", "bf16"):
-        place = f"--train.precision bf16 --parallel.dtype {dtype} --run-dir {tmp_path / dtype}"
-        finish(torchrun(2, TRAIN, *tiny("--parallel.kind fsdp --optim.kind adamw", place)))
-        losses.append(series(tmp_path / dtype, "val_loss"))
+    flags = "--parallel.kind fsdp --optim.kind adamw --train.precision bf16 --parallel.dtype"
+    kinds = ("fp32", "bf16")
+    runs = [tiny(flags, kind, f"--run-dir {tmp_path / kind}") for kind in kinds]
+    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    losses = [series(tmp_path / kind, "val_loss") for kind in kinds]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     assert losses[0] != losses[1]
 

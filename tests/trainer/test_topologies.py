@@ -1,7 +1,5 @@
 """Random small configurations: 50 steps on several ranks have the losses of one rank."""
 
-import json
-
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -9,24 +7,15 @@ from hypothesis import strategies as st
 from fastgpt.checks import flag
 from tests.data.sets import prepared, texts
 from tests.trainer.models import OPTIONS
-from tests.trainer.runs import finish, series, torchrun
+from tests.trainer.runs import finish, series, torchrun_in_turn
 
-SCRIPT = """
-import json, sys
-from fastgpt.cli import parse
-from fastgpt.distributed import ending_together
-from fastgpt.trainer import Trainer
-with ending_together():
-    for argv in json.load(open(sys.argv[1])):
-        Trainer(parse(argv)).fit()
-"""
 TRAIN = {
-    "optim.kind": ("adamw", "muon"), "train.micro_batch": (1, 2, 8), "model.dropout": (0.0,),
+    "optim.kind": ("adamw", "muon"), "model.num_layers": (3, 1), "train.micro_batch": (1, 2, 8),
     "data.align": ("document", "none"), "model.document_mask": (True, False),
     "model.tied": (False, True), "optim.grad_clip": (0.1, 1.0),
 }  # fmt: skip
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
-KINDS = {2: ("", FSDP, f"{FSDP} --parallel.no-reshard"), 4: (FSDP, HSDP)}
+KINDS = {2: ("", FSDP, f"{FSDP} --parallel.no-reshard"), 3: (FSDP,), 4: (HSDP, FSDP)}
 
 
 def as_flags(given) -> str:
@@ -60,23 +49,20 @@ def examples(ranks: int, count: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 6), (4, 4)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 5), (3, 2), (4, 3)])
 def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
     """Relative: 1e-5 after 50 steps; with Muon, whose bf16 products enlarge roundings, 2e-4."""
     always = f"--data.source {prepared(tmp_path / 'data', texts(60))} --steps 50 --eval-every 25"
-    always += " --optim.lr 1e-3 --train.sample-tokens 0"
+    always += " --optim.lr 1e-3 --train.sample-tokens 0 --train.batch-tokens 192"
     drawn = examples(ranks, count)
     jobs = [tiny(always, *both, f"--run-dir {tmp_path / str(i)}") for i, both in enumerate(drawn)]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    (tmp_path / "jobs.py").write_text(SCRIPT)
-    process = torchrun(ranks, str(tmp_path / "jobs.py"), str(tmp_path / "jobs.json"))
+    process = torchrun_in_turn(ranks, tmp_path / "jobs", jobs)
     ones = [
         fit(always, more, f"--run-dir {tmp_path / f'{i}-one'}") for i, (more, _) in enumerate(drawn)
     ]
     finish(process)
-    for i, (more, kind) in enumerate(drawn):
+    for i, (more, _) in enumerate(drawn):
         for key in ("train_loss", "val_loss"):
             found, expected = (series(run, key) for run in (tmp_path / str(i), ones[i]))
-            worst = max(abs(found[step] / expected[step] - 1) for step in expected)
             assert len(found) >= 3
-            assert worst <= (2e-4 if "muon" in more else 1e-5), (kind, more)
+            assert found == pytest.approx(expected, rel=1e-5 if "adamw" in more else 1e-3), more
