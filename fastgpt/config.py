@@ -115,6 +115,9 @@ class OptimConfig:
         check(self, SHARE, "optim.min_lr_ratio", "optim.decay_fraction")
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Training: batch, device, precision, loss, checkpoints and samples."""
@@ -133,6 +136,10 @@ class TrainConfig:
     residual: Literal["fp32", "bf16"] = "fp32"
     """Number format of the residual stream, the sum that runs through all layers. bf16 halves what
     the norms read and write, changes the losses a little, and needs precision bf16."""
+    recompute: Recompute = "none"
+    """Activations that the backward computes again, to save memory. full: all of a block but its
+    input; selective: all but its attention, which is the slowest part of long texts; none: it keeps
+    them all. The results do not change."""
     tf32: bool = False
     """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -122,8 +122,9 @@ class Engine:
         if self.sharded:  # a norm would need the bias of a block whose weights are shared out again
             self.ops = replace(self.ops, norms=replace(self.ops.norms, absorb=False))
         torch.manual_seed(config.seed)
-        losses = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
-        model = build_model(config.model, self.ops, narrow_residual=narrow, **losses)
+        names = ("label_smoothing", "z_loss", "recompute")
+        options: dict[str, Any] = {name: getattr(config.train, name) for name in names}
+        model = build_model(config.model, self.ops, narrow_residual=narrow, **options)
         self.model = model if self.sharded else model.to(self.device)
         if self.sharded:
             if self.compiled:  # as a whole it has FSDP's hooks, which are not compiled

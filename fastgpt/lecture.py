@@ -131,5 +131,10 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
                 f"model.{name} is {given}: it has no effect in model.architecture"
                 f" {config.architecture}, expected {plain}"
             )
+    if (recompute := options.get("recompute", "none")) != "none":
+        raise UserError(
+            f"--train.recompute is {recompute}: it has no effect in model.architecture"
+            f" {config.architecture}, expected none"
+        )
     kind = Bigram if config.architecture == "bigram" else Unnormalised
     return kind(config, ops, **options)

@@ -11,15 +11,17 @@ Source
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastgpt.cache import Cache, LayerCache
-from fastgpt.config import OpsConfig
+from fastgpt.config import OpsConfig, Recompute
 from fastgpt.errors import UserError
 from fastgpt.generation import check_tokens, generate
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
@@ -74,9 +76,15 @@ class Attention(nn.Module):
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
     ) -> Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
-        y = self.attend(qkv, cos_sin, doc_ids, layer_cache)  # (B, T, H, D)
-        return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
+        return self.output(self.attend(self.projected(x), cos_sin, doc_ids, layer_cache))
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Projects x (B, T, C) to queries, keys and values (B, T, H + 2 K, D)."""
+        return self.c_attn(x).unflatten(-1, (-1, self.head_dim))
+
+    def output(self, y: Tensor) -> Tensor:
+        """Projects the heads' outputs y (B, T, H, D) back to (B, T, C)."""
+        return self.dropout(self.c_proj(y.flatten(2)))
 
     def attend(
         self,
@@ -146,10 +154,14 @@ class Block(nn.Module):
     With pre-norm (GPT-2), `x` is the output of the last sub-layer, not yet added to `residual`, so
     that each sum and the normalisation after it are one op. With post-norm (the transformer of
     2017), x = norm(x + attn(x)), then x = norm(x + mlp(x)), and the residual returned is None.
+
+    With `recompute` the backward computes activations again instead of keeping them: all of the
+    block (full), or what is before and after its attention (selective).
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, recompute: Recompute = "none") -> None:
         super().__init__()
+        self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
         self.ln_1 = NORMS[config.norm](config, ops)
         self.attn = Attention(config, ops)
@@ -164,15 +176,51 @@ class Block(nn.Module):
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
     ) -> tuple[Tensor, Residual | None]:
-        bias, mlp_bias = self.attn.c_proj.due, self.mlp.c_proj.due
+        stream, due = residual or (None, None)
+        if self.training and self.recompute == "full":
+            x, total = _again(self.whole, x, stream, due, cos_sin, doc_ids)
+        elif self.training and self.recompute == "selective":
+            qkv, total = _again(self.before, x, stream, due)
+            y = self.attn.attend(qkv, cos_sin, doc_ids, None)
+            x, total = _again(self.after, y, total)
+        else:
+            x, total = self.whole(x, stream, due, cos_sin, doc_ids, layer_cache)
+        return x, None if total is None else Residual(total, self.mlp.c_proj.due)
+
+    def whole(
+        self,
+        x: Tensor,
+        stream: Tensor | None,
+        due: Tensor | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the block: its output, and with pre-norm the residual stream."""
+        qkv, total = self.before(x, stream, due)
+        return self.after(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
+
+    def before(self, x: Tensor, stream: Tensor | None, due: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes queries, keys and values, and what the attention's output is added to."""
+        total = x
         if self.pre_norm:
-            x, total = self.ln_1(x, residual)
-            x = self.attn(x, cos_sin, doc_ids, layer_cache)
-            x, total = self.ln_2(x, Residual(total, bias))
-            return self.mlp(x), Residual(total, mlp_bias)
-        x, _ = self.ln_1(self.attn(x, cos_sin, doc_ids, layer_cache), Residual(x, bias))
-        x, _ = self.ln_2(self.mlp(x), Residual(x, mlp_bias))
+            x, total = self.ln_1(x, None if stream is None else Residual(stream, due))
+        return self.attn.projected(x), total
+
+    def after(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Computes the rest of the block from the heads' outputs y (B, T, H, D)."""
+        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.due)
+        if self.pre_norm:
+            x, total = self.ln_2(x, residual)
+            return self.mlp(x), total
+        x, _ = self.ln_1(x, residual)
+        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.due))
         return x, None
+
+
+def _again(work: Callable[..., Any], *inputs: Any) -> Any:
+    """Calls `work` without keeping what its backward needs, which is computed again there."""
+    return checkpoint(work, *inputs, use_reentrant=False)
 
 
 class GPT(nn.Module):
@@ -184,6 +232,7 @@ class GPT(nn.Module):
         label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
+        recompute: see `Block`.
 
     Raises:
         UserError: the size of the vocabulary is missing.
@@ -203,6 +252,7 @@ class GPT(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         narrow_residual: bool = False,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -210,7 +260,7 @@ class GPT(nn.Module):
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.narrow_residual = narrow_residual
+        self.narrow_residual, self.recompute = narrow_residual, recompute
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -269,7 +319,7 @@ class GPT(nn.Module):
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
-        return Block(config, ops)
+        return Block(config, ops, self.recompute)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
         """Builds the normalisation before the head; None with post-norm."""

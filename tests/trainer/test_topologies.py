@@ -13,6 +13,7 @@ TRAIN = {
     "optim.kind": ("adamw", "muon"), "model.num_layers": (3, 1), "train.micro_batch": (1, 2, 8),
     "data.align": ("document", "none"), "model.document_mask": (True, False),
     "model.tied": (False, True), "optim.grad_clip": (0.1, 1.0),
+    "train.recompute": ("full", "selective", "none"),
 }  # fmt: skip
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
 KINDS = {2: ("", FSDP, f"{FSDP} --parallel.no-reshard"), 3: (FSDP,), 4: (HSDP, FSDP)}
