@@ -5,7 +5,7 @@ B   HeadsBlock         token and position embeddings, one attention head, a line
 C   HeadsBlock         several heads side by side
 D   FeedForwardBlock   a feed-forward layer after the heads
 E   ResidualBlock      both with residual connections, so that blocks can be stacked
-F   model.Block        LayerNorm before each of them and at the end: from here on it is a GPT
+F   block.Block        LayerNorm before each of them and at the end: from here on it is a GPT
 
 The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
 `-gpt` train them; docs/reproduction.md has the loss of each.
@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastgpt.block import MLP, Attention
 from fastgpt.errors import UserError
-from fastgpt.model import GPT, MLP, Attention
+from fastgpt.model import GPT
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops
 from fastgpt.torch_ops import cross_entropy

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fastgpt import ops
+from fastgpt.block import Block
 from fastgpt.config import OpsConfig
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
@@ -21,7 +22,6 @@ from fastgpt.kernels.runtime import with_gradient_of
 from fastgpt.kernels.spec import Problem, absorbing
 from fastgpt.kernels.specs import SPECS
 from fastgpt.layers import Residual, norm_absorbs
-from fastgpt.model import Block
 from fastgpt.model_config import ModelConfig
 from fastgpt.positions import Rotary
 

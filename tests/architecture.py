@@ -18,8 +18,8 @@ PARTS = {
         "fastgpt/engine", "fastgpt/distributed",
     ),
     "The model and its optimizers": (
-        "fastgpt/model_config", "fastgpt/model", "fastgpt/layers", "fastgpt/positions",
-        "fastgpt/ops", "fastgpt/torch_ops",
+        "fastgpt/model_config", "fastgpt/model", "fastgpt/block", "fastgpt/layers",
+        "fastgpt/positions", "fastgpt/ops", "fastgpt/torch_ops",
         "fastgpt/optim", "fastgpt/schedule",
     ),
     "The kernels: attention stands for the others": (
