@@ -75,8 +75,15 @@ class Account:
     peak: int
 
 
-def account(config: ModelConfig, batch: int, loss: str) -> Account:
-    """Runs one step of `batch` full sequences; `loss` is as in `OpsConfig`."""
+def account(
+    config: ModelConfig, batch: int, loss: str, dtype: torch.dtype = torch.float32
+) -> Account:
+    """Runs one step of `batch` full sequences.
+
+    Args:
+        loss: as in `OpsConfig`.
+        dtype: number format of the weights.
+    """
     on_cuda = {"cpu": 2 * chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
@@ -86,6 +93,8 @@ def account(config: ModelConfig, batch: int, loss: str) -> Account:
         LiveBytes(launches) as live,
     ):
         model = GPT(config, ops.select(asked, "cpu", compiled=False))
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype)
         gc.collect()
         weights = live.peak = live.now
         tokens = torch.zeros(batch, config.context, dtype=torch.int64)

@@ -26,7 +26,10 @@ def test_wrong_arguments_get_one_line(name, argv, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["__main__", "convergence", "data", "host", "memory", "race", "report", "reproduce", "step"],
+    [
+        *("__main__", "convergence", "data", "host", "memory"),
+        *("race", "report", "reproduce", "scaling", "step"),
+    ],
 )
 def test_every_flag_is_explained(name, capsys):
     with pytest.raises(SystemExit) as stopped:
