@@ -1,6 +1,7 @@
 """Ranks, the processes started by torchrun, and all collective operations except DDP's."""
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device import kind_of
@@ -144,6 +146,10 @@ def _take_device(device_type: str, world: World) -> None:
 def _meeting(world: World) -> Any:
     """Waits until all ranks have arrived, and returns the store that they share.
 
+    After a restart torchrun's store may be the same as before, with the addresses of processes that
+    have ended. So the main rank gives each process, which it knows by a new name, a prefix for the
+    keys of this start.
+
     Raises:
         UserError: one has not arrived in time. PyTorch itself waits for half an hour.
     """
@@ -153,13 +159,23 @@ def _meeting(world: World) -> Any:
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
         raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
-    store.set(f"arrived/{world.rank}", "")
-    until = time.monotonic() + seconds
-    while late := [rank for rank in range(world.size) if not store.check([f"arrived/{rank}"])]:
+    own, ranks = secrets.token_hex(8), range(world.size)
+    store.set(f"name/{world.rank}", own)
+    until, start, late = time.monotonic() + seconds, None, 0
+    while late is not None:
         if time.monotonic() > until:
-            raise UserError(f"rank {late[0]} did not arrive within {seconds:g} s: {longer}")
-        time.sleep(0.05)  # the store's own wait prints warnings
-    return store
+            raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")
+        if world.is_main:
+            names = [store.get(f"name/{i}") for i in ranks if store.check([f"name/{i}"])]
+            for name in names:
+                store.set(f"start/{name.decode()}", own)
+        if store.check([f"start/{own}"]):
+            prefix = store.get(f"start/{own}").decode()
+            start = PrefixStore(prefix, store)
+            start.set(f"arrived/{world.rank}", "")
+            late = next((i for i in ranks if not start.check([f"arrived/{i}"])), None)
+        time.sleep(0.02)  # the store's own wait prints warnings
+    return start
 
 
 @contextmanager

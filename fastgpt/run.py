@@ -95,7 +95,8 @@ class RunLock:
     """Lock on a run's directory, held by the one process that may write there.
 
     The operating system releases it when the process ends. Hosts that share a disk may not see each
-    other's locks, so the file `.holder` names the process and its host.
+    other's locks, so the file `.holder` names the process, its host, and torchrun's job
+    (`--rdzv-id`), whose restart on another host may go on.
 
     Args:
         instead: what the user may do if another process holds it, besides waiting.
@@ -107,7 +108,8 @@ class RunLock:
     def __init__(self, path: Path, instead: str = "stop it") -> None:
         self._holder = path / ".holder"
         self._lock = FileLock(path / ".lock", thread_local=False)
-        host = platform.node()
+        host, job = platform.node(), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        mine = f" on {host}" + (f" in job {job}" if job != "none" else "")
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             held_by = self._holder.read_text() if self._holder.exists() else ""
@@ -119,13 +121,15 @@ class RunLock:
                     f"{path} is in use: another process{holder} is training in this folder: wait"
                     f" until it ends, or {instead}"
                 ) from None
-            if self._holder.exists() and not held_by.endswith(f" on {host}"):
+            same_host = f" on {host} " in f"{held_by} "
+            same_job = job != "none" and held_by.endswith(f" in job {job}")
+            if self._holder.exists() and not (same_host or same_job):
                 self._lock.release()
                 raise UserError(
                     f"{path} was last used by {held_by}, and {host} cannot see whether that still"
                     f" runs: if it has ended, delete {self._holder} and try again"
                 )
-            write_atomically(self._holder, f"process {os.getpid()} on {host}".encode())
+            write_atomically(self._holder, f"process {os.getpid()}{mine}".encode())
 
     def release(self) -> None:
         """Lets other processes train in the directory."""

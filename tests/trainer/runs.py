@@ -146,8 +146,10 @@ def assert_same_up_to_rounding(run, expected):
 # --- processes ------------------------------------------------------------------------------------
 
 
-def torchrun(ranks, *argv, cwd=ROOT, **environment):
+def torchrun(ranks, *argv, cwd=ROOT, before=(), **environment):
     """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
+
+    The words `before` stand before the command.
 
     The port comes through torchrun's own environment variable, so that the command is as typed.
     """
@@ -159,7 +161,7 @@ def torchrun(ranks, *argv, cwd=ROOT, **environment):
     own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
     own["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(
-        ["torchrun", f"--nproc_per_node={ranks}", *argv],
+        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
         cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -336,6 +336,18 @@ def test_dead_holder_of_this_host_is_recognised_and_one_of_another_named(tmp_pat
     RunLock(tmp_path).release()
 
 
+def test_the_same_job_may_go_on_on_another_host(tmp_path, monkeypatch):
+    holder = tmp_path / ".holder"
+    for job in ("7", "8"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        holder.write_text("process 12 on elsewhere in job 7")
+        if job == "7":
+            RunLock(tmp_path).release()
+        else:
+            with pytest.raises(UserError, match=r"in job 7, and .* cannot see"):
+                RunLock(tmp_path)
+
+
 # --- real processes -------------------------------------------------------------------------------
 
 
