@@ -29,6 +29,7 @@ from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.opening import open_for_run
 from fastgpt.optim import Optimizers
+from fastgpt.pace import Stopwatch
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
@@ -98,6 +99,7 @@ class Engine:
         device.check_free_memory(self.device, least_bytes(self.config) // share)
         self._build_model()
         self.step, self.lr = 0, 0.0
+        self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
         self.resumed_from: Path | None = None
@@ -262,6 +264,7 @@ class Engine:
         self.optimizers.zero_grad()
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)
+        timed = self.forwards if self.world.size > 1 else nullcontext()
         for micro_step in range(micro_steps):
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
@@ -271,7 +274,7 @@ class Engine:
                 stop.check(self.world, ranks_meet=last)
             x, y = self.loader.next()
             with nullcontext() if last else self._quiet():
-                with self.autocast():
+                with self.autocast(), timed:
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
                     part = self.loader.share / micro_steps

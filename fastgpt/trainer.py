@@ -23,6 +23,7 @@ from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text
 from fastgpt.metrics import MetricsLog
+from fastgpt.pace import Pace
 from fastgpt.recipes import sample_prompt
 from fastgpt.saver import Saver
 from fastgpt.storage import cache_dir, write_atomically
@@ -203,7 +204,7 @@ class Trainer:
             self._evaluate()
             self.display.doing()
         self.clock, self.logged_step = time.perf_counter(), engine.step
-        self.waited_s = engine.loader.waited_s
+        self.waited_s, self.pace = engine.loader.waited_s, Pace()
         while engine.step < config.steps:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
@@ -242,7 +243,8 @@ class Trainer:
         engine = self.engine
         loss, grad_norm = engine.finite_loss()
         now = time.perf_counter()
-        tokens = (engine.step - self.logged_step) * self.config.train.batch_tokens
+        steps = engine.step - self.logged_step
+        tokens = steps * self.config.train.batch_tokens
         seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
         per_second = tokens / seconds
         self.clock, self.logged_step = now, engine.step
@@ -262,6 +264,12 @@ class Trainer:
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
         }
+        if self.world.size > 1:
+            own = torch.tensor([[engine.forwards.read(), waited]]) / steps
+            figures, warnings = self.pace.compare(self.world.gather(own))
+            record |= figures
+            for warning in warnings:
+                self.display.warn(warning)
         if self.log is not None:
             self.log.write(record)
         self.display.step(record, self.config.steps)

@@ -136,25 +136,24 @@ def test_formulas_give_the_calls_and_bytes_of_runs(tiny):
 
 
 NVLINK, _, ETHERNET = NETWORKS
-GB = 10**9
 
 
 @pytest.mark.parametrize(
     ("collective", "net", "latency", "sent_s"),
     [
         # seven eighths of a gigabyte by NVLink
-        (Collective("all_gather", GB, 8), NVLINK, 7 * 3.4e-6, 0.875 / 450),
+        (Collective("all_gather", 10**9, 8), NVLINK, 7 * 3.4e-6, 0.875 / 450),
         # 16 GPUs send by eight ports at once, which are slower than NVLink
-        (Collective("all_gather", GB, 16), NVLINK, 14e-6 + 14 * 3.4e-6, 15 / 16 / 400),
+        (Collective("all_gather", 10**9, 16), NVLINK, 14e-6 + 14 * 3.4e-6, 15 / 16 / 400),
         # one port; a tree of four machines is shorter than two rounds of the ring
         (
-            Collective("all_reduce", GB, 32),
+            Collective("all_reduce", 10**9, 32),
             ETHERNET,
             2 * (7 * 4e-6 + 2 * 14e-6),
             2 * 31 / 32 / 12.5,
         ),
         # the eight groups of hsdp share the port
-        (Collective("all_reduce", GB, 2, 8), ETHERNET, 2 * 14e-6, 1 / (12.5 / 8)),
+        (Collective("all_reduce", 10**9, 2, 8), ETHERNET, 2 * 14e-6, 1 / (12.5 / 8)),
     ],
 )
 def test_time_of_a_collective_by_hand(collective, net, latency, sent_s):

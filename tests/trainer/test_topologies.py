@@ -67,3 +67,7 @@ def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
             found, expected = (series(run, key) for run in (tmp_path / str(i), ones[i]))
             assert len(found) >= 3
             assert found == pytest.approx(expected, rel=1e-5 if "adamw" in more else 1e-3), more
+        for name in ("forward_s", "data_wait_s"):
+            spread = series(tmp_path / str(i), name)
+            assert len(spread) >= 3
+            assert all(0 <= least <= median <= most for least, median, most in spread.values())
