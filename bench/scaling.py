@@ -228,8 +228,7 @@ def seconds(x: Collective, net: Network) -> float:
         rate = min(rate, net.ports * net.port * local / MACHINE)
     latency = rounds * ((machines - 1) * OUTSIDE_S + (x.ranks - machines) * net.hop_s)
     if x.op == "all_reduce":
-        tree = 2 * ((local - 1) * TREE_S + math.log2(machines) * OUTSIDE_S)
-        latency = min(latency, tree)
+        latency = min(latency, 2 * ((local - 1) * TREE_S + math.log2(machines) * OUTSIDE_S))
     return START_S + latency + x.sent / (LINK * rate)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,12 +30,14 @@ def machines():
             ip("-n", name, "address", "add", f"{host}/24", "dev", "eth")
             for device in ("lo", "eth"):
                 ip("-n", name, "link", "set", device, "up")
+        yield
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"network namespaces need root and iproute2: {error}")
-    yield
-    for name in NAMES:
-        kill_all(name)
-        ip("netns", "delete", name)
+    finally:
+        for name in NAMES:
+            if Path("/run/netns", name).exists():
+                kill_all(name)
+                ip("netns", "delete", name)
 
 
 def kill_all(name):
