@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from fastgpt import device, distributed, flags
 from fastgpt.config import Config
 from fastgpt.display import command, duration
-from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
 from fastgpt.metrics import flops_per_token
 from fastgpt.recipes import RECIPES
 from fastgpt.run import CONVERTED, find_run, saved_config
@@ -38,7 +39,14 @@ def main() -> None:
         check_duration(config)
         from fastgpt.trainer import Trainer  # slow to import: not for --help or wrong flags
 
-        Trainer(config).fit()
+        trainer = Trainer(config)
+        trainer.fit()
+        if trainer.requeue:  # torchrun sends SIGTERM as soon as one rank has left with that status
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            trainer.world.barrier()
+            tell_torchrun(f"stopped by SIGUSR1 and saved: exit status {distributed.REQUEUE}")
+    if trainer.requeue:
+        sys.exit(distributed.REQUEUE)
 
 
 def parse(argv: Sequence[str]) -> Config:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=30)
 ARRIVAL_S = 25.0
 """Seconds that ranks wait for each other when they start; $FASTGPT_ARRIVAL_S replaces it."""
+REQUEUE = 75
+"""Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
 _lifeline: Lifeline | None = None
 
 
@@ -221,26 +223,37 @@ class Stopped(Exception):  # noqa: N818
 
 
 class StopSignal:
-    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process."""
+    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process.
+
+    SIGUSR1, which batch systems send before a time limit, also sets `requeue`. The SIGTERM that
+    follows at the limit does not cut the save short.
+    """
 
     # both end the process, although a shell script ignores SIGINT in its `&` commands
     DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # noqa: RUF012
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
+        self.requeue = False
         self.say = say
-        self._before = {number: signal.signal(number, self._on_signal) for number in self.DEFAULTS}
+        warned = [signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []  # not on Windows
+        numbers = [*self.DEFAULTS, *warned]
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        self._set(self.DEFAULTS)
+        if number in self.DEFAULTS:
+            self._set(self.DEFAULTS)
+        else:
+            self.requeue = True
         if _lifeline is not None and _lifeline.loss.is_set():  # torchrun ends the other ranks
             return
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
             again = "press Ctrl-C" if number == signal.SIGINT else "send it"
+            rest = f"; {again} again to stop at once, without saving"
             self.say(
                 f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
-                f" saving; {again} again to stop at once, without saving"
+                f" saving{rest if number in self.DEFAULTS else ''}"
             )
 
     def ask(self) -> None:

@@ -57,6 +57,8 @@ class Trainer:
         if not self.world.is_main:
             self.display.mute()
         self.best, self.log, self.lock = math.inf, None, None
+        self.requeue = False
+        """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
@@ -144,7 +146,7 @@ class Trainer:
             write_atomically(path, run.manifest(facts(self.engine, self.peak), path).encode())
 
     def fit(self) -> None:
-        """Trains until `config.steps`, SIGTERM or Ctrl-C, and completes the run directory.
+        """Trains until `config.steps`, a signal or Ctrl-C, and completes the run directory.
 
         Raises:
             UserError: the loss or a gradient is not finite, or the disk is full; earlier
@@ -381,6 +383,7 @@ class Trainer:
         if not self.world.from_main(self.saver.has(step)):
             self._save()
         self._publish()
+        self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))
         resume = run.resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import warnings
 
@@ -105,6 +106,22 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
     assert checkpoint.load(saved).step == step
     run = fit(flags, f"--steps {step + 2} --resume auto")
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_sigusr1_to_one_rank_ends_all_with_the_status_for_the_queue(tiny, tmp_path):
+    script = "import os, train\nprint('pid', os.getpid(), flush=True)\ntrain.main()"
+    (tmp_path / "told.py").write_text(script)
+    flags = "--steps 100000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(2, str(tmp_path / "told.py"), *tiny(flags))
+    pid = int(process.stdout.readline().split()[1])
+    read_until(process, r"^step +20/")
+    os.kill(pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, "torchrun's own"
+    assert re.findall(r"exitcode *: (-?\d+) ", err) == ["75", "75"], err
+    assert "stopped by SIGUSR1 and saved: exit status 75" in err
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    assert f"stopped after step {checkpoint.load(saved).step}, saved in {saved}" in out
 
 
 @pytest.mark.slow

@@ -162,6 +162,19 @@ def test_second_signal_ends_the_process(number, ends):
         stop.restore()
 
 
+def test_sigterm_at_the_time_limit_does_not_cut_short_the_save_that_sigusr1_began():
+    stop, said = StopSignal(lambda line: said.append(line)), []
+    try:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert stop.requeue
+        assert [line.split(":")[0] for line in said] == ["SIGUSR1", "SIGUSR1", "SIGTERM"]
+        assert said[0].endswith("and saving")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        stop.restore()
+
+
 def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capfd):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -358,7 +371,7 @@ def start(argv):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
     """A stop signal saves the run and prints a resume command that works in a shell.
 
@@ -371,7 +384,7 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     read_until(process, r"^step +20/")
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (75 if sent is signal.SIGUSR1 else 0, "")
     match = re.search(r"\nstopped after step (\d+), saved in .*\nto resume: (.*)\n$", out)
     assert match, out
     step, command = int(match[1]), shlex.split(match[2])
