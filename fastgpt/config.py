@@ -158,6 +158,10 @@ class TrainConfig:
     loss only."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
+    stall_s: float = 1800
+    """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
+    stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
+    hour. The default is the time for which PyTorch's ranks wait for each other on CPUs."""
     sample_tokens: int = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
     sample_prompt: str | None = None
@@ -171,7 +175,7 @@ class TrainConfig:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
         check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
-        check(self, NOT_NEGATIVE, "train.z_loss")
+        check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s")
         most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
         check(self, most, "train.sample_tokens")
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted, tell_torchrun
-from fastgpt.lifeline import FAILED, GRACE_S, Lifeline
+from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Lifeline
 
 T = TypeVar("T")
 
@@ -216,6 +216,21 @@ def _leave(error: BaseException) -> None:
     if _lifeline is not None:
         _lifeline.say(FAILED)
     os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
+def on_stall(report: Callable[[], None]) -> None:
+    """Makes `report` be called if any rank stalls, just before this process ends."""
+    if _lifeline is not None:
+        _lifeline.report = report
+
+
+def end_stalled(report: Callable[[], None]) -> None:
+    """Ends all ranks because this one makes no progress; each calls its report first."""
+    if _lifeline is None:
+        report()
+        os._exit(1)
+    if not _lifeline.loss.is_set():
+        _lifeline.end_after(_lifeline.rank, STALLED)
 
 
 class Stopped(Exception):  # noqa: N818

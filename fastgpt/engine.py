@@ -47,7 +47,7 @@ from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
 
-def _say_nothing(_: str) -> None:
+def _say_nothing(*_: str) -> None:
     """Prints nothing; used on every rank but the main one."""
 
 
@@ -103,6 +103,8 @@ class Engine:
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
         self.resumed_from: Path | None = None
+        self.doing: Callable[[str, str], None] = _say_nothing
+        """Called with each phase of a step, and with its step and micro-step."""
         self.changes: list[str] = []
         """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
@@ -269,10 +271,14 @@ class Engine:
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
+            at = f"step {self.step + 1}, micro-step {micro_step + 1} of {micro_steps}"
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
+                self.doing("agreeing with the other ranks to go on", at)
                 stop.check(self.world, ranks_meet=last)
+            self.doing("reading a batch", at)
             x, y = self.loader.next()
+            self.doing("forward and backward", at)
             with nullcontext() if last else self._quiet():
                 with self.autocast(), timed:
                     # weights the micro-batches by their targets, of which padded samples have
@@ -281,6 +287,7 @@ class Engine:
                     loss = (self.replica or self.loss)(x, y) * part
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
+        self.doing("optimizer step", f"step {self.step + 1}")
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.grad_norm = self.optimizers.step(ratio)
         # kept on the device: the first step with a gradient that is not finite (with fp16 the

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-DONE, FAILED, KILLED = b"D", b"F", b"K"
-"""How a rank ended: it is done; it failed and said why; its connection closed without a word."""
+DONE, FAILED, KILLED, STALLED = b"D", b"F", b"K", b"S"
+"""How a rank ended: it is done; it failed and said why; its connection closed without a word; or it
+makes no progress, for which each rank writes a report."""
 TOKEN_BYTES, RANK_BYTES = 16, 4
 GRACE_S = 2.0
 """Seconds in which a rank may end with a message of its own after another one has failed. torchrun
@@ -38,6 +39,8 @@ class Lifeline:
     def __init__(self, rank: int, size: int, from_main: Callable) -> None:
         self.loss = threading.Event()
         """Set when another rank has ended without being done."""
+        self.report: Callable[[], None] = lambda: None
+        """Called if a rank has stalled."""
         self.links: dict[socket.socket, int] = {}
         self.rank, server, mine = rank, None, None
         if rank == 0:
@@ -80,8 +83,8 @@ class Lifeline:
                     self._accept(*server.accept())
                     continue
                 word, about = _received(link, self.links[link])
-                if word != DONE:
-                    self._end_after(about, word)
+                if word != DONE and not self.loss.is_set():
+                    self.end_after(about, word)
                 done.add(link)
 
     def _accept(self, link: socket.socket, _address: object) -> None:
@@ -92,7 +95,7 @@ class Lifeline:
                 link.settimeout(None)
                 self.links[link] = int.from_bytes(hello[TOKEN_BYTES:])
 
-    def _end_after(self, rank: int, word: bytes) -> None:
+    def end_after(self, rank: int, word: bytes) -> None:
         """Ends this process, and tells the others to, after `rank` has ended as `word` says."""
         self.loss.set()
         for link, other in self.links.items():
@@ -104,6 +107,8 @@ class Lifeline:
                 f"error: rank {rank} ended without an error message, as if it was killed (was"
                 " memory short?): all ranks end\n"
             )
+        if word == STALLED:
+            self.report()
         threading.Event().wait(GRACE_S)
         os._exit(1)
 

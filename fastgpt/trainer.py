@@ -27,6 +27,7 @@ from fastgpt.pace import Pace
 from fastgpt.recipes import sample_prompt
 from fastgpt.saver import Saver
 from fastgpt.storage import cache_dir, write_atomically
+from fastgpt.watchdog import Watchdog
 
 
 class Trainer:
@@ -97,6 +98,7 @@ class Trainer:
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
             device=engine.device, autocast=engine.autocast(), stop=stop,
+            doing=stop and self.watchdog.doing,
         )  # fmt: skip
 
     def _open_run_dir(self) -> Path:
@@ -110,6 +112,9 @@ class Trainer:
         """Creates or reopens the run directory, and prints the header."""
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir = self.world.on_main(self._open_run_dir)
+        stacks = self.run_dir / f"stalled-rank-{self.world.rank}.txt"
+        self.watchdog = Watchdog(self.config.train.stall_s, stacks, self.world.rank)
+        self.engine.doing = self.watchdog.doing
         template = self.engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
@@ -153,6 +158,7 @@ class Trainer:
                 checkpoints stay valid.
         """
         self.stop, ending = StopSignal(self.display.line), []
+        self.watchdog.start()
         try:
             ending = self._fit()
         except torch.OutOfMemoryError as error:
@@ -172,16 +178,23 @@ class Trainer:
             if self.log is not None:
                 self._settle(self.log.close)
             self._unlock()
+            self.watchdog.close()
             self.stop.restore()
         for line in ending:
             self.display.line(line)
 
     def _settle(self, end: Callable[[], None]) -> None:
         """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
+        self.watchdog.doing("ending", slow=True)
         try:
             end()
         except UserError as error:
             self.display.warn(str(error))
+
+    def _doing(self, what: str = "", slow: bool = True) -> None:
+        """Shows and tells the watchdog what this rank does; without `what` it trains again."""
+        self.display.doing(what)
+        self.watchdog.doing(what or "training", f"step {self.engine.step}", slow)
 
     def _fit(self) -> list[str]:
         """Trains, and returns the lines to print at the end."""
@@ -204,7 +217,7 @@ class Trainer:
         self.display.start(engine.step, config.steps)
         if self._lacks_evaluation():
             self._evaluate()
-            self.display.doing()
+            self._doing()
         self.clock, self.logged_step = time.perf_counter(), engine.step
         self.waited_s, self.pace = engine.loader.waited_s, Pace()
         while engine.step < config.steps:
@@ -223,7 +236,7 @@ class Trainer:
                 self._save()
                 if evaluate:
                     self._evaluate()
-                self.display.doing()
+                self._doing()
                 self.clock += time.perf_counter() - pause
         self._publish()
 
@@ -279,7 +292,7 @@ class Trainer:
     def _save(self) -> None:
         """Starts a checkpoint on the main rank; raises if loss or weights are not finite."""
         engine = self.engine
-        self.display.doing("saving")
+        self._doing("saving")
         engine.finite_loss()
         engine.check_weights()
         weights, state = engine.snapshot()
@@ -287,14 +300,16 @@ class Trainer:
 
     def _publish(self) -> None:
         """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
-        self.display.doing("saving")
+        self._doing("saving")
         self.world.on_main(self.saver.wait)
-        self.display.doing()
+        self._doing()
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
         data, step = self.config.data, self.engine.step
-        evaluate = partial(self.engine.evaluate, stop=self.stop, report=self.display.doing)
+        evaluate = partial(
+            self.engine.evaluate, stop=self.stop, report=partial(self._doing, slow=False)
+        )
         last = step >= self.config.steps
         results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
         loss = self.display.val_loss = self._weighted(results)
@@ -318,7 +333,7 @@ class Trainer:
         if self.log is not None:
             self.log.write(record)
         if step and self.config.train.sample_tokens and not self._stopping():
-            self.display.doing("sampling")
+            self._doing("sampling")
             self._sample()
         if self.log is None:
             return
@@ -331,7 +346,7 @@ class Trainer:
         found = {}
         self.engine.model.eval()
         for task in self.tasks:
-            self.display.doing(f"evaluating {task.name}")
+            self._doing(f"evaluating {task.name}")
             scores = run_task(task, self._scorer(self.stop), self.world)
             found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
         self.engine.model.train()

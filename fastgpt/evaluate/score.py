@@ -1,6 +1,6 @@
 """Log-likelihood of texts, as EleutherAI's lm-evaluation-harness defines it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -28,6 +28,8 @@ class Scorer:
     autocast: AbstractContextManager
     stop: StopSignal | None = None
     """Checked before each batch."""
+    doing: Callable[[str], None] | None = None
+    """Called before each batch."""
 
     @torch.no_grad()
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -46,6 +48,8 @@ class Scorer:
         for start in range(0, len(order), self.batch):
             if self.stop is not None and self.stop.received:
                 raise Stopped
+            if self.doing is not None:
+                self.doing("scoring a batch of a task")
             rows = order[start : start + self.batch]
             texts = [torch.tensor((pairs[i][0] + pairs[i][1])[-most:]) for i in rows]
             x = pad_sequence([text[:-1] for text in texts], batch_first=True)

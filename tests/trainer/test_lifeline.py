@@ -13,7 +13,7 @@ def ranks(monkeypatch):
     """Two ranks in this process, and what a failure that they noticed was: (rank, word)."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     noticed, said = [], []
-    monkeypatch.setattr(Lifeline, "_end_after", lambda _, rank, word: noticed.append((rank, word)))
+    monkeypatch.setattr(Lifeline, "end_after", lambda _, rank, word: noticed.append((rank, word)))
     main = Lifeline(0, 2, lambda mine: said.append(mine) or mine)
     other = Lifeline(1, 2, lambda _: said[0])
     while not main.links:
