@@ -158,6 +158,9 @@ class TrainConfig:
     loss only."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
+    skip_nonfinite: int = 0
+    """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
+    after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
     stall_s: float = 1800
     """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
     stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
@@ -175,7 +178,12 @@ class TrainConfig:
         check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
         check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
-        check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s")
+        check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s", "train.skip_nonfinite")
+        if self.skip_nonfinite and self.precision == "fp16":
+            raise UserError(
+                f"--train.skip-nonfinite is {self.skip_nonfinite}: expected 0 with"
+                " --train.precision fp16, whose loss scale skips steps already"
+            )
         most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
         check(self, most, "train.sample_tokens")
 

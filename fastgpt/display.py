@@ -1,6 +1,7 @@
 """Terminal output: a live bar on a terminal, plain lines everywhere else."""
 
 import io
+import math
 import shlex
 import shutil
 import sys
@@ -108,13 +109,14 @@ class Display:
         epoch, wait = f"epoch {record['epoch']:.2f}", f"data wait {record['data_wait']:.1%}"
         memory = [f"{record[key]:.1f} GiB" for key in ("peak_memory_gib",) if key in record]
         norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+        loss = math.nan if record["train_loss"] is None else record["train_loss"]
         if self.bar is not None:
             rates = [f"lr {record['lr']:.1e}", f"norm {norm}", *speed]
-            self.figures = [f"loss {record['train_loss']:.3f}", *rates, wait, *memory, epoch]
+            self.figures = [f"loss {loss:.3f}", *rates, wait, *memory, epoch]
             self.bar.update(self.bar.task_ids[0], completed=record["step"])
             self.doing()
             return
-        parts = [f"loss {record['train_loss']:.4f}", *speed, epoch, wait, *memory]
+        parts = [f"loss {loss:.4f}", *speed, epoch, wait, *memory]
         parts += [f"lr {record['lr']:.2e}", f"grad norm {norm}"]
         self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ from fastgpt.sharding import (
     wholes_in_host_memory,
     without_sync,
 )
+from fastgpt.skips import Skips
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -102,6 +104,8 @@ class Engine:
         self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
+        self.skips, self.skipped = Skips(config.train.skip_nonfinite, self.device), 0
+        """Steps left out by this process, and their number at the last `finite_loss`."""
         self.resumed_from: Path | None = None
         self.doing: Callable[[str, str], None] = _say_nothing
         """Called with each phase of a step, and with its step and micro-step."""
@@ -289,15 +293,18 @@ class Engine:
             total += loss.detach()
         self.doing("optimizer step", f"step {self.step + 1}")
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
-        self.grad_norm = self.optimizers.step(ratio)
+        self.train_loss = self.world.average(total)
+        skip = partial(self.skips.decide, self.train_loss) if self.skips.most else None
+        self.grad_norm = self.optimizers.step(ratio, skip)
         # kept on the device: the first step with a gradient that is not finite (with fp16 the
         # first since a finite one), and its norms
         fine = self.first_norms.isfinite().all()
         if self.optimizers.scaler.is_enabled():  # which skips a step now and then: no failure
             fine |= self.optimizers.norms.isfinite().all()
+        if self.skips.most:
+            fine |= self.optimizers.norms.isfinite().all() & (self.skips.longest < self.skips.most)
         self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
         self.first_step = torch.where(fine, self.step + 1, self.first_step)
-        self.train_loss = self.world.average(total)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
 
@@ -384,20 +391,26 @@ class Engine:
         """Returns the loss and the gradient norm of the last step; syncs with the device.
 
         With fp16 the norm may be infinite: that step was skipped, and the loss scale was lowered.
+        With `train.skip_nonfinite` both may be anything, if that step was skipped.
 
         Raises:
-            UserError: one of them is not finite; the message names the first such step and tensor.
+            UserError: one of them is not finite, or too many steps in a row were skipped; the
+                message names the first such step and tensor.
         """
-        loss, norm = torch.stack((self.train_loss, self.grad_norm)).tolist()
+        skips = self.skips
+        values = torch.stack((self.train_loss, self.grad_norm, skips.total, skips.longest))
+        loss, norm, self.skipped, longest = values.tolist()
+        if longest < skips.most:
+            return loss, norm
         scaler = self.optimizers.scaler
         norm_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(norm)
-        if math.isfinite(loss) and norm_is_fine:
+        if not skips.most and math.isfinite(loss) and norm_is_fine:
             return loss, norm
         bad = (~self.first_norms.isfinite()).nonzero()
         names = [name for name, _ in self.model.named_parameters()]
         raise UserError(
-            f"step {int(self.first_step)}: not finite; at step {self.step} the training loss is "
-            f"{loss}, the gradient norm {norm}; first tensor that is not finite: "
+            f"step {int(self.first_step)}: not finite{skips.said}; at step {self.step} the "
+            f"training loss is {loss}, the gradient norm {norm}; first tensor that is not finite: "
             + (f"the gradient of {names[int(bad[0])]}" if len(bad) else "the loss itself")
         )
 

@@ -122,7 +122,7 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    training = [r for r in records if "train_loss" in r]
+    training = [r for r in records if r.get("train_loss") is not None]
     if training:
         tokens, losses = ([r[key] for r in training] for key in ("tokens", "train_loss"))
         axes.plot(tokens, losses, color="C0", alpha=0.25, linewidth=1)
@@ -131,7 +131,9 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
     validation = [(r["tokens"], r["val_loss"]) for r in records if "val_loss" in r]
     if validation:
         axes.plot(*zip(*validation, strict=True), "o", color="C1", label="validation")
-    bottom, top = interesting_range([r[key] for r in records for key in LOSSES if key in r])
+    bottom, top = interesting_range(
+        [r[key] for r in records for key in LOSSES if r.get(key) is not None]
+    )
     if bottom < top:
         axes.set_ylim(bottom, top)
     axes.set(title=title, xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, None))

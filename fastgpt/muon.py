@@ -35,6 +35,8 @@ class Muon(torch.optim.Muon):
     def __init__(self, matrices: Sequence[Tensor], world: World, **settings: Any) -> None:
         super().__init__(list(matrices), **settings)
         self._world = world
+        self.found_inf: Tensor | None = None
+        """1.0 if the next step is to change nothing, else 0.0, as in PyTorch's fused AdamW."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -47,6 +49,10 @@ class Muon(torch.optim.Muon):
             for alike in self._batches(weights):
                 momenta = [part(self.state[weight]["momentum_buffer"]) for weight in alike]
                 grads = [part(grad) for grad in gradients(alike)]
+                taken = None if self.found_inf is None else 1 - self.found_inf
+                if taken is not None:
+                    for momentum, grad in zip(momenta, grads):  # lerp towards itself
+                        grad.copy_(torch.where(taken.bool(), grad, momentum))
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 updates = self._updates(alike, group)
                 if not updates.is_cpu:  # one launch adds to all where dtypes and strides are equal
@@ -54,8 +60,11 @@ class Muon(torch.optim.Muon):
                 rows, columns = alike[0].shape
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))
                 parts = [part(weight) for weight in alike]
+                decay = group["lr"] * group["weight_decay"]
+                if taken is not None:
+                    updates, decay = updates * taken, decay * taken
                 own = [part(part_like(update, like)) for update, like in zip(updates, alike)]
-                torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(parts, 1 - decay)
                 torch._foreach_add_(parts, own, alpha=-lr)
 
     def _batches(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,5 +1,6 @@
 """Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -59,8 +60,13 @@ class Optimizers:
         """Norm of each parameter's gradient at the last step, before clipping."""
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
-    def step(self, ratio: float) -> Tensor:
-        """Clips, steps at `ratio` of the peak learning rates, and returns the unclipped norm ()."""
+    def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Clips, steps at `ratio` of the peak learning rates, and returns the unclipped norm ().
+
+        Args:
+            skip: is given that norm, and returns 1.0 to leave weights and moments as they are, else
+                0.0, as a tensor () on their device.
+        """
         for optimizer, peaks in zip(self.all, self.peaks, strict=True):
             self.scaler.unscale_(optimizer)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -68,6 +74,10 @@ class Optimizers:
         gradients = [cast(Tensor, weight.grad) for weight in self.parameters]
         self.norms = norms(gradients)
         norm = self.norms.norm()
+        if skip is not None:
+            left_out = skip(norm)
+            for optimizer in self.all:
+                optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
         if self.config.grad_clip:
             # as nn.utils.clip_grads_with_norm_, for parts
             factor = (self.config.grad_clip / (norm + 1e-6)).clamp(max=1)

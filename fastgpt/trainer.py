@@ -18,7 +18,7 @@ from fastgpt.data.items import Data
 from fastgpt.display import Display, short
 from fastgpt.distributed import Stopped, StopSignal
 from fastgpt.engine import Engine
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text
@@ -218,7 +218,7 @@ class Trainer:
         if self._lacks_evaluation():
             self._evaluate()
             self._doing()
-        self.clock, self.logged_step = time.perf_counter(), engine.step
+        self.clock, self.logged_step, self.skipped = time.perf_counter(), engine.step, 0
         self.waited_s, self.pace = engine.loader.waited_s, Pace()
         while engine.step < config.steps:
             if self.saver.failed:  # all ranks leave together, and raise its error there
@@ -269,7 +269,7 @@ class Trainer:
             self.peak = max(achieved, self._measured_peak())
         record = {
             "step": engine.step,
-            "train_loss": loss,
+            "train_loss": loss if math.isfinite(loss) else None,  # that step was skipped
             "tokens": engine.step * self.config.train.batch_tokens,
             "tok_per_s": round(per_second, 1),
             "epoch": round(max(engine.epochs()), 4),
@@ -285,6 +285,12 @@ class Trainer:
             record |= figures
             for warning in warnings:
                 self.display.warn(warning)
+        if engine.skips.most:
+            record["skipped_steps"] = int(engine.skipped - self.skipped)
+            if record["skipped_steps"]:
+                number = counted(record["skipped_steps"], "step")
+                self.display.warn(f"{number} skipped: the loss or a gradient was not finite")
+            self.skipped = engine.skipped
         if self.log is not None:
             self.log.write(record)
         self.display.step(record, self.config.steps)

@@ -105,7 +105,8 @@ def test_evaluations_and_samples_leave_no_trace_in_training(fit, tmp_path):
     assert often == never
 
 
-def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
+@pytest.mark.parametrize("skipping", [0, 3])
+def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch, skipping):
     """Steps between two log lines never wait for the device.
 
     Reading a number out of a tensor syncs the device; only a log line may.
@@ -124,6 +125,7 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch):
     monkeypatch.setattr(distributed.StopSignal, "agreed", lambda *_: False)
     monkeypatch.setattr(Saver, "start", lambda *_: None)
     flags = "--steps 12 --log-every 4 --eval-every 0 --save-every 0 --optim.kind muon"
+    flags += f" --train.skip-nonfinite {skipping}"
     trainer = Trainer(parse(tiny(flags, "--train.sample-tokens 0 --train.micro-batch 4")))
     at_log = []
     monkeypatch.setattr(trainer.display, "step", lambda *_: at_log.append(len(reads)))
