@@ -41,6 +41,7 @@ def main() -> None:
 
         trainer = Trainer(config)
         trainer.fit()
+        trainer.display.output.close()
         if trainer.requeue:  # torchrun sends SIGTERM as soon as one rank has left with that status
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             trainer.world.barrier()

@@ -6,8 +6,10 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +24,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+from fastgpt.errors import counted, reason
 
 QUIET_S = 3
 """Seconds of preparing text before a bar is shown."""
@@ -41,6 +45,39 @@ def command(uninstalled: str) -> str:
     return typed.name if shutil.which(typed.name) else shlex.quote(str(typed))
 
 
+class Output:
+    """`sys.stdout`, but a write that fails, as on a full disk, does not end a run."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+
+    def write(self, text: str) -> None:
+        with self._unfailing():
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with self._unfailing():
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    @contextmanager
+    def _unfailing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.lost:
+                print(f"warning: stdout: {reason(error)}: training goes on", file=sys.stderr)
+            self.lost += 1
+
+    def close(self) -> None:
+        """Says on stderr how much is missing, if anything is."""
+        if self.lost:
+            missing = f"{counted(self.lost, 'write')} to it failed"
+            print(f"warning: stdout is not complete: {missing}", file=sys.stderr)
+
+
 class TimeLeft(TimeRemainingColumn):
     """Time left for the steps; empty after the last one, while the final evaluation goes on."""
 
@@ -54,7 +91,9 @@ class Display:
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
-        self.console = Console(highlight=False, soft_wrap=True, emoji=False)
+        self.output = Output()
+        file = cast("TextIO", self.output)
+        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False)
         self.live = self.console.is_terminal
         self.bar: Progress | None = None
         self.said_at = time.monotonic()

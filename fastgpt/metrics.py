@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from fastgpt.config import Config
 from fastgpt.display import duration
 from fastgpt.errors import writing
+from fastgpt.logwriter import LogWriter
 from fastgpt.model_config import ModelConfig
 from fastgpt.storage import write_atomically
 
@@ -62,9 +65,12 @@ class MetricsLog:
         from_step: step at which the run starts; later records in the file are dropped, because a
             resumed run writes them again.
         title: title of loss.png.
+        warn: called with a warning if something cannot be written: training goes on.
     """
 
-    def __init__(self, run_dir: Path, from_step: int, title: str) -> None:
+    def __init__(
+        self, run_dir: Path, from_step: int, title: str, warn: Callable[[str], None] = print
+    ) -> None:
         from torch.utils.tensorboard import (
             SummaryWriter,
         )  # slow to import: only the main rank needs it
@@ -74,9 +80,12 @@ class MetricsLog:
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-            self.file = self.path.open("a", buffering=1)
+            self.file = self.path.open("ab", buffering=0)
             purge = from_step + 1 if from_step else None
             self.board = SummaryWriter(str(run_dir), purge_step=purge)
+        self.torn = False
+        """True if the last line of the file may be incomplete."""
+        self.writer = LogWriter(warn)
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line of JSON, and each number but the step as a TensorBoard scalar.
@@ -84,31 +93,51 @@ class MetricsLog:
         The numbers of a list are the scalars `name/0`, `name/1`, ...
         """
         self.records.append(record)
-        with writing(self.path):
-            self.file.write(json.dumps(record) + "\n")
-            for name, value in record.items():
-                if isinstance(value, list):
-                    for number, part in enumerate(value):
-                        self.board.add_scalar(f"{name}/{number}", part, record["step"])
-                elif name != "step" and value is not None:
-                    self.board.add_scalar(name, value, record["step"])
+        self.writer.start(self.path, partial(self._append, f"{json.dumps(record)}\n".encode()))
+        self.writer.start(self.path.parent, partial(self._show, record))
+
+    def write_sample(self, step: int, text: str) -> None:
+        """Appends a sample to samples.txt."""
+        path = self.path.with_name("samples.txt")
+        self.writer.start(path, partial(_append_text, path, f"=== step {step} ===\n{text}\n\n"))
+
+    def _append(self, line: bytes) -> None:
+        line = b"\n" + line if self.torn else line
+        self.torn = True
+        while line:
+            line = line[self.file.write(line) :]
+        self.torn = False
+
+    def _show(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, list):
+                for number, part in enumerate(value):
+                    self.board.add_scalar(f"{name}/{number}", part, record["step"])
+            elif name != "step" and value is not None:
+                self.board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Flushes everything and draws loss.png."""
-        with writing(self.path.with_name("loss.png")):
-            self.file.close()
-            self.board.close()
-            plot_losses(self.records, self.path.with_name("loss.png"), self.title)
+        self.writer.start(self.path, self.file.close)
+        self.writer.start(self.path.parent, self.board.close)
+        curves = self.path.with_name("loss.png")
+        self.writer.start(curves, partial(plot_losses, self.records, curves, self.title))
+        self.writer.close()
+
+
+def _append_text(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl, without a last line that a crash cut short."""
+    """Reads the records of a metrics.jsonl, without lines that a crash or a full disk cut short."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except ValueError:
-            break
+            continue
     return records
 
 

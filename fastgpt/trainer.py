@@ -141,7 +141,7 @@ class Trainer:
     def _open_log(self) -> None:
         parameters = short(self.engine.model.num_params())
         title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
-        self.log = MetricsLog(self.run_dir, self.engine.step, title)
+        self.log = MetricsLog(self.run_dir, self.engine.step, title, self.display.warn)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
@@ -392,9 +392,7 @@ class Trainer:
         if self.log is None:
             return
         self.display.sample(text)
-        path = self.run_dir / "samples.txt"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(f"=== step {engine.step} ===\n{text}\n\n")
+        self.log.write_sample(engine.step, text)
 
     def _leave(self) -> list[str]:
         """Saves the last complete step if necessary, and returns the lines to print at the end."""
