@@ -338,9 +338,11 @@ class Trainer:
         record |= self._run_tasks()
         if self.log is not None:
             self.log.write(record)
-        if step and self.config.train.sample_tokens and not self._stopping():
+        if step and self.config.train.sample_tokens:
             self._doing("sampling")
-            self._sample()
+            if not self._stopping():
+                self._sample()
+            self.world.barrier()  # a rank that waited in its next micro-step would seem to stall
         if self.log is None:
             return
         if loss < self.best and self.saver.has(step):

@@ -42,7 +42,7 @@ class Watchdog:
         if self.seconds:
             self._thread.start()
 
-    def doing(self, phase: str, at: str = "start", slow: bool = False) -> None:
+    def doing(self, phase: str, at: str = "", slow: bool = False) -> None:
         """Says what begins now, which is progress.
 
         Args:
@@ -53,7 +53,7 @@ class Watchdog:
         slow |= phase not in self._seen
         self._seen.add(phase)
         self._allowed = max(self.seconds, SLOW_S if slow else 0)
-        self._what, self._looks = f"{at}: {phase}", 0
+        self._what, self._looks = f"{at}: {phase}" if at else phase, 0
 
     def close(self) -> None:
         self._closed.set()

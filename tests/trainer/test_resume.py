@@ -361,6 +361,19 @@ def test_the_same_job_may_go_on_on_another_host(tmp_path, monkeypatch):
                 RunLock(tmp_path)
 
 
+def test_lock_of_a_process_that_was_killed_is_free(tmp_path):
+    holds = "import sys, time; from pathlib import Path; from fastgpt.run import RunLock\n"
+    holds += "lock = RunLock(Path(sys.argv[1])); print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", holds, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UserError, match=rf"another process \({process.pid} on .* is training"):
+            RunLock(tmp_path)
+        process.kill()
+    RunLock(tmp_path).release()
+
+
 # --- real processes -------------------------------------------------------------------------------
 
 
