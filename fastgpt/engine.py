@@ -4,7 +4,6 @@ A step does not wait for the device: losses and norms stay there, and only `Engi
 syncs, once per log interval (with fp16, every step).
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,6 +25,7 @@ from fastgpt.distributed import Agreed, StopSignal
 from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
+from fastgpt.finite import Finite, check_weights
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.opening import open_for_run
@@ -40,11 +40,9 @@ from fastgpt.sharding import (
     part,
     ranks_of_a_model,
     shard,
-    sum_over_parts,
     wholes_in_host_memory,
     without_sync,
 )
-from fastgpt.skips import Skips
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -103,9 +101,8 @@ class Engine:
         self.step, self.lr = 0, 0.0
         self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
-        self.first_norms, self.first_step = self.optimizers.norms, torch.zeros_like(self.grad_norm)
-        self.skips, self.skipped = Skips(config.train.skip_nonfinite, self.device), 0
-        """Steps left out by this process, and their number at the last `finite_loss`."""
+        self.finite = Finite(config.train.skip_nonfinite, self.optimizers.norms)
+        self.names = [name for name, _ in self.model.named_parameters()]
         self.resumed_from: Path | None = None
         self.doing: Callable[[str, str], None] = _say_nothing
         """Called with each phase of a step, and with its step and micro-step."""
@@ -294,17 +291,10 @@ class Engine:
         self.doing("optimizer step", f"step {self.step + 1}")
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.train_loss = self.world.average(total)
-        skip = partial(self.skips.decide, self.train_loss) if self.skips.most else None
+        skip = partial(self.finite.skips, self.train_loss) if self.finite.most else None
         self.grad_norm = self.optimizers.step(ratio, skip)
-        # kept on the device: the first step with a gradient that is not finite (with fp16 the
-        # first since a finite one), and its norms
-        fine = self.first_norms.isfinite().all()
-        if self.optimizers.scaler.is_enabled():  # which skips a step now and then: no failure
-            fine |= self.optimizers.norms.isfinite().all()
-        if self.skips.most:
-            fine |= self.optimizers.norms.isfinite().all() & (self.skips.longest < self.skips.most)
-        self.first_norms = torch.where(fine, self.optimizers.norms, self.first_norms)
-        self.first_step = torch.where(fine, self.step + 1, self.first_step)
+        scaled = self.optimizers.scaler.is_enabled()
+        self.finite.watch(self.step + 1, self.optimizers.norms, scaled=scaled)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
 
@@ -397,35 +387,13 @@ class Engine:
             UserError: one of them is not finite, or too many steps in a row were skipped; the
                 message names the first such step and tensor.
         """
-        skips = self.skips
-        values = torch.stack((self.train_loss, self.grad_norm, skips.total, skips.longest))
-        loss, norm, self.skipped, longest = values.tolist()
-        if longest < skips.most:
-            return loss, norm
-        scaler = self.optimizers.scaler
-        norm_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(norm)
-        if not skips.most and math.isfinite(loss) and norm_is_fine:
-            return loss, norm
-        bad = (~self.first_norms.isfinite()).nonzero()
-        names = [name for name, _ in self.model.named_parameters()]
-        raise UserError(
-            f"step {int(self.first_step)}: not finite{skips.said}; at step {self.step} the "
-            f"training loss is {loss}, the gradient norm {norm}; first tensor that is not finite: "
-            + (f"the gradient of {names[int(bad[0])]}" if len(bad) else "the loss itself")
+        return self.finite.checked(
+            self.train_loss, self.grad_norm, self.step, self.optimizers.scaler, self.names
         )
 
     def check_weights(self) -> None:
         """Raises `UserError` that names the first weight that is not finite, if there is one."""
-        weights = self.optimizers.parameters
-        # a sum reads each weight once; that of finite weights may overflow, so the slower test of
-        # single weights has the last word
-        bad = [~part(weight.detach()).sum().isfinite() for weight in weights]
-        if sum_over_parts(torch.stack(bad).float(), weights[0]).any():
-            bad = [~part(weight.detach()).isfinite().all() for weight in weights]
-            first = sum_over_parts(torch.stack(bad).float(), weights[0]).nonzero()
-            if len(first):
-                name = list(dict(self.model.named_parameters()))[int(first[0])]
-                raise UserError(f"step {self.step}: first tensor that is not finite: {name}")
+        check_weights(self.optimizers.parameters, self.names, self.step)
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -285,12 +285,12 @@ class Trainer:
             record |= figures
             for warning in warnings:
                 self.display.warn(warning)
-        if engine.skips.most:
-            record["skipped_steps"] = int(engine.skipped - self.skipped)
+        if engine.finite.most:
+            record["skipped_steps"] = int(engine.finite.skipped - self.skipped)
             if record["skipped_steps"]:
                 number = counted(record["skipped_steps"], "step")
                 self.display.warn(f"{number} skipped: the loss or a gradient was not finite")
-            self.skipped = engine.skipped
+            self.skipped = engine.finite.skipped
         if self.log is not None:
             self.log.write(record)
         self.display.step(record, self.config.steps)
