@@ -204,9 +204,10 @@ class Trainer:
             return self._leave()
         steps = self.config.steps
         resume = run.resume_command(self.run_dir, self.world.size)
+        chat = " --chat" if self.engine.data.template else ""
         return [
             f"done after step {steps}: {self.run_dir.absolute()}",
-            f"to sample from it: {run.sample_command(self.run_dir)}",
+            f"to sample from it: {run.sample_command(self.run_dir)}{chat}",
             f"to train longer: {resume} --steps {2 * steps}",
         ]
 

@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     run = fit(FLAGS, chats(*[{"messages": TALK}] * 3), "--steps 60 --train.micro-batch 2")
     assert template_of(read(str(run)).kept).text == CHATML
-    capsys.readouterr()
+    assert f"fastgpt.sample {run} --chat\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nwho\n"))
     sample.main([str(run), "--chat", "--temperature", "0"])
     assert capsys.readouterr().out == "hello\nme\n"
