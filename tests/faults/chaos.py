@@ -270,6 +270,8 @@ def table(record: dict[str, Any]) -> str:
 
 def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
     """Kills works at random moments, writes the record, and prints its table."""
+    if tries < len(WORKS):
+        sys.exit(f"error: --tries is {tries}: expected {len(WORKS)} or more, one of each kind")
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     record = {}
