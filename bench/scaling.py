@@ -199,9 +199,9 @@ class Network:
 
     name: str
     inside: float
-    """Of a GPU to the others of its machine."""
+    """Rate from a GPU to the others of its machine."""
     port: float
-    """Of a port to other machines."""
+    """Rate of a port to other machines."""
     ports: int
     """Ports of a machine."""
     hop_s: float
