@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.data.prepare import batches, documents, prepare
-from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.data.shards import read_header
 from tests.data.sets import contents
 
@@ -87,11 +86,8 @@ def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bo
 def looks_whole(out: Path, whole: dict[str, bytes]) -> list[str]:
     """Lists files that have the name or the header of a finished file but are not finished."""
     found = []
-    if out.exists():
-        there = contents(out)
-        there.pop(PROGRESS, None)  # removed last of all
-        if there != whole:
-            found.append(str(out))
+    if out.exists() and contents(out) != whole:
+        found.append(str(out))
     for path in out.with_name(f"{out.name}.incomplete").glob("*.bin"):
         if path.read_bytes()[:4] not in (b"", bytes(4)):
             read_header(path)
@@ -111,8 +107,7 @@ def main(source: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         if kills % 3 == 0 and not out.exists():  # once more, on the way to the end
             again += killed(source, out, options, last=1 + kills * 7 % 40)
             wrong += looks_whole(out, whole)
-        if not out.exists() or (out / PROGRESS).exists():
-            killed(source, out, options)
+        killed(source, out, options)
         if contents(out) != whole or out.with_name("out.incomplete").exists():
             wrong.append(f"other files after {kills}")
         shutil.rmtree(out)

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from fastgpt.data.prepare import prepare
+from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
@@ -136,6 +137,6 @@ def split_ids(folder: Path, split: str) -> np.ndarray:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Reads every file below a folder, hidden ones too."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """Reads every file below a folder, hidden ones too, but not what was asked for, and when."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -208,20 +207,13 @@ def test_what_failed_in_its_first_step_does_not_block_its_correction(
     assert contents(preparing(**options)) == contents(preparing("whole", **options))
 
 
-@pytest.mark.parametrize(
-    "last", [(os, "replace", "out"), (Path, "unlink", PROGRESS)], ids=["renaming", "removal"]
-)
-def test_other_request_for_what_was_all_but_done_never_gets_its_data(
-    preparing, tmp_path, monkeypatch, last
-):
-    owner, name, place = last
-
-    def die(*paths, **_):
-        if paths[-1].name == place:
+def test_other_request_for_what_was_all_but_done_never_gets_its_data(preparing, monkeypatch):
+    def die(*paths):
+        if paths[-1].name == "out":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        before_each(patch, owner, name, die)
+        before_each(patch, os, "replace", die)
         with pytest.raises(KeyboardInterrupt):
             preparing()
     with pytest.raises(UserError, match=r"holds another preparation .--tokenizer was 'bytes'"):
@@ -250,11 +242,30 @@ def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path):
     preparing()
     (tmp_path / "empty").mkdir()
     preparing("empty")
-    for taken in ("out", "empty", source.name):
-        before = contents(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    before = contents(tmp_path)
+    for taken in ("full", source.name):
         with pytest.raises(UserError, match="is not an empty directory"):
             preparing(taken)
-        assert contents(tmp_path) == before
+    for taken in ("out", "empty"):
+        with pytest.raises(UserError, match=r"holds another preparation .--tokenizer was 'bytes'"):
+            preparing(taken, tokenizer="chars")
+    assert contents(tmp_path) == before
+
+
+def test_the_same_request_for_a_complete_directory_does_nothing(preparing, tmp_path, caplog):
+    out = preparing()
+    before = contents(tmp_path)
+    assert preparing() == out
+    assert preparing.reports == []
+    assert "out is complete already: nothing is left to do" in caplog.text
+    assert contents(tmp_path) == before
+    (out / PROGRESS).write_text("{")
+    with pytest.raises(
+        UserError, match=r"out/progress\.json is damaged: remove .*out to start again"
+    ):
+        preparing()
 
 
 @pytest.mark.parametrize("left", [5000, 0])

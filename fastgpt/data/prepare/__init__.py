@@ -6,7 +6,7 @@ Words
     prepare             to carry out a request: `prepare` in a given directory, `open_corpus` in
                         the cache
     prepared directory  the result: token shards, their tokenizer and a manifest
-    progress            position of an unfinished request, kept in its directory
+    progress            request and how far it has come, kept in its directory
 
 A directory is written beside its place, in `NAME.incomplete`, and renamed when it is complete.
 """
@@ -26,7 +26,13 @@ from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
 from fastgpt.data.prepare import sources
-from fastgpt.data.prepare.request import PROGRESS, SHARD_TOKENS, Request, check_settings
+from fastgpt.data.prepare.request import (
+    PROGRESS,
+    SHARD_TOKENS,
+    Request,
+    check_settings,
+    load_progress,
+)
 from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
 from fastgpt.data.prepare.text import UTF_8
 from fastgpt.data.prepare.write import Report, write_directory
@@ -103,6 +109,8 @@ def prepare(
 ) -> Path:
     """Writes a prepared directory to `out`, or resumes an interrupted one; returns its path.
 
+    The same call for a directory that is complete does nothing.
+
     Args:
         source: as for `open_corpus`, but not token shards.
         out: created, or filled if it is empty, only when everything has been written.
@@ -122,8 +130,8 @@ def prepare(
     check_settings(fraction, shard_tokens, options.get("workers"))
     if tokenizer != "auto":
         check_kind(tokenizer, vocab_size)
-    renamed = (out / PROGRESS).is_file()  # killed with one last step to go
-    if out.exists() and not renamed and (not out.is_dir() or any(out.iterdir())):
+    complete = (out / PROGRESS).is_file()
+    if out.exists() and not complete and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory: use another one or remove it")
     if out.is_mount():
         raise UserError(f"{out} is a mount point: use a folder inside it")
@@ -144,9 +152,12 @@ def prepare(
         shard_tokens=shard_tokens,
     )
     with writing(out), _locked(out, wait=False):
-        if renamed:
-            os.replace(out, _unfinished(out))
-        _prepare_whole(request, out, **options)
+        if not complete:
+            _prepare_whole(request, out, **options)
+        elif load_progress(out, request) is not None:
+            logger.warning("%s is complete already: nothing is left to do", out)
+        else:
+            raise UserError(f"{out / PROGRESS} is damaged: remove {out} to start again")
     return out
 
 
@@ -168,7 +179,6 @@ def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
     write_directory(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
-    (out / PROGRESS).unlink()  # last: if killed before, the next call knows `out` by this file
 
 
 def _warn_of_files(source: Source) -> None:
