@@ -5,6 +5,7 @@ Shapes
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastgpt.cache import LayerCache
 from fastgpt.config import Recompute
+from fastgpt.context_parallel import Split
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.linear.op import linear
 from fastgpt.layers import (
@@ -30,15 +32,15 @@ from fastgpt.ops import Ops
 class Attention(nn.Module):
     """Causal self-attention; q, k and v are views of one packed projection, never copied."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, split: Split | None = None) -> None:
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
-        self.ops = ops
+        self.ops, self.split = ops, split
         self.heads, self.head_dim = (H, K, K), D
         self.scale, self.window = config.attention_scale, config.window
         self.p = config.dropout_at("attention")
         self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
-        as_projected = not config.qk_norm and config.position != "rotary"
+        as_projected = not config.qk_norm and config.position != "rotary" and split is None
         self.attention_packed = ops.attention_packed if as_projected else None
         self.c_attn = Projection(
             C,
@@ -93,7 +95,10 @@ class Attention(nn.Module):
         if layer_cache is not None:
             layer_cache.extend(k, v)
         if layer_cache is None or layer_cache.cache.fresh:
-            return self.ops.attention(
+            attention = self.ops.attention
+            if self.split is not None and layer_cache is None:
+                attention = partial(self.split.attend, attention)
+            return attention(
                 q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
         keys, values = layer_cache.read()
@@ -144,12 +149,18 @@ class Block(nn.Module):
     block (full), or what is before and after its attention (selective).
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops, recompute: Recompute = "none") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        recompute: Recompute = "none",
+        split: Split | None = None,
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
         self.ln_1 = NORMS[config.norm](config, ops)
-        self.attn = Attention(config, ops)
+        self.attn = Attention(config, ops, split)
         self.ln_2 = NORMS[config.norm](config, ops)
         self.mlp = MLP(config, ops)
 

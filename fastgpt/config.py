@@ -201,13 +201,16 @@ class ParallelConfig:
     reshard: bool = True
     """Freeing of a block's weights between its forward and its backward, so that they are gathered
     twice: less memory, more traffic (fsdp and hsdp)."""
+    cp: int = 1
+    """Number of ranks that share each sequence (context parallelism), for long contexts whose
+    activations do not fit on one. The results do not change."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic; it
     rounds the weights of the normalisation layers and the residual stream, too, and needs precision
     bf16."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "parallel.shards")
+        check(self, POSITIVE, "parallel.shards", "parallel.cp")
         if self.shards is not None and self.kind != "hsdp":
             raise UserError(
                 f"--parallel.shards is {self.shards}: only --parallel.kind hsdp has groups"

@@ -40,6 +40,18 @@ class World:
     rank: int = 0
     local_rank: int = 0
     size: int = 1
+    peers: int = 1
+    """Number of neighbouring ranks that read the same data and compute it together."""
+
+    @property
+    def readers(self) -> int:
+        """Number of groups of ranks that read data of their own."""
+        return self.size // self.peers
+
+    @property
+    def reader(self) -> int:
+        """Number of this rank's group."""
+        return self.rank // self.peers
 
     @property
     def is_main(self) -> bool:

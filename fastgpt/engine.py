@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
+from fastgpt.context_parallel import split_context
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches, Loader
@@ -38,6 +39,7 @@ from fastgpt.sharding import (
     check_combination,
     load_weights,
     part,
+    peers,
     ranks_of_a_model,
     shard,
     wholes_in_host_memory,
@@ -69,8 +71,11 @@ class Engine:
         if self.device == "cpu":
             device.keep_freed_memory()
         self.world = distributed.start(self.device)
+        self.world = replace(self.world, peers=peers(config.parallel, self.world))
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
+        self.meets = self.sharded or self.world.peers > 1
+        """True if ranks meet in each forward."""
         if self.sharded:
             check_combination(config, self.precision)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
@@ -118,7 +123,7 @@ class Engine:
         if narrow and self.precision != "bf16":
             expected = "expected --train.precision bf16"
             raise UserError(f"--train.residual is bf16: {expected}, which is {self.precision} here")
-        most = max(1, min(config.train.micro_batch, config.global_batch // self.world.size))
+        most = max(1, min(config.train.micro_batch, config.global_batch // self.world.readers))
         sizes = Sizes(config.model, most, self.precision, self.compiled, narrow)
         asked, self.trials = self.world.on_main(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
@@ -129,6 +134,7 @@ class Engine:
         torch.manual_seed(config.seed)
         names = ("label_smoothing", "z_loss", "recompute")
         options: dict[str, Any] = {name: getattr(config.train, name) for name in names}
+        options["split"] = split_context(config, self.world, self.device)
         model = build_model(config.model, self.ops, narrow_residual=narrow, **options)
         self.model = model if self.sharded else model.to(self.device)
         if self.sharded:
@@ -194,11 +200,12 @@ class Engine:
         self.source = replace(self.source, weights=in_memory({}))  # they are in the model now
 
     def _open_loader(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> None:
-        config, ranks = self.config, self.world.size
+        config, ranks = self.config, self.world.readers
         if config.global_batch % ranks:
+            of = f" that read data, {self.world.peers} together" if self.world.peers > 1 else ""
             raise UserError(
                 f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
-                f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks"
+                f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks{of}"
             )
         share = config.global_batch // ranks
         most = min(share, config.train.micro_batch)
@@ -234,7 +241,7 @@ class Engine:
             context=config.model.context,
             global_batch=config.global_batch,
             micro_batch=self.micro_batch,
-            rank=self.world.rank,
+            rank=self.world.reader,
             world_size=ranks,
             pad_id=self.data.pad_id,
             device=self.device,
@@ -276,7 +283,7 @@ class Engine:
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
                 self.doing("agreeing with the other ranks to go on", at)
-                stop.check(self.world, ranks_meet=last)
+                stop.check(self.world, ranks_meet=last or self.meets)
             self.doing("reading a batch", at)
             x, y = self.loader.next()
             self.doing("forward and backward", at)
@@ -334,7 +341,7 @@ class Engine:
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
-                stop=Agreed(stop, self.world) if stop is not None and self.sharded else stop,
+                stop=Agreed(stop, self.world) if stop is not None and self.meets else stop,
             )
             for corpus in self.data.corpora
         ]
@@ -349,7 +356,7 @@ class Engine:
             max_tokens=max_tokens, step=self.step, micro_batch=self.micro_batch, world=self.world,
         )  # fmt: skip
         shape = (self.micro_batch, self.config.model.context)
-        return as_many_on_all_ranks(mine, self.world, shape) if self.sharded else mine
+        return as_many_on_all_ranks(mine, self.world, shape) if self.meets else mine
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""

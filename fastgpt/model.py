@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastgpt.block import Block
 from fastgpt.cache import Cache
 from fastgpt.config import OpsConfig, Recompute
+from fastgpt.context_parallel import Split
 from fastgpt.errors import UserError
 from fastgpt.generation import check_tokens, generate
 from fastgpt.kernels.runtime import autocast_dtype
@@ -44,6 +45,7 @@ class GPT(nn.Module):
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
         recompute: see `Block`.
+        split: this rank's part of each sequence, without a cache; None: all of it.
 
     Raises:
         UserError: the size of the vocabulary is missing.
@@ -64,6 +66,7 @@ class GPT(nn.Module):
         z_loss: float = 0.0,
         narrow_residual: bool = False,
         recompute: Recompute = "none",
+        split: Split | None = None,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -73,6 +76,7 @@ class GPT(nn.Module):
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.narrow_residual = narrow_residual
         self.recompute: Recompute = recompute
+        self.split = split
         self.wte = nn.Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -131,7 +135,7 @@ class GPT(nn.Module):
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
-        return Block(config, ops, self.recompute)
+        return Block(config, ops, self.recompute, self.split)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
         """Builds the normalisation before the head; None with post-norm."""
@@ -185,19 +189,26 @@ class GPT(nn.Module):
                 f" {self.config.context}"
             )
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+        doc_ids, weight = None, None
+        if self.config.document_mask:
+            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
+        if self.split is not None and cache is None:
+            positions = self.split.positions(tokens.shape[1], tokens.device)
+            tokens = tokens[:, positions]
+            if targets is not None:
+                targets, weight = self.split.targets(targets, positions)
         x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
         if self.narrow_residual:
             x = x.to(autocast_dtype(x))
         cos_sin = None if self.rotary is None else self.rotary(positions)
-        residual = doc_ids = None
-        if self.config.document_mask:
-            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
+        residual = None
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layers[i]
             x, residual = block(x, residual, cos_sin, doc_ids, layer_cache)
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
-        return self.head(x, targets)
+        out = self.head(x, targets)
+        return out if weight is None else out * weight
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Computes logits or loss, as `forward`, from the normalised activations x (B, T, C)."""

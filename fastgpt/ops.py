@@ -31,11 +31,11 @@ from fastgpt.kernels.runtime import runs_kernels
 
 
 class AttentionOp(Protocol):
-    """Causal self-attention of q (B, T, H, D) over k and v (B, T, K, D) with K key/value heads.
+    """Causal self-attention of q (B, Tq, H, D) over k and v (B, T, K, D) with K key/value heads.
 
-    Scores are multiplied by `scale`; a query attends to the last `window` keys (None: all), its own
-    included, of its own document. `doc_ids` (B, T) are equal within a document. The reference is
-    `kernels.attention_ref`.
+    The queries are those of the last Tq <= T tokens. Scores are multiplied by `scale`; a query
+    attends to the last `window` keys (None: all), its own included, of its own document. `doc_ids`
+    (B, T) are equal within a document. The reference is `kernels.attention_ref`.
     """
 
     def __call__(

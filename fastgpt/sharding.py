@@ -96,6 +96,19 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
     return group
 
 
+def peers(config: ParallelConfig, world: World) -> int:
+    """Returns the number of neighbouring ranks that read the same data.
+
+    Raises:
+        UserError: the ranks do not divide into such groups.
+    """
+    if world.size % config.cp:
+        raise UserError(
+            f"--parallel.cp is {config.cp}: expected a divisor of the number of ranks, {world.size}"
+        )
+    return config.cp
+
+
 def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     """Arranges the ranks: all in a line, or for hsdp in groups that hold the whole model each."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -28,10 +28,9 @@ def sdpa(
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """`AttentionOp` by F.scaled_dot_product_attention."""
-    T = q.shape[1]
-    mask = None
-    if window is not None or doc_ids is not None:
-        mask = attention_mask(T, T, causal=True, window=window, doc_ids=doc_ids, device=q.device)
+    Tq, Tk, mask = q.shape[1], k.shape[1], None
+    if window is not None or doc_ids is not None or Tq != Tk:
+        mask = attention_mask(Tq, Tk, causal=True, window=window, doc_ids=doc_ids, device=q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
         k.transpose(1, 2),

@@ -36,8 +36,8 @@ def validation_batches(
     shared = {
         "context": context,
         "micro_batch": micro_batch,
-        "rank": world.rank,
-        "world_size": world.size,
+        "rank": world.reader,
+        "world_size": world.readers,
     }
     if config.data.eval_batches:
         samples = config.data.eval_batches * config.global_batch

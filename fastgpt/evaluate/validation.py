@@ -57,7 +57,7 @@ def mean_loss(
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped
-    return total / count, int(count)
+    return total / count, int(count) // world.peers
 
 
 def perplexity(loss: float) -> float:

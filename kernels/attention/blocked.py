@@ -5,7 +5,8 @@ computed, and each block's scores stay in cache. PyTorch's fused CPU attention r
 a tenth of the matmul rate; `python -m bench` measures both.
 
 Shapes
-    q, k, v, out: (B, T, H, D); inside (B*H, T, D); weights of one block: (B*H, rows, keys)
+    q, out: (B, Tq, H, D); k, v: (B, T, H, D), the queries being those of the last Tq tokens
+    inside: (B*H, Tq or T, D); weights of one block: (B*H, rows, keys)
 """
 
 import torch
@@ -16,10 +17,13 @@ from ..dropout.op import dropout_keep
 from .op import attention_mask
 
 
-def _blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Yields (first key, first query, end) of each block of 64 rows (128 for long T: measured)."""
+def _blocks(Tq: int, T: int, window: int | None) -> list[tuple[int, int, int]]:
+    """Returns (first key, first query, end) of each block of 64 rows (128 for long T: measured).
+
+    All are positions among the T keys.
+    """
     rows = 64 if T <= 512 else 128
-    starts = range(0, T, rows)
+    starts = range(T - Tq, T, rows)
     return [
         (0 if window is None else max(0, start - window + 1), start, min(start + rows, T))
         for start in starts
@@ -38,10 +42,11 @@ class _BlockedAttention(torch.autograd.Function):
         dropout_p: float,
         doc_ids: Tensor | None,
     ) -> Tensor:
-        B, T, H, D = q.shape
-        q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
+        B, Tq, H, D = q.shape
+        before = k.shape[1] - Tq
+        q, k, v = (x.transpose(1, 2).reshape(B * H, -1, D) for x in (q, k, v))
         out = torch.empty_like(q)
-        ctx.blocks, ctx.scale, ctx.keep_scale = _blocks(T, window), scale, 1.0
+        ctx.blocks, ctx.scale, ctx.keep_scale = _blocks(Tq, k.shape[1], window), scale, 1.0
         weights, keeps = [], []
         for low, start, end in ctx.blocks:
             documents = None if doc_ids is None else doc_ids[:, low:end]
@@ -53,40 +58,40 @@ class _BlockedAttention(torch.autograd.Function):
             if doc_ids is not None:
                 bias = bias.expand(B, H, -1, -1)
             bias = bias.flatten(0, 1)  # (1 or B*H, rows, keys)
-            scores = torch.baddbmm(
-                bias, q[:, start:end], k[:, low:end].transpose(1, 2), alpha=scale
-            )
+            rows = slice(start - before, end - before)
+            scores = torch.baddbmm(bias, q[:, rows], k[:, low:end].transpose(1, 2), alpha=scale)
             weight = scores.softmax(-1)
             weights.append(weight)
             if dropout_p:
                 keep, ctx.keep_scale = dropout_keep(tuple(weight.shape), dropout_p, weight.dtype)
                 keeps.append(keep)
                 weight = (weight * keep).mul_(ctx.keep_scale)
-            out[:, start:end] = torch.bmm(weight, v[:, low:end])
+            out[:, rows] = torch.bmm(weight, v[:, low:end])
         ctx.save_for_backward(q, k, v, *weights, *keeps)
-        return out.view(B, H, T, D).transpose(1, 2)
+        return out.view(B, H, Tq, D).transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         q, k, v, *saved = ctx.saved_tensors
         weights, keeps = saved[: len(ctx.blocks)], saved[len(ctx.blocks) :]
-        B, T, H, D = dout.shape
-        dout = dout.transpose(1, 2).reshape(B * H, T, D)
+        B, Tq, H, D = dout.shape
+        before = k.shape[1] - Tq
+        dout = dout.transpose(1, 2).reshape(B * H, Tq, D)
         dq, (dk, dv) = torch.empty_like(q), torch.zeros((2, *k.shape), dtype=k.dtype)
         for i, (low, start, end) in enumerate(ctx.blocks):
-            weight, rows = weights[i], dout[:, start:end]
-            dweight = torch.bmm(rows, v[:, low:end].transpose(1, 2))
+            weight, own = weights[i], slice(start - before, end - before)
+            dweight = torch.bmm(dout[:, own], v[:, low:end].transpose(1, 2))
             kept = weight
             if keeps:
                 kept = (weight * keeps[i]).mul_(ctx.keep_scale)
                 dweight.mul_(keeps[i]).mul_(ctx.keep_scale)
-            dv[:, low:end].baddbmm_(kept.transpose(1, 2), rows)
+            dv[:, low:end].baddbmm_(kept.transpose(1, 2), dout[:, own])
             dscores = torch.ops.aten._softmax_backward_data(dweight, weight, -1, weight.dtype)
             dscores.mul_(ctx.scale)
-            dq[:, start:end] = torch.bmm(dscores, k[:, low:end])
-            dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, start:end])
-        return *(x.view(B, H, T, D).transpose(1, 2) for x in (dq, dk, dv)), *(None,) * 4
+            dq[:, own] = torch.bmm(dscores, k[:, low:end])
+            dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, own])
+        return *(x.view(B, H, -1, D).transpose(1, 2) for x in (dq, dk, dv)), *(None,) * 4
 
 
 def attention_blocked(
@@ -102,7 +107,7 @@ def attention_blocked(
     """Computes causal self-attention on CPU tensors; the result is that of `attention_ref`.
 
     Args:
-        q: (B, T, H, D), fp32 | bf16 | fp16, any strides.
+        q: (B, Tq, H, D), fp32 | bf16 | fp16, any strides.
         k: (B, T, K, D), dtype of `q`; H is a multiple of K.
         v: (B, T, K, D), dtype of `q`.
         scale: factor on the scores; D**-0.5 by default.
@@ -111,15 +116,15 @@ def attention_blocked(
         doc_ids: (B, T) integers, non-decreasing in each row; queries see their own document only.
 
     Returns:
-        Tensor: (B, T, H, D), dtype of `q`. The weights, about B*H*T*T/2 elements, are kept for the
-        backward, and with dropout a mask of the same size and dtype.
+        Tensor: (B, Tq, H, D), dtype of `q`. The weights, about B*H*T*T/2 elements if Tq is T, are
+        kept for the backward, and with dropout a mask of the same size and dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or `k` has another length than `q`.
+        ValueError: shapes, dtypes or devices do not fit, or `q` has more tokens than `k`.
     """
     check_qkv(q, k, v)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"k: expected {q.shape[1]} tokens as in q, got {k.shape[1]}")
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"q: expected at most {k.shape[1]} tokens as in k, got {q.shape[1]}")
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))

@@ -325,7 +325,8 @@ REFUSED = {
         attention_packed, (k3, 2), {}),
     "qkv: expected (B, T, 4 + 2 K, D) for 4 heads, got (2, 6, 4, 8)": (
         attention_packed, (q0, 4), {}),
-    "k: expected 6 tokens as in q, got 5": (attention_blocked, (q0, k0[:, :5], k0[:, :5]), {}),
+    "q: expected at most 5 tokens as in k, got 6": (
+        attention_blocked, (q0, k0[:, :5], k0[:, :5]), {}),
 }  # fmt: skip
 
 

@@ -49,6 +49,16 @@ def test_on_a_cpu_documents_are_kept_apart(name, lengths, options):
     assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, **options)
 
 
+@pytest.mark.parametrize("T", [1, 63, 130])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 50}, {"doc_ids": docs(100, 100)[None]}], ids=str
+)
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_on_a_cpu_queries_may_be_those_of_the_last_tokens(name, options, T):
+    inputs = make(1, T, 4, 8, K=2, Tk=200)
+    assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, **options)
+
+
 def dropped_weights(op, q: Tensor, k: Tensor, p: float, seed: int, **options) -> Tensor:
     """Returns the attention weights (B, H, T, T) after dropout: the output where v is the identity.
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,11 +32,13 @@ def test_a_run_goes_on_with_another_kind(fit, tiny, tmp_path):
         assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)
 
 
-def test_sigterm_saves_shared_weights(tiny, tmp_path):
-    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1 --parallel.kind fsdp"
-    process = torchrun(2, TRAIN, *tiny(flags))
+@pytest.mark.parametrize("kind", ["--parallel.kind fsdp", "--parallel.cp 2"])
+def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, tiny, tmp_path):
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(2, TRAIN, *tiny(flags, kind))
     read_until(process, r"^step +20/")
-    os.killpg(process.pid, signal.SIGTERM)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[1]), signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert "Warning" not in err
     [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")

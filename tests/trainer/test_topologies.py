@@ -16,7 +16,10 @@ TRAIN = {
     "train.recompute": ("full", "selective", "none"),
 }  # fmt: skip
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
-KINDS = {2: ("", FSDP, f"{FSDP} --parallel.no-reshard"), 3: (FSDP,), 4: (HSDP, FSDP)}
+CP = "--parallel.cp 2"
+KINDS = {
+    2: ("", FSDP, f"{FSDP} --parallel.no-reshard", CP), 3: (FSDP,), 4: (HSDP, FSDP, f"{FSDP} {CP}"),
+}  # fmt: skip
 
 
 def as_flags(given) -> str:
@@ -50,7 +53,7 @@ def examples(ranks: int, count: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 5), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 6), (3, 2), (4, 4)])
 def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
     """Relative: 1e-5 after 50 steps; with Muon, whose bf16 products enlarge roundings, 2e-4."""
     always = f"--data.source {prepared(tmp_path / 'data', texts(60))} --steps 50 --eval-every 25"

@@ -1,0 +1,125 @@
+"""Context parallelism: the ranks of a group compute parts of the same sequences.
+
+A sequence is cut into twice as many chunks as ranks. Of n ranks, rank i has the chunks i and
+2 n - 1 - i: an early one and a late one, because late queries attend to more keys. All but
+attention works on a rank's own tokens; for attention, keys and values are gathered from the group,
+and their gradients summed.
+
+Source
+    Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2: chunks and all-gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastgpt.config import Config
+from fastgpt.data.items import IGNORED
+from fastgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from fastgpt.distributed import World
+    from fastgpt.ops import AttentionOp
+
+
+def check_context(config: Config) -> None:
+    """Raises `UserError` if a setting does not go with `config.parallel.cp` ranks."""
+    cp, context = config.parallel.cp, config.model.context
+    if config.model.architecture != "gpt" or config.train.eval_tasks:
+        raise UserError(
+            f"--parallel.cp is {cp}: expected model.architecture gpt, and no --train.eval-tasks"
+        )
+    if context % (2 * cp):
+        raise UserError(
+            f"--parallel.cp is {cp}: expected --model.context to be a multiple of {2 * cp},"
+            f" not {context}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A rank's part of each sequence of its group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    def positions(self, T: int, device: torch.device) -> Tensor:
+        """Returns the positions of this rank's tokens, (T / size,) int64, in increasing order."""
+        chunks = torch.arange(T, device=device).view(2 * self.size, -1)
+        return torch.cat([chunks[i] for i in self._own()])
+
+    def _own(self) -> tuple[int, int]:
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def targets(self, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns this rank's targets, and the weight of their mean loss.
+
+        Averaged over the ranks with these weights, the losses are the mean over all targets.
+
+        Args:
+            targets: (B, T) of whole sequences.
+        """
+        own = targets[:, positions]
+        count, total = (own != IGNORED).sum(), (targets != IGNORED).sum()
+        # a mean over no target would be NaN; its weight is 0
+        return own.masked_fill(count == 0, 0), self.size * count / total
+
+    def attend(
+        self,
+        attention: AttentionOp,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        doc_ids: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """Computes attention of this rank's queries over keys and values of whole sequences.
+
+        Args:
+            q: (B, T / size, H, D); k and v (B, T / size, K, D).
+            doc_ids: (B, T) of whole sequences.
+        """
+        chunk = q.shape[1] // 2
+        keys, values = self._gathered(torch.stack((k, v)))
+        outs = []
+        for i, queries in zip(self._own(), q.split(chunk, dim=1)):
+            end = (i + 1) * chunk  # the queries are the last of these
+            ids = None if doc_ids is None else doc_ids[:, :end].contiguous()
+            seen = (x[:, :end].contiguous() for x in (keys, values))
+            outs.append(attention(queries.contiguous(), *seen, doc_ids=ids, **options))
+        return torch.cat(outs, dim=1)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Joins the ranks' tokens, in the order of the sequence: x (2, B, T / size, K, D)."""
+        from torch.distributed import _functional_collectives as collectives
+
+        # renamed in PyTorch 2.13
+        gather = getattr(collectives, "all_gather_single_autograd", None)
+        gather = gather or collectives.all_gather_tensor_autograd
+        parts = gather(x, 0, self.group).view(self.size, *x.shape)
+        early, late = parts.chunk(2, dim=3)
+        in_order = [*early.unbind(), *reversed(late.unbind())]
+        return torch.cat(in_order, dim=2)
+
+
+def split_context(config: Config, world: World, device: str) -> Split | None:
+    """Makes the groups of ranks that share sequences; None if each rank has its own.
+
+    Raises:
+        UserError: a setting does not go with it, or the ranks do not divide into groups.
+    """
+    cp = config.parallel.cp
+    if cp == 1:
+        return None
+    check_context(config)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device, (world.size // cp, cp), mesh_dim_names=("data", "context"))
+    return Split(mesh.get_local_rank("context"), cp, mesh.get_group("context"))
