@@ -7,6 +7,8 @@ A checkpoint is a folder `step_00000500`:
     tokenizer.json      so that a checkpoint can always decode its own output
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
+If ranks share the weights, `shard-*.safetensors` and `state.json` replace the first two; see
+`fastgpt.shard_files`.
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
 """
@@ -16,9 +18,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,15 @@ from torch import Tensor
 
 from fastgpt import tensors
 from fastgpt.errors import UserError, is_disk_full, reason, writing
+from fastgpt.shard_files import SHARDS, STATE, Shards, read_state
 from fastgpt.storage import parse_json, sync_directory
 
 FORMAT_VERSION = 2
+RECORD = "checkpoint.json"
 STEP = re.compile(r"step_\d{8,}")
-FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.json", "huggingface.json")
-OPTIONAL = ("tokenizer.json", "huggingface.json")
-"""A model that was converted may lack the first, and it alone has the second."""
+WHOLE = ("model.safetensors", "state.pt")
+REST = ("config.json", "tokenizer.json", "huggingface.json")
+"""A model that was converted may lack the second, and it alone has the third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Checkpoint:
     weights: tensors.Weights
     """They are read from the file when they are asked for."""
     state: dict[str, Any]
+    shards: Shards | None
+    """Tensors that ranks wrote together: those that `state` names, and the weights."""
 
 
 def save(
@@ -53,55 +60,85 @@ def save(
     *,
     weights: Mapping[str, Tensor],
     state: dict[str, Any],
-    config_json: str,
-    save_tokenizer: Callable[[Path], None] | None,
-    keep: int,
-    huggingface_json: str | None = None,
+    **fixed: Any,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes all but the newest `keep`.
 
     Args:
-        huggingface_json: `Source.kept` of a model that was converted.
+        fixed: `config_json`, `save_tokenizer`, `keep`, and of a model that was converted
+            `huggingface_json`, its `Source.kept`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.
     """
-    final = step_path(folder, step)
-    temporary = folder / f".writing_{step:08d}"
-    try:
-        for pattern in (".writing_*", ".removing_*", ".best"):  # left by a process that was killed
-            for left_over in folder.glob(pattern):
-                shutil.rmtree(left_over)
-        temporary.mkdir(parents=True)
+    draft = Draft(folder, step)
+    with draft.errors():
+        draft.begin()
         plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-        tensors.write(temporary / "model.safetensors", plan, weights.values())
-        with (temporary / "state.pt").open("wb") as file:  # with a path, errors lack the reason
+        tensors.write(draft.path / WHOLE[0], plan, weights.values())
+        with (draft.path / WHOLE[1]).open("wb") as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        (temporary / "config.json").write_text(config_json)
+        return draft.publish({name: sha256(draft.path / name) for name in WHOLE}, **fixed)
+
+
+class Draft:
+    """Checkpoint of a step that is being written, under a temporary name."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        self.path = folder / f".writing_{step:08d}"
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Removes it after an error in the context, which becomes a `UserError`."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UserError(_cannot_save(self.folder, self.step, error)) from error
+
+    def begin(self) -> None:
+        """Makes its folder, and removes what a process that was killed has left."""
+        for pattern in (".writing_*", ".removing_*", ".best"):
+            for left_over in self.folder.glob(pattern):
+                shutil.rmtree(left_over)
+        self.path.mkdir(parents=True)
+
+    def publish(
+        self,
+        hashes: Mapping[str, str],
+        *,
+        config_json: str,
+        save_tokenizer: Callable[[Path], None] | None,
+        keep: int,
+        huggingface_json: str | None = None,
+    ) -> Path:
+        """Adds the other files, and gives it its name.
+
+        Args:
+            hashes: sha256 of each file that is there.
+        """
+        (self.path / "config.json").write_text(config_json)
         if save_tokenizer is not None:
-            save_tokenizer(temporary / "tokenizer.json")
+            save_tokenizer(self.path / "tokenizer.json")
         if huggingface_json is not None:
-            (temporary / "huggingface.json").write_text(huggingface_json)
-        files = [name for name in FILES if (temporary / name).exists()]
+            (self.path / "huggingface.json").write_text(huggingface_json)
+        rest = {x: sha256(self.path / x) for x in REST if (self.path / x).exists()}
         record = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "sha256": {name: _sha256(temporary / name) for name in files},
-        }
-        (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
-        for name in (*files, "checkpoint.json"):
-            with (temporary / name).open("rb+") as file:
+            "format_version": FORMAT_VERSION, "step": self.step, "sha256": {**hashes, **rest},
+        }  # fmt: skip
+        (self.path / RECORD).write_text(json.dumps(record, indent=1))
+        for name in (*record["sha256"], RECORD):
+            with (self.path / name).open("rb+") as file:
                 os.fsync(file.fileno())
-        sync_directory(temporary)
+        sync_directory(self.path)
+        final = step_path(self.folder, self.step)
         _remove(final)
-        temporary.rename(final)
-        sync_directory(folder)
-        for old in steps_on_disk(folder)[:-keep]:
+        self.path.rename(final)
+        sync_directory(self.folder)
+        for old in steps_on_disk(self.folder)[:-keep]:
             _remove(old)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(_cannot_save(folder, step, error)) from error
-    return final
+        return final
 
 
 def _cannot_save(folder: Path, step: int, error: Exception) -> str:
@@ -186,36 +223,38 @@ def load(path: Path, *, state: bool = True) -> Checkpoint:
     for name in record["sha256"]:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
-        found, expected = _sha256(path / name), record["sha256"][name]
+        found, expected = sha256(path / name), record["sha256"][name]
         if found != expected:
             raise UserError(
                 f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
                 f"expected {str(expected)[:16]}..."
             )
-    return Checkpoint(
-        path=path,
-        step=record["step"],
-        weights=tensors.read(path / "model.safetensors"),
-        state=_state(path) if state else {},
-    )
+    if STATE in record["sha256"]:
+        strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
+        if strange:
+            raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
+        values, shards = read_state(path), Shards(path)
+        weights = shards.whole(values.get("rows", {}))
+    else:
+        values, shards = _state(path) if state else {}, None
+        weights = tensors.read(path / WHOLE[0])
+    return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
 
 
 def _state(path: Path) -> dict[str, Any]:
-    state = tensors.unpickle(path / "state.pt")
+    state = tensors.unpickle(path / WHOLE[1])
     if not isinstance(state, dict):
-        raise UserError(f"{path / 'state.pt'} holds {type(state).__name__}: expected a dictionary")
+        raise UserError(f"{path / WHOLE[1]} holds {type(state).__name__}: expected a dictionary")
     return state
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
     try:
-        record = parse_json((path / "checkpoint.json").read_text())
+        record = parse_json((path / RECORD).read_text())
         version = record["format_version"]
         whole = version != FORMAT_VERSION or (
-            type(record["step"]) is int
-            and record["step"] >= 0
-            and set(FILES) - set(OPTIONAL) <= set(record["sha256"]) <= set(FILES)
+            type(record["step"]) is int and record["step"] >= 0 and _are_all(set(record["sha256"]))
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
@@ -226,6 +265,15 @@ def read_record(path: Path) -> dict[str, Any]:
             f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
         )
     return record
+
+
+def _are_all(names: set[str]) -> bool:
+    """Returns True if these are the names of the files of a checkpoint."""
+    least = {"config.json", *WHOLE}
+    if STATE in names:
+        shards = {name for name in names if fnmatch(name, SHARDS) and Path(name).name == name}
+        least = {"config.json", STATE, *shards}
+    return len(least) > 2 and least <= names <= least | set(REST)
 
 
 def find(resume: str, *, state: bool = True) -> tuple[Checkpoint, list[str]]:
@@ -239,7 +287,7 @@ def find(resume: str, *, state: bool = True) -> tuple[Checkpoint, list[str]]:
         UserError: there is no valid checkpoint.
     """
     path, complaints = Path(resume), []
-    if (path / "checkpoint.json").exists():
+    if (path / RECORD).exists():
         return load(path, state=state), []
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
@@ -264,6 +312,7 @@ def set_aside_after(folder: Path, step: int) -> None:
             path.rename(aside)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

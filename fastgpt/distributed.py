@@ -91,14 +91,21 @@ class World:
         """Waits until every rank has called this."""
         self.sum(torch.zeros(())).item()
 
-    def on_main(self, work: Callable[[], T], *, patient: bool = False) -> T:
+    def on_main(
+        self,
+        work: Callable[[], T],
+        *,
+        patient: bool = False,
+        group: Any = None,
+    ) -> T:
         """Calls `work` on the main rank; every rank returns its result or raises its `UserError`.
 
-        The other ranks wait: up to the backend's timeout, or up to 30 days if `patient`.
+        The other ranks wait: up to the timeout of the backend or `group`, or up to 30 days if
+        `patient`.
         """
         # the default timeout is half an hour; the group is made while all ranks are here
-        long = patient and self.size > 1
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if long else None
+        if patient and self.size > 1:
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
         value, problem = None, None
         if self.is_main:
             try:

@@ -29,6 +29,7 @@ from fastgpt.evaluate.validation import mean_loss
 from fastgpt.finite import Finite, check_weights
 from fastgpt.lecture import build_model
 from fastgpt.metrics import flops_per_token, least_bytes
+from fastgpt.model import VOCAB_TABLES
 from fastgpt.opening import open_for_run
 from fastgpt.optim import Optimizers
 from fastgpt.pace import Stopwatch
@@ -42,7 +43,6 @@ from fastgpt.sharding import (
     peers,
     ranks_of_a_model,
     shard,
-    wholes_in_host_memory,
     without_sync,
 )
 from fastgpt.tensors import in_memory
@@ -173,9 +173,13 @@ class Engine:
         self.resumed_from = found.path
         self.changes = run.changes(run.saved_config(found.path), self.config)
         try:
-            load_weights(self.model, found.weights)
-            self.optimizers.load_state_dict(found.state["optimizers"])
-            corpus, loader = found.state["corpus"], dict(found.state["loader"])
+            state = found.state
+            if found.shards is None:
+                load_weights(self.model, found.weights)
+            else:
+                state = found.shards.restore(state, self.model, self.optimizers.all)
+            self.optimizers.load_state_dict(state["optimizers"])
+            corpus, loader = state["corpus"], dict(state["loader"])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
         self.step = found.step
@@ -365,12 +369,12 @@ class Engine:
         return [epoch + index / size for epoch, index, size in places]
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the weights and the state that a checkpoint stores; a collective operation.
-
-        With shared weights their tensors are empty on all ranks but the main one.
-        """
-        tree = self.model.state_dict(), self.state()
-        return wholes_in_host_memory(tree, keep=self.world.is_main) if self.sharded else tree
+        """Returns the weights and the state that a checkpoint stores; of shared ones the parts."""
+        if not self.sharded:
+            return self.model.state_dict(), self.state()
+        weights = {name: x.detach() for name, x in self.model.named_parameters()}
+        rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
+        return weights, self.state() | {"rows": rows}
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint stores besides the weights."""

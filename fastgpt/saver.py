@@ -6,18 +6,23 @@ steps and evaluations.
 
 import copy
 import ctypes
+import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastgpt import checkpoint
-from fastgpt.errors import UserError, reason
+from fastgpt import checkpoint, shard_files
+from fastgpt.distributed import PATIENCE, World
+from fastgpt.errors import OtherRankError, UserError, reason
+from fastgpt.sharding import part
 
 T = TypeVar("T")
 
@@ -45,9 +50,10 @@ class Snapshot:
         try:
             for number, tensor in enumerate(tensors):
                 buffer = self._buffer(number, tensor)
-                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
+                own = part(buffer)
+                ctypes.memset(own.data_ptr(), 0, own.nbytes)
         except RuntimeError as error:
-            size = sum(tensor.nbytes for tensor in tensors) / 2**30
+            size = sum(part(tensor).nbytes for tensor in tensors) / 2**30
             raise UserError(
                 f"no host memory for a copy of weights and optimizer state ({size:.1f} GiB), from"
                 f" which checkpoints are written: {reason(error)}"
@@ -117,12 +123,17 @@ class Saver(Publisher):
 
     Args:
         folder: folder of the checkpoints.
+        world: the ranks, if they share the weights: each has a saver, and they write together.
         fixed: what `checkpoint.save` is given each time: `config_json`, `save_tokenizer`, `keep`.
     """
 
-    def __init__(self, folder: Path, **fixed: Any) -> None:
+    def __init__(self, folder: Path, world: World | None = None, **fixed: Any) -> None:
         super().__init__()
         self.folder, self._write = folder, partial(checkpoint.save, folder, **fixed)
+        if world is not None:
+            # of its own, because the thread's collectives run beside those of training
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._write = partial(_save_shards, folder, world=world, group=group, **fixed)
         self._snapshot = Snapshot()
         self._started: int | None = None
         self.reserved = False
@@ -151,3 +162,48 @@ class Saver(Publisher):
         """Starts to copy the checkpoint of `step` to `best`, once it is written."""
         path = checkpoint.step_path(self.folder, step)
         self.start(lambda: checkpoint.mark_best(path))
+
+
+def _save_shards(
+    folder: Path,
+    step: int,
+    *,
+    weights: dict[str, Tensor],
+    state: dict[str, Any],
+    world: World,
+    group: dist.ProcessGroup,
+    **fixed: Any,
+) -> None:
+    """Writes a checkpoint as `checkpoint.save` does, each rank its parts; a collective operation.
+
+    Raises:
+        UserError: the disk is full or cannot be written, on any rank.
+    """
+    draft = checkpoint.Draft(folder, step)
+    parts = {shard_files.MODEL + name: x for name, x in weights.items()}
+    plain = {key: shard_files.apart(x, key, parts) for key, x in state.items()}
+
+    def begin() -> None:
+        with draft.errors():
+            draft.begin()
+
+    def publish() -> None:
+        with draft.errors():
+            path = draft.path / shard_files.STATE
+            path.write_text(json.dumps(plain, indent=1))
+            hashes[path.name] = checkpoint.sha256(path)
+            draft.publish(hashes, **fixed)
+
+    world.on_main(begin, group=group)
+    try:
+        with draft.errors() if world.is_main else nullcontext():
+            shard_files.write(draft.path, parts, group)
+            mine = sorted(draft.path.glob(shard_files.SHARDS))[world.rank :: world.size]
+            found: list[Any] = [None] * world.size
+            dist.all_gather_object(
+                found, {path.name: checkpoint.sha256(path) for path in mine}, group
+            )
+            hashes = {name: value for some in found for name, value in some.items()}
+    except OSError as error:
+        raise OtherRankError(str(error)) from error
+    world.on_main(publish, group=group)

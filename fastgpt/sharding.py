@@ -12,12 +12,11 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fastgpt.config import Config, ParallelConfig
 from fastgpt.distributed import World
@@ -147,23 +146,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_sharded(x) else x
 
 
-def wholes_in_host_memory(tree: Any, *, keep: bool) -> Any:
-    """Returns `tree` with its tensors whole, in host memory; a collective operation.
-
-    Args:
-        keep: False takes part, and keeps nothing: one rank is enough to hold all of it.
-    """
-
-    def gathered(x: Tensor) -> Tensor:
-        x = whole(x)
-        return x.cpu() if keep else x.new_empty(0)
-
-    return tree_map_only(Tensor, gathered, tree)
-
-
 def part_like(x: Tensor, like: Tensor) -> Tensor:
     """Shares out a whole tensor, which every rank has, as `like` is; without communication."""
-    if not is_sharded(like):
+    if is_sharded(x) or not is_sharded(like):
         return x
     from torch.distributed.tensor import distribute_tensor
 

@@ -118,6 +118,7 @@ class Trainer:
         template = self.engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
+            self.world if self.engine.sharded else None,
             config_json=to_json(self.config),
             save_tokenizer=self.engine.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
@@ -225,8 +226,8 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if not self.saver.reserved and self.world.is_main and not engine.sharded:
-                self.saver.reserve(engine.model.state_dict(), engine.state())
+            if not self.saver.reserved and (self.world.is_main or engine.sharded):
+                self.saver.reserve(*engine.snapshot())
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
@@ -297,19 +298,26 @@ class Trainer:
         self.display.step(record, self.config.steps)
 
     def _save(self) -> None:
-        """Starts a checkpoint on the main rank; raises if loss or weights are not finite."""
+        """Starts a checkpoint; raises if loss or weights are not finite."""
         engine = self.engine
         self._doing("saving")
         engine.finite_loss()
         engine.check_weights()
         weights, state = engine.snapshot()
-        self.world.on_main(lambda: self.saver.save(engine.step, weights, state))
+        self._by_savers(lambda: self.saver.save(engine.step, weights, state))
 
     def _publish(self) -> None:
         """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
         self._doing("saving")
-        self.world.on_main(self.saver.wait)
+        self._by_savers(self.saver.wait)
         self._doing()
+
+    def _by_savers(self, work: Callable[[], None]) -> None:
+        """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
+        if self.engine.sharded:  # an error of one's writing is an error on all
+            work()
+        else:
+            self.world.on_main(work)
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastgpt import checkpoint, saver
-from fastgpt.checkpoint import FILES, FORMAT_VERSION
+from fastgpt.checkpoint import FORMAT_VERSION, REST, WHOLE
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
@@ -56,7 +56,7 @@ def test_what_is_saved_is_read_back(folder):
     assert (saved.path, saved.step) == (folder / "step_00000005", 5)
     assert saved.weights["wte.weight"].tolist() == [5.0] * 8
     assert saved.state["loader"] == {"epoch": 0, "index": 5}
-    assert content(saved.path) == sorted([*FILES, "checkpoint.json"])
+    assert content(saved.path) == sorted([*WHOLE, *REST, "checkpoint.json"])
     modes = {path.stat().st_mode for path in saved.path.iterdir()}
     assert len(modes) == 1, "others may read either all of it or nothing"
 
@@ -244,7 +244,7 @@ def cut(path):
 
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*WHOLE, *REST])
 def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
     save(folder, 1)
     newest = save(folder, 2)
