@@ -173,12 +173,7 @@ class Engine:
         self.resumed_from = found.path
         self.changes = run.changes(run.saved_config(found.path), self.config)
         try:
-            state = found.state
-            if found.shards is None:
-                load_weights(self.model, found.weights)
-            else:
-                state = found.shards.restore(state, self.model, self.optimizers.all)
-            self.optimizers.load_state_dict(state["optimizers"])
+            state = self.load(found)
             corpus, loader = state["corpus"], dict(state["loader"])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
@@ -191,6 +186,16 @@ class Engine:
             )
             return None
         return loader
+
+    def load(self, found: checkpoint.Checkpoint) -> dict[str, Any]:
+        """Loads weights and optimizers, and returns the state; a collective operation."""
+        state = found.state
+        if found.shards is None:
+            load_weights(self.model, found.weights)
+        else:
+            state = found.shards.restore(state, self.model, self.optimizers.all)
+        self.optimizers.load_state_dict(state["optimizers"])
+        return state
 
     def _start(self) -> None:
         """Loads the model that `config.init_from` names, if any, and with `take_over` its step."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from fastgpt.errors import UserError, brief
+from fastgpt.sharding import is_sharded
 from fastgpt.storage import parse_json
 from fastgpt.tensors import Weights
 
@@ -79,7 +79,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = parse_json((folder / STATE).read_text())
         if type(state) is not dict:
             raise TypeError(f"{type(state).__name__} in place of a dictionary")
-    except (OSError, ValueError, TypeError) as error:
+        if any(type(x) is not int or x < 1 for x in state["rows"].values()):
+            raise ValueError("the numbers of rows are damaged")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / STATE} cannot be read: {brief(error)}") from error
     return state
 
@@ -97,20 +99,21 @@ class Shards:
         self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
         try:
             read = self._reader.read_metadata()
-            self._files = read.storage_data
             self.plan = {name: _meta(name, x) for name, x in read.state_dict_metadata.items()}
         except Exception as error:  # damaged headers end in almost any
             raise UserError(f"the shards in {folder} cannot be read: {brief(error)}") from error
 
-    def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """Fills tensors, plain ones or parts of shared ones; with those a collective operation.
+    def read_into(self, tensors: dict[str, Tensor], *, alone: bool) -> None:
+        """Fills tensors, plain ones or parts of shared ones.
+
+        Args:
+            alone: without the other ranks; else it is a collective operation.
 
         Raises:
             UserError: there is none of such a name or shape, or it cannot be read.
         """
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        alone = not dist.is_initialized()
         try:
             with warnings.catch_warnings():  # that it takes this for a single process
                 warnings.simplefilter("ignore")
@@ -139,7 +142,7 @@ class Shards:
                 for entry in moments.values():
                     if self.plan[entry["tensor"]].shape == weight.shape:
                         wanted[entry["tensor"]] = torch.zeros_like(weight)
-        self.read_into(wanted)
+        self.read_into(wanted, alone=not any(map(is_sharded, wanted.values())))
         return together(state, wanted)
 
     def whole(self, rows: Mapping[str, int]) -> Weights:
@@ -156,12 +159,8 @@ class Shards:
         return Weights(plan, lambda name: self._whole(MODEL + name)[: rows.get(name)])
 
     def _whole(self, name: str) -> Tensor:
-        found = torch.empty_like(self.plan[name], device="cpu")
-        for index, stored in self._files.items():
-            if index.fqn == name:
-                with safe_open(stored.relative_path, "pt") as file:
-                    places = zip(index.offset, stored.shape)
-                    found[tuple(slice(x, x + n) for x, n in places)] = file.get_tensor(name)
+        found = torch.zeros_like(self.plan[name], device="cpu")
+        self.read_into({name: found}, alone=True)
         return found
 
 

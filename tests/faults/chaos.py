@@ -123,6 +123,9 @@ WORKS = {
         result=lambda: {x.name: x.read_bytes() for x in Path("data").rglob("*.bin")},
     ),
     "two ranks": training("--steps 80 --save-every 20", 40, one_rank=True),
+    "two ranks, saving parts": training(
+        "--parallel.kind fsdp --steps 40 --save-every 2", 4, one_rank=True
+    ),
     "stopping": training("--steps 160 --save-every 160", 0, how=signal.SIGTERM),
 }  # fmt: skip
 

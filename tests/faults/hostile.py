@@ -43,6 +43,7 @@ from tests.convert.models import OURS, converted, saved_run
 from tests.data.sets import prepared, texts, write_shard
 from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
+from tests.trainer.test_shard_files import written_by_ranks
 
 RECORD = ROOT / "docs" / "reliability.json"
 CPU_S, SPACE = 2.0, 2**29
@@ -98,6 +99,10 @@ def targets(folder: Path) -> dict[str, Target]:
         record = "checkpoints/step_00000000/checkpoint.json"
         found[f"run of {name}"] = Target(runs[name], partial(load_run, runs[name]), record)
         _add_state((runs[name] / record).parent)
+    parts = saved_run(folder / "parts", ByteTokenizer(), dim=16, vocab_size=256)
+    _add_state((parts / record).parent)
+    written_by_ranks((parts / record).parent, 2, padded=256)
+    found["run of two ranks"] = Target(parts, partial(load_run, parts), record)
     for name, to, target in (
         ("gpt2", "hf", "hf-gpt2"), ("llama", "hf", "hf-llama"), ("gpt2", "llmc", "llmc/model.bin"),
         ("erf", "nanogpt", "nanogpt/model.pt"),
