@@ -3,25 +3,31 @@
 A run of the recipe, with GPT-2's vocabulary, takes one step of a single sequence and then saves
 several times. A save holds up training while weights are checked, and weights and optimizer state
 are copied to host memory; a thread writes the copy afterwards. Nobody trains meanwhile.
+
+Under torchrun with `--kind fsdp` each rank copies and writes its parts; the slowest rank counts.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bench import records
-from fastgpt import flags
+from fastgpt import checkpoint, distributed, flags
 from fastgpt.cli import parse
+from fastgpt.distributed import World
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.recipes import RECIPES
+from fastgpt.sharding import part
 from fastgpt.trainer import Trainer
 
 FLAGS = (
@@ -39,37 +45,57 @@ class Save:
     rounds: int = 5
     """Number of checkpoints."""
     folder: Path = Path()
-    """Folder on the disk to write to; nothing stays there."""
+    """Folder on the disk to write to; nothing stays there, unless a run is named."""
+    kind: Literal["ddp", "fsdp"] = "ddp"
+    """Part of the model that each rank keeps: all of it (ddp) or a part (fsdp)."""
+    keep: str | None = None
+    """Name of a run in the folder, which stays there. If it exists, the time is also measured to
+    verify and load its last checkpoint, which any number of ranks may have written."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise UserError(f"--rounds is {self.rounds}: expected 1 or more")
 
 
-def measure(recipe: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    batch = f"--train.batch-tokens {RECIPES[recipe][1].model.context} --run-dir {folder / 'run'}"
-    trainer = Trainer(parse([recipe, *FLAGS.split(), *batch.split()]))
-    engine, saver, rows = trainer.engine, trainer.saver, []
+def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
+    """Saves several times, and reads an earlier checkpoint in `path` before, if there is one."""
+    exists, ranks = path.exists(), int(os.environ.get("WORLD_SIZE", 1))
+    batch = RECIPES[asked.recipe][1].model.context * ranks
+    more = f"--train.batch-tokens {batch} --run-dir {path} --resume auto --steps {1 + exists}"
+    config = parse([asked.recipe, *FLAGS.split(), *more.split(), "--parallel.kind", asked.kind])
+    trainer = Trainer(config)
+    engine, saver, world, rows = trainer.engine, trainer.saver, trainer.world, []
+    read = {}
+    if exists:
+        last = checkpoint.steps_on_disk(path / "checkpoints")[-1]
+        read["verify"] = _seconds(lambda: checkpoint.load(last), world)
+        read["load"] = _seconds(lambda: engine.load(checkpoint.load(last)), world) - read["verify"]
     engine.train_step()
-    saver.reserve(engine.model.state_dict(), engine.state())
+    writes = engine.sharded or world.is_main
+    if writes:
+        saver.reserve(*engine.snapshot())
     try:
-        for step in range(1, rounds + 1):
-            saver.wait()
-            tree = (engine.model.state_dict(), engine.state())
-            check = _seconds(engine.check_weights)
-            copy = _seconds(partial(saver.save, step, *tree))
-            rows.append({"check": check, "copy": copy, "write": _seconds(saver.wait)})
-            rows[-1]["bytes"] = sum(x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor))
+        for step in range(engine.step, engine.step + asked.rounds):
+            trainer._publish()
+            tree = engine.snapshot()
+            check = _seconds(engine.check_weights, world)
+            copy = _seconds(partial(saver.save, step, *tree) if writes else time.time, world)
+            row = {"check": check, "copy": copy, "write": _seconds(trainer._publish, world), **read}
+            own = (part(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
+            rows.append({"ranks": world.size, "parallel": asked.kind, **row})
+            rows[-1]["bytes"] = sum(x.nbytes for x in own)
     finally:
         saver.close()
         engine.loader.close()
-    return rows
+    return world, rows
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], object], world: World) -> float:
+    """Returns the time that the slowest rank takes."""
+    world.barrier()
     start = time.perf_counter()
     work()
-    return time.perf_counter() - start
+    return float(world.gather(torch.tensor([time.perf_counter() - start])).max())
 
 
 def main(argv: list[str]) -> None:
@@ -77,14 +103,23 @@ def main(argv: list[str]) -> None:
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        rows = measure(asked.recipe, asked.rounds, Path(folder).absolute())
+        start = distributed.start("cpu")
+        path = start.from_main(Path(folder)) / "run"
+        if asked.keep is not None:
+            path = asked.folder / asked.keep
+        world, rows = measure(asked, path.absolute())
+        world.barrier()
+    if not world.is_main:
+        return
     lines = []
     for row in rows:
         held = row["check"] + row["copy"]
         figures = (held, row["check"], row["copy"], row["write"])
         rate = f"{row['bytes'] / 1e9:.2f} GB at {row['bytes'] / row['copy'] / 1e9:.1f} GB/s"
         lines.append((*(f"{seconds:.3f}" for seconds in figures), rate))
-    records.show("held up, s|check|copy|then written, s|copied", lines)
+    records.show("held up, s|check|copy|then written, s|copied by a rank", lines)
+    if "load" in rows[0]:
+        print(f"read: verified in {rows[0]['verify']:.3f} s, loaded in {rows[0]['load']:.3f} s")
     print(records.Writer("cpu").write("save", *rows))
 
 
