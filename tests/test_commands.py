@@ -37,12 +37,12 @@ SHORTER = [
     (r" --epochs \S+", ""),
     (r" PYTHON=\S+", ""),
     (r"^(torchrun.*)=8", r"\1=2"),
-    (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)).)*$", rf"\g<0>{TINY}"),
+    (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)| -m ).)*$", rf"\g<0>{TINY}"),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
     (r"^make (test|test-full)(?= |$)", r"\g<0> ARGS='-n0 tests/test_layering.py'"),
     (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
-    (r"^make chaos$", "make chaos ARGS='--tries 6 --out out.json'"),
+    (r"^make chaos$", "make chaos ARGS='--tries 7 --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
     (r"^make bench-regress.*$", "make bench-regress ARGS='-k add_layer_norm'"),
@@ -68,13 +68,14 @@ SHORTER = [
     (r"^python -m bench.muon \S+.*$", "python -m bench.muon shakespeare-cpu --rounds 2"),
     (r"^python -m bench.generate$", r"\g<0> shakespeare-cpu --prompt 8 --tokens 3 --rounds 2"),
     (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
+    (r"bench.save gpt2-124m --kind fsdp$", "bench.save shakespeare-cpu --kind fsdp --rounds 1"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
     (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
 # How the last line begins, where it tells that all went well.
 LAST = {
-    r"(python train.py|torchrun|make train)(?!.* --help)": "to train longer: ",
+    r"(python train.py|torchrun|make train)(?!.* (--help|-m ))": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"python -m fastgpt.evaluate": r"(lambada +perplexity|mybook.txt +bits_per_byte) +\d",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
