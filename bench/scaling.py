@@ -57,6 +57,9 @@ MODELS = {
 """Network and sequences of a rank in one step. The last two have the sizes of Llama 2's."""
 
 
+LONG, CONTEXT = "7B", 32_768
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A kind of parallel training, and the number format in which gradients are exchanged."""
@@ -132,13 +135,29 @@ def padded(unit: Unit, ranks: int) -> int:
     return sum(-(-shape[0] // ranks) * ranks * shape[1:].numel() for shape in unit)
 
 
+def keys_bytes(config: ModelConfig, sequences: int, dtype: str) -> int:
+    """Counts the bytes of the keys and values of whole sequences in one layer."""
+    width = 2 * config.kv_heads * config.head_dim
+    return BYTES[dtype] * sequences * config.context * width
+
+
 def exchange(
-    parts: Sequence[Unit], plan: Plan, ranks: int, micro_steps: int = 1
+    parts: Sequence[Unit], plan: Plan, ranks: int, micro_steps: int = 1, keys: int = 0
 ) -> Iterator[tuple[str, Collective]]:
-    """Yields the collectives of a step with AdamW: (root, block or step, one for all blocks)."""
+    """Yields the collectives of a step with AdamW: (root, block, context or step, one for all).
+
+    Args:
+        keys: see `keys_bytes`; for a micro-batch, with context parallelism.
+    """
     parallel, size = plan.parallel, BYTES[plan.gradients]
-    yield "step", Collective("all_reduce", 8, ranks)  # was any rank asked to stop?
+    meets = parallel.kind != "ddp" or parallel.cp > 1  # in each forward
+    checks = max(1, micro_steps - 1) if meets else 1
+    yield "step", Collective("all_reduce", 8, ranks, times=checks)  # was any rank asked to stop?
     yield "step", Collective("all_reduce", 4, ranks)  # the loss
+    if parallel.cp > 1:
+        for op in ("all_gather", "reduce_scatter"):
+            times = (len(parts) - 1) * micro_steps
+            yield "context", Collective(op, keys, parallel.cp, times=times)
     if parallel.kind == "ddp":
         yield "root", Collective("all_reduce", size * sum(padded(x, 1) for x in parts), ranks)
         return
@@ -264,6 +283,28 @@ def compute_seconds(config: ModelConfig, tokens: int) -> tuple[float, float]:
 # --- the page -------------------------------------------------------------------------------------
 
 
+def long_contexts() -> Iterator[tuple[str, ...]]:
+    """Yields a row for each number of ranks that share a long sequence."""
+    config = replace(MODELS[LONG][0], context=CONTEXT)
+    parts, kept = units(config), kept_bytes(config, 1, narrow=True)
+    keys, ranks = keys_bytes(config, 1, "bf16"), RANKS[1]
+    for cp in (1, 2, 4, 8):
+        plan = _fsdp(cp=cp)
+        own = kept // cp + (config.num_layers * keys if cp > 1 else 0)
+        needed = memory_bytes(parts, plan, ranks, own)
+        found = list(exchange(parts, plan, ranks, keys=keys))
+        sent = sum(x.bytes * x.times for at, x in found if at == "context")
+        whole, block = compute_seconds(config, config.context // cp)
+        cells = []
+        for net in NETWORKS:
+            waits = sum(x.times * seconds(x, net) for at, x in found if at == "context")
+            exposed = exposed_seconds(found, plan, config.num_layers, block, net)
+            cells.append(f"{1e3 * waits:,.0f} ms, **{whole / (whole + exposed):.0%}**")
+        fits = "" if needed <= ROOM else " †"
+        size = f"{needed / 1e9:,.1f}{fits}"
+        yield f"{cp}", f"{1e3 * whole:,.0f}", f"{sent / 1e9:.2f}" if sent else "-", size, *cells
+
+
 def rows(config: ModelConfig, sequences: int) -> Iterator[tuple[str, ...]]:
     parts, tokens = units(config), sequences * config.context
     kept = {x: kept_bytes(config, sequences, narrow=x) for x in (False, True)}
@@ -311,6 +352,12 @@ def page() -> str:
         (net.name, f"{net.inside / 1e9:g}", f"{net.ports} x {net.port / 1e9:g}", net.source)
         for net in NETWORKS
     ]
+    long_head = "|".join(
+        (
+            "Ranks of a sequence|computation, ms|exchanged, GB|memory, GB",
+            *(x.name for x in NETWORKS),
+        )
+    )
     sections = "\n".join(section(name, *size) for name, size in MODELS.items())
     return f"""# From 8 to 4,096 GPUs
 
@@ -349,7 +396,17 @@ Written by `python -m bench.scaling --publish`. **Computed, not measured**: no G
 
 {markdown("Network|inside, GB/s a GPU|between machines, GB/s|what it is", nets)}
 
-{sections}"""
+{sections}
+## Long contexts
+
+The {LONG} model with a context of {CONTEXT:,} on {RANKS[1]} GPUs with fsdp, one sequence for each
+group of `--parallel.cp` ranks: a rank's computation; the keys and values that are gathered and
+whose gradients are reduced; memory (what the forward keeps, divided by the ranks of a group, and
+the keys and values of all layers); the time of these collectives, which attention waits for, and
+in bold the speed relative to GPUs that wait for nothing.
+
+{markdown(long_head, list(long_contexts()))}
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,9 +91,9 @@ class Split:
         outs = []
         for i, queries in zip(self._own(), q.split(chunk, dim=1)):
             end = (i + 1) * chunk  # the queries are the last of these
-            ids = None if doc_ids is None else doc_ids[:, :end].contiguous()
-            seen = (x[:, :end].contiguous() for x in (keys, values))
-            outs.append(attention(queries.contiguous(), *seen, doc_ids=ids, **options))
+            ids = None if doc_ids is None else doc_ids[:, :end]
+            seen = keys[:, :end], values[:, :end]  # views: the backward keeps one copy for both
+            outs.append(attention(queries, *seen, doc_ids=ids, **options))
         return torch.cat(outs, dim=1)
 
     def _gathered(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from bench.scaling import (
     exchange,
     exposed_seconds,
     gathered_bytes,
+    keys_bytes,
     page,
     seconds,
     state_bytes,
@@ -41,15 +42,21 @@ OPS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
 }
 CASES = {
-    "ddp": (2, "--train.micro-batch 2"),
-    "fsdp": (2, "--train.micro-batch 2 --parallel.kind fsdp"),
-    "uneven": (3, "--train.batch-tokens 96 --parallel.kind fsdp --parallel.no-reshard"
+    "ddp": (2, 2, ""),
+    "fsdp": (2, 2, "--parallel.kind fsdp"),
+    "uneven": (3, 1, "--train.batch-tokens 96 --parallel.kind fsdp --parallel.no-reshard"
                " --train.precision bf16 --parallel.dtype bf16 --train.ddp-dtype bf16"),
-    "groups": (4, "--parallel.kind hsdp --parallel.shards 2"),
+    "groups": (4, 1, "--parallel.kind hsdp --parallel.shards 2"),
+    "context": (2, 4, "--parallel.cp 2"),
+    "context, shared": (4, 1, "--parallel.kind fsdp --parallel.cp 2"),
 }  # fmt: skip
-"""Ranks and flags. In the first two, a step has two micro-steps."""
+"""Ranks, micro-steps and flags."""
+MICRO = "--train.micro-batch=2"
+"""Flag for several micro-steps."""
 
 
 class Intercepted(TorchDispatchMode):
@@ -61,9 +68,12 @@ class Intercepted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
             name = func._opname
-            self.found[OPS.get(name, name), max(x.nbytes for x in tensors)] += 1
+            if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # they send nothing
+                self.found[OPS.get(name, name), max(x.nbytes for x in tensors)] += 1
+            return out
         return func(*args, **(kwargs or {}))
 
 
@@ -98,7 +108,10 @@ def rank(number: int, ranks: int, port: int, runs: dict[str, list[str]]) -> None
 def main(argv: list[str]) -> None:
     for module in ("distributed.fsdp", "distributed.tensor", "_dynamo"):
         importlib.import_module(f"torch.{module}")
-    flags = {name: (ranks, [*argv, *own.split()]) for name, (ranks, own) in CASES.items()}
+    flags = {
+        name: (ranks, [*argv, *own.split(), *([MICRO] * (steps > 1))])
+        for name, (ranks, steps, own) in CASES.items()
+    }
     for ranks in (2, 3, 4):
         runs = {name: given for name, (size, given) in flags.items() if size == ranks}
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -121,16 +134,18 @@ def test_formulas_give_the_calls_and_bytes_of_runs(tiny):
     }
     assert runs.keys() == CASES.keys()
     for name, found in runs.items():
-        ranks, flags = CASES[name]
+        ranks, micro_steps, flags = CASES[name]
         config = cli.parse([*argv, *flags.split()])
         plan = Plan(config.parallel, config.train.ddp_dtype)
         parts = units(replace(config.model, vocab_size=256))
         expected: Counter[tuple[str, int]] = Counter()
-        for _, x in exchange(parts, plan, ranks, 2 if "micro-batch" in flags else 1):
+        rows = 8 * config.parallel.cp // (ranks * micro_steps)
+        keys = keys_bytes(config.model, rows, "fp32")
+        for _, x in exchange(parts, plan, ranks, micro_steps, keys):
             expected[x.op, x.bytes] += x.times
         assert expected == {(op, size): times for op, size, times in found["calls"]}, name
         assert state_bytes(parts, plan, ranks) == found["state"], name
-        assert name == "ddp" or gathered_bytes(parts, plan) == found["gathered"], name
+        assert plan.parallel.kind == "ddp" or gathered_bytes(parts, plan) == found["gathered"], name
 
 
 NVLINK, _, ETHERNET = NETWORKS
