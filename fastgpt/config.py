@@ -20,6 +20,7 @@ from fastgpt.checks import (
     SHARE,
     check,
     check_types,
+    flag,
 )
 from fastgpt.errors import UserError
 from fastgpt.model_config import ModelConfig
@@ -161,6 +162,11 @@ class TrainConfig:
     skip_nonfinite: int = 0
     """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
     after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
+    spike_z: float = 0.0
+    """Number of standard deviations above the mean of the last 100 steps at which the loss or the
+    gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
+    steps before, and does not use the batches since then again; 0: never. Each step waits for the
+    device."""
     stall_s: float = 1800
     """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
     stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
@@ -179,11 +185,13 @@ class TrainConfig:
         check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
         check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s", "train.skip_nonfinite")
-        if self.skip_nonfinite and self.precision == "fp16":
-            raise UserError(
-                f"--train.skip-nonfinite is {self.skip_nonfinite}: expected 0 with"
-                " --train.precision fp16, whose loss scale skips steps already"
-            )
+        check(self, NOT_NEGATIVE, "train.spike_z")
+        for name in ("skip_nonfinite", "spike_z"):
+            if getattr(self, name) and self.precision == "fp16":
+                raise UserError(
+                    f"{flag(f'train.{name}')} is {getattr(self, name)}: expected 0 with"
+                    " --train.precision fp16, whose loss scale skips steps already"
+                )
         most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
         check(self, most, "train.sample_tokens")
 

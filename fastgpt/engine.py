@@ -45,6 +45,7 @@ from fastgpt.sharding import (
     shard,
     without_sync,
 )
+from fastgpt.spikes import Spikes
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -107,6 +108,9 @@ class Engine:
         self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.finite = Finite(config.train.skip_nonfinite, self.optimizers.norms)
+        self.spikes = None
+        if config.train.spike_z:
+            self.spikes = Spikes(config.train.spike_z, self._weights_and_moments, self.warn)
         self.names = [name for name, _ in self.model.named_parameters()]
         self.resumed_from: Path | None = None
         self.doing: Callable[[str, str], None] = _say_nothing
@@ -195,6 +199,8 @@ class Engine:
         else:
             state = found.shards.restore(state, self.model, self.optimizers.all)
         self.optimizers.load_state_dict(state["optimizers"])
+        if self.spikes is not None:
+            self.spikes.load(found.step, state.get("spikes", {}))
         return state
 
     def _start(self) -> None:
@@ -313,6 +319,8 @@ class Engine:
         self.finite.watch(self.step + 1, self.optimizers.norms, scaled=scaled)
         self.lr = self.config.optim.lr * ratio
         self.step += 1
+        if self.spikes is not None:
+            self.spikes.after_step(self.step, self.train_loss, self.grad_norm)
 
     def _quiet(self) -> AbstractContextManager:
         """Returns a context in which gradients stay on their rank."""
@@ -381,9 +389,14 @@ class Engine:
         rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
         return weights, self.state() | {"rows": rows}
 
+    def _weights_and_moments(self) -> tuple[Any, Any]:
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
+        return [x.detach() for x in self.model.parameters()], states
+
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint stores besides the weights."""
-        return {
+        spikes = {} if self.spikes is None else {"spikes": self.spikes.state()}
+        return spikes | {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
             "corpus": self.data.identity,

@@ -287,6 +287,8 @@ class Trainer:
             record |= figures
             for warning in warnings:
                 self.display.warn(warning)
+        if engine.spikes is not None:
+            record["rollbacks"] = engine.spikes.total
         if engine.finite.most:
             record["skipped_steps"] = int(engine.finite.skipped - self.skipped)
             if record["skipped_steps"]:
@@ -303,6 +305,8 @@ class Trainer:
         self._doing("saving")
         engine.finite_loss()
         engine.check_weights()
+        if engine.spikes is not None:  # a run that resumes here has the same
+            engine.spikes.keep(engine.step)
         weights, state = engine.snapshot()
         self._by_savers(lambda: self.saver.save(engine.step, weights, state))
 
