@@ -15,7 +15,6 @@ from fastgpt.cache import LayerCache
 from fastgpt.config import Recompute
 from fastgpt.context_parallel import Split
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.kernels.linear.op import linear
 from fastgpt.layers import (
     NORMS,
     Dropout,
@@ -27,6 +26,7 @@ from fastgpt.layers import (
 )
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops
+from fastgpt.tensor_parallel import linear, local
 
 
 class Attention(nn.Module):
@@ -36,7 +36,8 @@ class Attention(nn.Module):
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
         self.ops, self.split = ops, split
-        self.heads, self.head_dim = (H, K, K), D
+        self.heads: tuple[int, ...] = (H, K, K)
+        self.head_dim = D
         self.scale, self.window = config.attention_scale, config.window
         self.p = config.dropout_at("attention")
         self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
@@ -134,7 +135,7 @@ class MLP(nn.Module):
             y = ACTIVATIONS[self.activation](self.c_fc(x))
         else:  # a kernel that adds the bias as well
             y = linear(x, self.c_fc.weight)
-            y = self.ops.activation(y, self.c_fc.bias, self.activation)
+            y = self.ops.activation(y, local(self.c_fc.bias), self.activation)
         return self.dropout(self.c_proj(y))  # (B, T, F) to (B, T, C)
 
 

@@ -212,13 +212,18 @@ class ParallelConfig:
     cp: int = 1
     """Number of ranks that share each sequence (context parallelism), for long contexts whose
     activations do not fit on one. The results do not change."""
+    tp: int = 1
+    """Number of ranks that share the work of each layer (tensor parallelism; fsdp and hsdp), for
+    layers that are too large or too slow for one. The results do not change."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic; it
     rounds the weights of the normalisation layers and the residual stream, too, and needs precision
     bf16."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "parallel.shards", "parallel.cp")
+        check(self, POSITIVE, "parallel.shards", "parallel.cp", "parallel.tp")
+        if self.tp > 1 and self.kind == "ddp":
+            raise UserError(f"--parallel.tp is {self.tp}: expected --parallel.kind fsdp or hsdp")
         if self.shards is not None and self.kind != "hsdp":
             raise UserError(
                 f"--parallel.shards is {self.shards}: only --parallel.kind hsdp has groups"

@@ -115,11 +115,12 @@ def split_context(config: Config, world: World, device: str) -> Split | None:
     Raises:
         UserError: a setting does not go with it, or the ranks do not divide into groups.
     """
-    cp = config.parallel.cp
+    cp, tp = config.parallel.cp, config.parallel.tp
     if cp == 1:
         return None
     check_context(config)
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device, (world.size // cp, cp), mesh_dim_names=("data", "context"))
+    shape, names = (world.readers, cp, tp), ("data", "context", "tensor")
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     return Split(mesh.get_local_rank("context"), cp, mesh.get_group("context"))

@@ -36,8 +36,10 @@ from fastgpt.pace import Stopwatch
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
+from fastgpt.shard_files import together
 from fastgpt.sharding import (
     check_combination,
+    in_model_order,
     load_weights,
     part,
     peers,
@@ -46,6 +48,7 @@ from fastgpt.sharding import (
     without_sync,
 )
 from fastgpt.spikes import Spikes
+from fastgpt.tensor_parallel import check_tensor, linear_cross_entropy
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -75,6 +78,8 @@ class Engine:
         self.world = replace(self.world, peers=peers(config.parallel, self.world))
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
+        self.writes_parts = self.sharded and config.parallel.tp == 1
+        """True if each rank writes its parts of checkpoints, which then have rows in order."""
         self.meets = self.sharded or self.world.peers > 1
         """True if ranks meet in each forward."""
         if self.sharded:
@@ -135,9 +140,13 @@ class Engine:
         self.ops = ops.select(asked, self.device, compiled=self.compiled)
         if self.sharded:  # a norm would need the bias of a block whose weights are shared out again
             self.ops = replace(self.ops, norms=replace(self.ops.norms, absorb=False))
+        if config.parallel.tp > 1:
+            check_tensor(config)
+            names = self.ops.names | {"loss": "torch"}
+            self.ops = replace(self.ops, loss=linear_cross_entropy, names=names)
         torch.manual_seed(config.seed)
-        names = ("label_smoothing", "z_loss", "recompute")
-        options: dict[str, Any] = {name: getattr(config.train, name) for name in names}
+        trained = ("label_smoothing", "z_loss", "recompute")
+        options: dict[str, Any] = {name: getattr(config.train, name) for name in trained}
         options["split"] = split_context(config, self.world, self.device)
         model = build_model(config.model, self.ops, narrow_residual=narrow, **options)
         self.model = model if self.sharded else model.to(self.device)
@@ -146,7 +155,7 @@ class Engine:
                 for block in self.model.h:
                     block.compile(fullgraph=True, dynamic=False)
             shard(
-                self.model, list(self.model.h), config.parallel,
+                self.model, config.parallel,
                 world=self.world, device=self.device, gradients=config.train.ddp_dtype,
             )  # fmt: skip
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
@@ -194,10 +203,12 @@ class Engine:
     def load(self, found: checkpoint.Checkpoint) -> dict[str, Any]:
         """Loads weights and optimizers, and returns the state; a collective operation."""
         state = found.state
-        if found.shards is None:
-            load_weights(self.model, found.weights)
-        else:
+        if found.shards is not None and self.config.parallel.tp == 1:
             state = found.shards.restore(state, self.model, self.optimizers.all)
+        else:
+            load_weights(self.model, found.weights)
+            if found.shards is not None:  # tensor-parallel ranks have rows in another order
+                state = together(state, found.shards.everything())
         self.optimizers.load_state_dict(state["optimizers"])
         if self.spikes is not None:
             self.spikes.load(found.step, state.get("spikes", {}))
@@ -282,7 +293,9 @@ class Engine:
         Raises:
             Stopped: `stop` was received between two micro-steps; the step is not taken.
         """
-        seed = _dropout_seed(self.config.seed, self.step, self.world.rank)
+        seed = _dropout_seed(
+            self.config.seed, self.step, self.world.rank // self.config.parallel.tp
+        )
         # torch.manual_seed formats a stack trace for each missing GPU backend, which takes a good
         # part of the smallest steps
         (torch.default_generator if self.device == "cpu" else torch).manual_seed(seed)
@@ -382,12 +395,25 @@ class Engine:
         return [epoch + index / size for epoch, index, size in places]
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the weights and the state that a checkpoint stores; of shared ones the parts."""
+        """Returns the weights and the state that a checkpoint stores; of shared ones the parts.
+
+        With tensor parallelism it is a collective operation, which gathers them on the main rank;
+        on the others their tensors are empty.
+        """
         if not self.sharded:
             return self.model.state_dict(), self.state()
-        weights = {name: x.detach() for name, x in self.model.named_parameters()}
-        rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
-        return weights, self.state() | {"rows": rows}
+        if self.writes_parts:
+            weights = {name: x.detach() for name, x in self.model.named_parameters()}
+            rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
+            return weights, self.state() | {"rows": rows}
+        tree = self.model.state_dict(), self.state()
+        weights, state = wholes_in_host_memory(tree, keep=self.world.is_main)
+        if self.world.is_main:
+            for name, weight in self.model.named_parameters():
+                weights[name] = in_model_order(weights[name], weight)
+            for weight, moments in self.optimizers.moments(state["optimizers"]):
+                moments |= {name: in_model_order(x, weight) for name, x in moments.items()}
+        return weights, state
 
     def _weights_and_moments(self) -> tuple[Any, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
@@ -426,5 +452,9 @@ class Engine:
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Returns the random seed of one step's dropout, so that no generator state has to be saved."""
+    """Returns the random seed of one step's dropout, so that no generator state has to be saved.
+
+    Args:
+        rank: the same for tensor-parallel ranks, which need the same masks.
+    """
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
-from fastgpt.kernels.linear.op import linear
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Norms, Ops
+from fastgpt.tensor_parallel import linear, local
 
 
 class Dropout(nn.Module):
@@ -35,7 +36,7 @@ class Projection(nn.Linear):
 
     @property
     def due(self) -> Tensor | None:
-        return self.bias if self.absorbed and self.training else None
+        return local(self.bias) if self.absorbed and self.training else None
 
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias if self.due is None else self.due.detach()
@@ -69,12 +70,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
+        weight, bias = local(self.weight), local(self.bias)
         if residual is None:
-            return self.ops.norms.layer_norm(x, self.weight, self.bias, self.eps), x
+            return self.ops.norms.layer_norm(x, weight, bias, self.eps), x
         stream, due = residual
-        return self.ops.norms.add_layer_norm(
-            x, stream, self.weight, self.bias, self.eps, input_bias=due
-        )
+        return self.ops.norms.add_layer_norm(x, stream, weight, bias, self.eps, input_bias=due)
 
 
 class RMSNorm(nn.Module):
@@ -87,9 +87,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self.ops.norms.rms_norm(x, self.weight, self.eps), x
+            return self.ops.norms.rms_norm(x, local(self.weight), self.eps), x
         stream, due = residual
-        return self.ops.norms.add_rms_norm(x, stream, self.weight, self.eps, input_bias=due)
+        weight = local(self.weight)
+        return self.ops.norms.add_rms_norm(x, stream, weight, self.eps, input_bias=due)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -105,4 +106,6 @@ def head_norm(config: ModelConfig) -> nn.RMSNorm | None:
 def normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Normalises x (..., D) in the dtype of the weights, if there are any; the result has x's."""
     # x and weights of two dtypes, as under autocast, have no fused kernel; autocast may use fp32
-    return norm(x if norm.weight is None else x.type_as(norm.weight)).type_as(x)
+    weight = None if norm.weight is None else local(norm.weight, partial=True)
+    y = x if weight is None else x.type_as(weight)
+    return F.rms_norm(y, norm.normalized_shape, weight, norm.eps).type_as(x)

@@ -32,6 +32,7 @@ from fastgpt.layers import (
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops, select
 from fastgpt.positions import POSITIONS, Rotary
+from fastgpt.tensor_parallel import embedding
 from fastgpt.torch_ops import head_logits
 
 
@@ -197,7 +198,7 @@ class GPT(nn.Module):
             tokens = tokens[:, positions]
             if targets is not None:
                 targets, weight = self.split.targets(targets, positions)
-        x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
+        x = self.dropout(self.wpe(embedding(tokens, self.wte.weight), positions))  # (B, T, C)
         if self.narrow_residual:
             x = x.to(autocast_dtype(x))
         cos_sin = None if self.rotary is None else self.rotary(positions)

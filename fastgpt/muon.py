@@ -96,7 +96,8 @@ class Muon(torch.optim.Muon):
         grads = gradients(alike)
         momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
         if is_sharded(alike[0]):  # all ranks gather each of them, and some keep it
-            wholes = [whole(g.lerp(m, momentum).bfloat16()) for g, m in zip(grads, momenta)]
+            sums = [g.lerp(m, momentum).bfloat16() for g, m in zip(grads, momenta)]
+            wholes = [whole(x, like) for x, like in zip(sums, alike)]
             return torch.stack([wholes[i] for i in own])
         nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=torch.bfloat16)
         sums = torch._foreach_lerp([grads[i] for i in own], [momenta[i] for i in own], momentum)

@@ -1,6 +1,6 @@
 """Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -99,6 +99,13 @@ class Optimizers:
             "optimizers": [optimizer.state_dict() for optimizer in self.all],
             "scaler": self.scaler.state_dict(),
         }
+
+    def moments(self, state: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields each parameter, and what a state of `state_dict` has for it."""
+        for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            for i, moments in saved["state"].items():
+                yield weights[i], moments
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, saved in zip(self.all, state["optimizers"], strict=True):

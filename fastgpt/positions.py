@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt.model_config import ModelConfig
+from fastgpt.tensor_parallel import local
 
 
 class LearnedPositions(nn.Module):
@@ -19,7 +20,7 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
 
     def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
-        return x + self.weight[positions]
+        return x + local(self.weight)[positions]
 
 
 class NoPositions(nn.Module):

@@ -151,12 +151,18 @@ class Shards:
         Args:
             rows: number of rows to read of a weight, if not all of them.
         """
+        rows = {MODEL + name: count for name, count in rows.items()}
+        every = self.everything()
         plan = {
-            name.removeprefix(MODEL): x[: rows.get(name.removeprefix(MODEL))]
+            name.removeprefix(MODEL): x[: rows.get(name)]
             for name, x in self.plan.items()
             if name.startswith(MODEL)
         }
-        return Weights(plan, lambda name: self._whole(MODEL + name)[: rows.get(name)])
+        return Weights(plan, lambda name: every[MODEL + name][: rows.get(MODEL + name)])
+
+    def everything(self) -> Weights:
+        """Returns all whole tensors by their names in the files, each read when asked for."""
+        return Weights(self.plan, self._whole)
 
     def _whole(self, name: str) -> Tensor:
         found = torch.zeros_like(self.plan[name], device="cpu")

@@ -8,11 +8,12 @@ FSDP and DTensor are imported when they are used: that takes a second.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,11 @@ from fastgpt.config import Config, ParallelConfig
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, restore_padding
+from fastgpt.tensor_parallel import is_sharded, row_order, share_out
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -45,8 +46,7 @@ def check_combination(config: Config, precision: str) -> None:
 
 
 def shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
+    model: GPT,
     config: ParallelConfig,
     *,
     world: World,
@@ -71,10 +71,19 @@ def shard(
         reduce_dtype=DTYPES[gradients],
         cast_forward_inputs=False,
     )
-    mesh = _mesh(config, world, device)
-    for block in blocks:
+    every = _mesh(config, world, device)
+    mesh = every
+    if config.tp > 1:
+        # it gathers such a weight in two steps, and says that one would be faster
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        mesh = every[(every.mesh_dim_names or ())[:-1]]
+        share_out(model, every["tensor"])
+    for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if config.tp > 1:
+        for name, weight in model.named_parameters():
+            weight.row_order = row_order(model.config, name, config.tp)  # pyright: ignore
 
 
 def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
@@ -92,6 +101,10 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
         raise UserError(
             f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
         )
+    if group % config.tp:
+        raise UserError(
+            f"--parallel.shards is {group}: expected a multiple of --parallel.tp, {config.tp}"
+        )
     return group
 
 
@@ -101,11 +114,13 @@ def peers(config: ParallelConfig, world: World) -> int:
     Raises:
         UserError: the ranks do not divide into such groups.
     """
-    if world.size % config.cp:
+    group = config.cp * config.tp
+    if world.size % group:
         raise UserError(
-            f"--parallel.cp is {config.cp}: expected a divisor of the number of ranks, {world.size}"
+            f"--parallel.cp x --parallel.tp is {group}: expected a divisor of the number of ranks,"
+            f" {world.size}"
         )
-    return config.cp
+    return group
 
 
 def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
@@ -113,9 +128,12 @@ def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     group = ranks_of_a_model(config, world)
-    shape, names = (world.size // group, group), ("replicate", "shard")
-    first = 1 if config.kind == "fsdp" else 0  # fsdp has a single group
-    return init_device_mesh(device, shape[first:], mesh_dim_names=names[first:])
+    shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
+    if config.kind == "fsdp":  # it has a single group
+        del shape["replicate"]
+    if config.tp == 1:
+        del shape["tensor"]
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 @contextmanager
@@ -132,18 +150,39 @@ def without_sync(model: nn.Module) -> Iterator[None]:
 # --- parts and wholes -----------------------------------------------------------------------------
 
 
-def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
-    return hasattr(x, "to_local")
-
-
 def part(x: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, in the same memory; of a plain one all of it."""
     return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: Tensor) -> Tensor:
-    """Returns all of a tensor; a collective operation."""
-    return x.full_tensor() if is_sharded(x) else x
+def whole(x: Tensor, like: Tensor) -> Tensor:
+    """Returns all of a tensor that is shared out as a parameter is; a collective operation."""
+    return in_model_order(x.full_tensor(), like) if is_sharded(x) else x
+
+
+def in_model_order(x: Tensor, like: Tensor) -> Tensor:
+    """Returns rows, joined in the order in which the ranks keep those of a parameter, in its own.
+
+    See `fastgpt.tensor_parallel.row_order`.
+    """
+    order = getattr(like, "row_order", None)
+    return x if order is None or not x.dim() else x[order.argsort()]
+
+
+def wholes_in_host_memory(tree: Any, *, keep: bool) -> Any:
+    """Returns `tree` with its tensors whole, in host memory; a collective operation.
+
+    Rows may be in the order of the ranks: see `in_model_order`.
+
+    Args:
+        keep: False takes part, and keeps nothing: one rank is enough to hold all of it.
+    """
+
+    def gathered(x: Tensor) -> Tensor:
+        x = x.full_tensor() if is_sharded(x) else x
+        return x.cpu() if keep else x.new_empty(0)
+
+    return tree_map_only(Tensor, gathered, tree)
 
 
 def part_like(x: Tensor, like: Tensor) -> Tensor:
@@ -152,7 +191,8 @@ def part_like(x: Tensor, like: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    x = x.to(like.device)
+    x, order = x.to(like.device), getattr(like, "row_order", None)
+    x = x if order is None else x[order]
     return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -171,13 +211,23 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
 def sum_over_parts(x: Tensor, like: Tensor) -> Tensor:
     """Sums `x` in place over the ranks that hold the parts of `like`; a collective operation."""
     if is_sharded(like):
-        dist.all_reduce(x, group=like.device_mesh.get_group("shard"))
+        for name in like.device_mesh.mesh_dim_names or ():
+            if name != "replicate":
+                dist.all_reduce(x, group=like.device_mesh.get_group(name))
     return x
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each whole tensor, (n,); a collective operation."""
-    found = torch.stack(torch._foreach_norm([part(x) for x in tensors]))  # pyright: ignore
-    if is_sharded(tensors[0]):
-        return sum_over_parts(found.square(), tensors[0]).sqrt()
-    return found
+    parts = torch._foreach_norm([part(x) for x in tensors])  # pyright: ignore
+    if not is_sharded(tensors[0]):
+        return torch.stack(parts)
+    torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore
+    return sum_over_parts(torch.stack(parts).square(), tensors[0]).sqrt()
+
+
+def _copies(x: Tensor) -> int:
+    """Returns the number of tensor-parallel ranks that hold the same part."""
+    assert is_sharded(x)
+    names = x.device_mesh.mesh_dim_names or ()
+    return x.device_mesh.size(-1) if "tensor" in names and x.placements[-1].is_replicate() else 1

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastgpt.cache import Cache
 from fastgpt.kernels.attention.op import attention_mask
-from fastgpt.kernels.linear.op import linear
 from fastgpt.kernels.runtime import with_gradient_of
+from fastgpt.tensor_parallel import joined, linear
 
 
 def sdpa(
@@ -107,7 +107,7 @@ def head_logits(
     valid_vocab: int | None = None,
 ) -> Tensor:
     """Computes the logits (..., valid_vocab) that `LossOp` describes."""
-    logits = linear(x, weight, bias)[..., :valid_vocab]
+    logits = joined(linear(x, weight, bias), weight)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
