@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Norms, Ops
-from fastgpt.tensor_parallel import linear, local
+from fastgpt.tensor_parallel import embedding, linear, local
 
 
 class Dropout(nn.Module):
@@ -20,6 +20,13 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.dropout(x, self.p) if self.training and self.p else x
+
+
+class Embedding(nn.Embedding):
+    """Embedding of tokens, of whose vocabulary each tensor-parallel rank has a part."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight)
 
 
 class Projection(nn.Linear):
@@ -96,16 +103,22 @@ class RMSNorm(nn.Module):
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def head_norm(config: ModelConfig) -> nn.RMSNorm | None:
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of heads, of which each tensor-parallel rank has some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else local(self.weight, partial=True)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def head_norm(config: ModelConfig) -> HeadNorm | None:
     """Builds the normalisation of the queries or keys of each head, if there is one."""
     eps = 1e-6 if config.norm_eps is None else config.norm_eps
     weighted = config.qk_norm_weight
-    return nn.RMSNorm(config.head_dim, eps, weighted) if config.qk_norm else None
+    return HeadNorm(config.head_dim, eps, weighted) if config.qk_norm else None
 
 
-def normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def normalised(norm: HeadNorm, x: Tensor) -> Tensor:
     """Normalises x (..., D) in the dtype of the weights, if there are any; the result has x's."""
     # x and weights of two dtypes, as under autocast, have no fused kernel; autocast may use fp32
-    weight = None if norm.weight is None else local(norm.weight, partial=True)
-    y = x if weight is None else x.type_as(weight)
-    return F.rms_norm(y, norm.normalized_shape, weight, norm.eps).type_as(x)
+    return norm(x if norm.weight is None else x.to(norm.weight.dtype)).type_as(x)

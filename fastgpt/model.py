@@ -28,11 +28,11 @@ from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.layers import (
     NORMS,
     Dropout,
+    Embedding,
 )
 from fastgpt.model_config import ModelConfig
 from fastgpt.ops import Ops, select
 from fastgpt.positions import POSITIONS, Rotary
-from fastgpt.tensor_parallel import embedding
 from fastgpt.torch_ops import head_logits
 
 
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         self.narrow_residual = narrow_residual
         self.recompute: Recompute = recompute
         self.split = split
-        self.wte = nn.Embedding(config.padded_vocab, config.dim)
+        self.wte = Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
@@ -198,7 +198,7 @@ class GPT(nn.Module):
             tokens = tokens[:, positions]
             if targets is not None:
                 targets, weight = self.split.targets(targets, positions)
-        x = self.dropout(self.wpe(embedding(tokens, self.wte.weight), positions))  # (B, T, C)
+        x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
         if self.narrow_residual:
             x = x.to(autocast_dtype(x))
         cos_sin = None if self.rotary is None else self.rotary(positions)
