@@ -45,6 +45,7 @@ from fastgpt.sharding import (
     peers,
     ranks_of_a_model,
     shard,
+    wholes_in_host_memory,
     without_sync,
 )
 from fastgpt.spikes import Spikes
@@ -78,10 +79,6 @@ class Engine:
         self.world = replace(self.world, peers=peers(config.parallel, self.world))
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
-        self.writes_parts = self.sharded and config.parallel.tp == 1
-        """True if each rank writes its parts of checkpoints, which then have rows in order."""
-        self.meets = self.sharded or self.world.peers > 1
-        """True if ranks meet in each forward."""
         if self.sharded:
             check_combination(config, self.precision)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)
@@ -123,6 +120,16 @@ class Engine:
         self.changes: list[str] = []
         """Settings that differ from those of the checkpoint resumed, as `name old -> new`."""
         self._open_loader(orders, self._restore())
+
+    @property
+    def meets(self) -> bool:
+        """True if ranks meet in each forward."""
+        return self.sharded or self.world.peers > 1
+
+    @property
+    def writes_parts(self) -> bool:
+        """True if each rank writes its parts of checkpoints, whose rows must be in order."""
+        return self.sharded and self.config.parallel.tp == 1
 
     def _build_model(self) -> None:
         config = self.config

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastgpt.config import Config, ParallelConfig
 from fastgpt.distributed import World
