@@ -17,13 +17,25 @@ from tests.trainer.runs import ROOT, finish, read_until, series, torchrun, torch
 TRAIN = str(ROOT / "train.py")
 
 
-def test_a_run_goes_on_with_another_kind(fit, tiny, tmp_path):
+# of which the second rank's part of the vocabulary is padding only
+PACKED = (
+    " --model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm"
+    " --model.qk-norm-weight --model.vocab-multiple 512 --train.label-smoothing 0.1"
+    " --train.z-loss 0.01 --model.softcap 15"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("--parallel.kind fsdp", ""), ("--parallel.kind fsdp --parallel.tp 2", PACKED)],
+)
+def test_a_run_goes_on_with_another_kind(kind, more, fit, tiny, tmp_path):
     """Steps 1 to 4 on one process, 5 and 6 with shared weights, 7 and 8 on one process again."""
-    flags = "--optim.kind adamw --optim.schedule constant"
+    flags = f"--optim.kind adamw --optim.schedule constant {more}"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
     fit(flags, "--steps 4")
-    finish(torchrun(2, TRAIN, *tiny(flags, "--steps 6 --resume auto --parallel.kind fsdp")))
-    run = fit(flags, "--resume auto")
+    finish(torchrun(2, TRAIN, *tiny(flags, "--steps 6 --resume auto", kind)))
+    run = fit(flags, "--resume auto --parallel.tp 1")
     assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
         "step_00000004", "step_00000006", "step_00000008",
     ]  # fmt: skip
