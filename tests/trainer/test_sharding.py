@@ -25,19 +25,18 @@ PACKED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("--parallel.kind fsdp", ""), ("--parallel.kind fsdp --parallel.tp 2", PACKED)],
-)
-def test_a_run_goes_on_with_another_kind(kind, more, fit, tiny, tmp_path):
-    """Steps 1 to 4 on one process, 5 and 6 with shared weights, 7 and 8 on one process again."""
+@pytest.mark.parametrize("more", ["", PACKED], ids=["plain", "packed"])
+def test_a_run_goes_on_with_another_kind(more, fit, tiny, tmp_path):
+    """Steps 1 to 4 on one rank, 5 and 6 on two with other kinds, 7 and 8 on one again."""
     flags = f"--optim.kind adamw --optim.schedule constant {more}"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
     fit(flags, "--steps 4")
-    finish(torchrun(2, TRAIN, *tiny(flags, "--steps 6 --resume auto", kind)))
+    kinds = "--steps 5 --parallel.kind fsdp", "--steps 6 --parallel.kind fsdp --parallel.tp 2"
+    runs = [tiny(flags, "--resume auto", kind) for kind in kinds]
+    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
     run = fit(flags, "--resume auto --parallel.tp 1")
     assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
-        "step_00000004", "step_00000006", "step_00000008",
+        "step_00000005", "step_00000006", "step_00000008",
     ]  # fmt: skip
     for name in ("train_loss", "grad_norm"):
         assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)

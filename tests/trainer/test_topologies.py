@@ -10,7 +10,7 @@ from tests.trainer.models import OPTIONS
 from tests.trainer.runs import finish, series, torchrun_in_turn
 
 TRAIN = {
-    "optim.kind": ("adamw", "muon"), "model.num_layers": (2, 1), "train.micro_batch": (1, 2, 8),
+    "optim.kind": ("adamw", "muon"), "model.num_layers": (2, 1), "train.micro_batch": (3, 8),
     "data.align": ("document", "none"), "model.document_mask": (True, False),
     "model.tied": (False, True), "optim.grad_clip": (0.1, 1.0),
     "train.recompute": ("full", "selective", "none"),
@@ -68,7 +68,7 @@ def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
     ones = [
         fit(always, more, f"--run-dir {tmp_path / f'{i}-one'}") for i, (more, _) in enumerate(drawn)
     ]
-    finish(process)
+    finish(process, timeout=400)
     for i, (more, _) in enumerate(drawn):
         for key in ("train_loss", "val_loss"):
             found, expected = (series(run, key) for run in (tmp_path / str(i), ones[i]))
