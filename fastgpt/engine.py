@@ -409,15 +409,14 @@ class Engine:
         """
         if not self.sharded:
             return self.model.state_dict(), self.state()
+        weights = {name: x.detach() for name, x in self.model.named_parameters()}
+        rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
         if self.writes_parts:
-            weights = {name: x.detach() for name, x in self.model.named_parameters()}
-            rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
             return weights, self.state() | {"rows": rows}
-        tree = self.model.state_dict(), self.state()
-        weights, state = wholes_in_host_memory(tree, keep=self.world.is_main)
+        weights, state = wholes_in_host_memory((weights, self.state()), keep=self.world.is_main)
         if self.world.is_main:
             for name, weight in self.model.named_parameters():
-                weights[name] = in_model_order(weights[name], weight)
+                weights[name] = in_model_order(weights[name], weight)[: rows.get(name)]
             for weight, moments in self.optimizers.moments(state["optimizers"]):
                 moments |= {name: in_model_order(x, weight) for name, x in moments.items()}
         return weights, state
