@@ -21,9 +21,11 @@ from torch import Tensor
 from fastgpt.config import Config
 from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
+from fastgpt.mesh import context_of
 
 if TYPE_CHECKING:
-    from fastgpt.distributed import World
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fastgpt.ops import AttentionOp
 
 
@@ -109,18 +111,18 @@ class Split:
         return torch.cat(in_order, dim=2)
 
 
-def split_context(config: Config, world: World, device: str) -> Split | None:
-    """Makes the groups of ranks that share sequences; None if each rank has its own.
+def split_context(config: Config, mesh: DeviceMesh | None) -> Split | None:
+    """Returns this rank's part of sequences; None if each rank has its own.
+
+    Args:
+        mesh: from `fastgpt.mesh.arrange`.
 
     Raises:
-        UserError: a setting does not go with it, or the ranks do not divide into groups.
+        UserError: a setting does not go with it.
     """
-    cp, tp = config.parallel.cp, config.parallel.tp
-    if cp == 1:
+    if config.parallel.cp == 1:
         return None
     check_context(config)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape, names = (world.readers, cp, tp), ("data", "context", "tensor")
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    return Split(mesh.get_local_rank("context"), cp, mesh.get_group("context"))
+    assert mesh is not None
+    context = context_of(mesh, config.parallel.cp)
+    return Split(context.get_local_rank(), context.size(), context.get_group())

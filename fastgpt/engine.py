@@ -28,6 +28,7 @@ from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.finite import Finite, check_weights
 from fastgpt.lecture import build_model
+from fastgpt.mesh import arrange, peers, ranks_of_a_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.model import VOCAB_TABLES
 from fastgpt.opening import open_for_run
@@ -42,8 +43,6 @@ from fastgpt.sharding import (
     in_model_order,
     load_weights,
     part,
-    peers,
-    ranks_of_a_model,
     shard,
     wholes_in_host_memory,
     without_sync,
@@ -154,17 +153,16 @@ class Engine:
         torch.manual_seed(config.seed)
         trained = ("label_smoothing", "z_loss", "recompute")
         options: dict[str, Any] = {name: getattr(config.train, name) for name in trained}
-        options["split"] = split_context(config, self.world, self.device)
+        mesh = arrange(config.parallel, self.world, self.device) if self.meets else None
+        options["split"] = split_context(config, mesh)
         model = build_model(config.model, self.ops, narrow_residual=narrow, **options)
         self.model = model if self.sharded else model.to(self.device)
         if self.sharded:
+            assert mesh is not None
             if self.compiled:  # as a whole it has FSDP's hooks, which are not compiled
                 for block in self.model.h:
                     block.compile(fullgraph=True, dynamic=False)
-            shard(
-                self.model, config.parallel,
-                world=self.world, device=self.device, gradients=config.train.ddp_dtype,
-            )  # fmt: skip
+            shard(self.model, config.parallel, mesh, gradients=config.train.ddp_dtype)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler, self.world)
         self.loss: Callable[..., Tensor] = self.model

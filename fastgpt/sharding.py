@@ -9,7 +9,6 @@ FSDP and DTensor are imported when they are used: that takes a second.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastgpt.config import Config, ParallelConfig
-from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, restore_padding
 from fastgpt.tensor_parallel import is_sharded, row_order, share_out
@@ -49,19 +47,15 @@ def check_combination(config: Config, precision: str) -> None:
 def shard(
     model: GPT,
     config: ParallelConfig,
+    mesh: DeviceMesh,
     *,
-    world: World,
-    device: str,
     gradients: str,
 ) -> None:
     """Shares out a model's parameters in place: those of each block, and the rest, together.
 
     Args:
-        device: type of device that they are moved to.
+        mesh: from `fastgpt.mesh.arrange`, with the type of device that they are moved to.
         gradients: number format in which gradients are summed, fp32 or bf16.
-
-    Raises:
-        UserError: the ranks do not divide into the groups of hsdp.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -72,8 +66,7 @@ def shard(
         reduce_dtype=DTYPES[gradients],
         cast_forward_inputs=False,
     )
-    every = _mesh(config, world, device)
-    mesh = every
+    every = mesh
     if config.tp > 1:
         # it gathers such a weight in two steps, and says that one would be faster
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -85,56 +78,6 @@ def shard(
     if config.tp > 1:
         for name, weight in model.named_parameters():
             weight.row_order = row_order(model.config, name, config.tp)  # pyright: ignore
-
-
-def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
-    """Returns the number of ranks that hold one copy of the model together.
-
-    Raises:
-        UserError: the ranks do not divide into the groups of hsdp.
-    """
-    if config.kind == "ddp":
-        return 1
-    group = world.size
-    if config.kind == "hsdp" and world.size > 1:
-        group = config.shards or int(os.environ["LOCAL_WORLD_SIZE"])
-    if world.size % group:
-        raise UserError(
-            f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
-        )
-    if group % config.tp:
-        raise UserError(
-            f"--parallel.shards is {group}: expected a multiple of --parallel.tp, {config.tp}"
-        )
-    return group
-
-
-def peers(config: ParallelConfig, world: World) -> int:
-    """Returns the number of neighbouring ranks that read the same data.
-
-    Raises:
-        UserError: the ranks do not divide into such groups.
-    """
-    group = config.cp * config.tp
-    if world.size % group:
-        raise UserError(
-            f"--parallel.cp x --parallel.tp is {group}: expected a divisor of the number of ranks,"
-            f" {world.size}"
-        )
-    return group
-
-
-def _mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
-    """Arranges the ranks: all in a line, or for hsdp in groups that hold the whole model each."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    group = ranks_of_a_model(config, world)
-    shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
-    if config.kind == "fsdp":  # it has a single group
-        del shape["replicate"]
-    if config.tp == 1:
-        del shape["tensor"]
-    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from fastgpt.context_parallel import Split, split_context
 from fastgpt.data.items import IGNORED
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
-from fastgpt.sharding import peers
+from fastgpt.mesh import peers
 
 WORLD = World(size=4, peers=2)
 
@@ -57,7 +57,7 @@ def test_rank_without_targets_adds_nothing():
 )
 def test_what_does_not_go_with_it_is_refused(flags, said, tiny):
     with pytest.raises(UserError, match=rf"^--parallel.cp is 2: .*{said}"):
-        split_context(parse(tiny("--parallel.cp 2", flags)), WORLD, "cpu")
+        split_context(parse(tiny("--parallel.cp 2", flags)), None)
 
 
 def test_ranks_that_do_not_divide_are_refused(tiny):

@@ -11,7 +11,8 @@ from fastgpt.cli import parse
 from fastgpt.config import ParallelConfig
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
-from fastgpt.sharding import check_combination, ranks_of_a_model
+from fastgpt.mesh import ranks_of_a_model
+from fastgpt.sharding import check_combination
 from tests.trainer.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
 
 TRAIN = str(ROOT / "train.py")

@@ -9,8 +9,8 @@ from fastgpt.cli import parse
 from fastgpt.config import ParallelConfig
 from fastgpt.distributed import World
 from fastgpt.errors import UserError
+from fastgpt.mesh import peers, ranks_of_a_model
 from fastgpt.model_config import ModelConfig
-from fastgpt.sharding import peers, ranks_of_a_model
 from fastgpt.tensor_parallel import check_tensor, row_order
 from tests.trainer.runs import finish, outcome, torchrun
 
@@ -84,9 +84,9 @@ def test_what_does_not_go_with_shared_layers_is_refused(flags, said, tiny):
 def test_ranks_must_divide_into_groups():
     with pytest.raises(UserError, match=r"--parallel.tp is 2: expected --parallel.kind fsdp or"):
         ParallelConfig(tp=2)
-    config = ParallelConfig(kind="hsdp", tp=2, cp=2, shards=2)
-    assert (peers(config, World(size=8)), ranks_of_a_model(config, World(size=8))) == (4, 2)
+    config = ParallelConfig(kind="hsdp", tp=2, cp=2, shards=4)
+    assert (peers(config, World(size=8)), ranks_of_a_model(config, World(size=8))) == (4, 4)
     with pytest.raises(UserError, match=r"--parallel.cp x --parallel.tp is 4: expected a divisor"):
         peers(config, World(size=6))
-    with pytest.raises(UserError, match=r"--parallel.shards is 3: expected a multiple of"):
-        ranks_of_a_model(replace(config, shards=3), World(size=6))
+    with pytest.raises(UserError, match=r"--parallel.shards is 2: expected a multiple of .* 4"):
+        ranks_of_a_model(replace(config, shards=2), World(size=8))

@@ -1,0 +1,79 @@
+"""How ranks are arranged: the dimensions of one `DeviceMesh` are the kinds of parallelism.
+
+Of neighbouring ranks, those that share layers (`tensor`) are nearest; then come those that share
+sequences (`context`), those that share out weights (`shard`, which contains `context`), and groups
+of them that hold the whole model each (`replicate`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fastgpt.config import ParallelConfig
+from fastgpt.distributed import World
+from fastgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def peers(config: ParallelConfig, world: World) -> int:
+    """Returns the number of neighbouring ranks that read the same data.
+
+    Raises:
+        UserError: the ranks do not divide into such groups.
+    """
+    group = config.cp * config.tp
+    if world.size % group:
+        raise UserError(
+            f"--parallel.cp x --parallel.tp is {group}: expected a divisor of the number of ranks,"
+            f" {world.size}"
+        )
+    return group
+
+
+def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
+    """Returns the number of ranks that hold one copy of the model together.
+
+    Raises:
+        UserError: the ranks do not divide into the groups of hsdp.
+    """
+    if config.kind == "ddp":
+        return 1
+    group = world.size
+    if config.kind == "hsdp" and world.size > 1:
+        group = config.shards or int(os.environ["LOCAL_WORLD_SIZE"])
+    if world.size % group:
+        raise UserError(
+            f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
+        )
+    if group % peers(config, world):
+        raise UserError(
+            f"--parallel.shards is {group}: expected a multiple of --parallel.cp x --parallel.tp,"
+            f" {config.cp * config.tp}"
+        )
+    return group
+
+
+def arrange(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
+    """Returns the mesh of all ranks, of which each dimension that is not needed is left out.
+
+    Raises:
+        UserError: the ranks do not divide into the groups of hsdp.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    group = world.size if config.kind == "ddp" else ranks_of_a_model(config, world)
+    shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
+    if config.kind != "hsdp":  # it has a single group
+        del shape["replicate"]
+    if config.tp == 1:
+        del shape["tensor"]
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def context_of(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
+    """Returns the dimension `context` of a mesh, of so many ranks that share sequences."""
+    groups = mesh["shard"].size() // ranks
+    return mesh._unflatten("shard", (groups, ranks), ("data", "context"))["context"]
