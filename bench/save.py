@@ -71,7 +71,7 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
         read["verify"] = _seconds(lambda: checkpoint.load(last), world)
         read["load"] = _seconds(lambda: engine.load(checkpoint.load(last)), world) - read["verify"]
     engine.train_step()
-    writes = engine.writes_parts or world.is_main
+    writes = engine.sharded or world.is_main
     if writes:
         saver.reserve(*engine.snapshot())
     try:

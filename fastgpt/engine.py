@@ -37,14 +37,12 @@ from fastgpt.pace import Stopwatch
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
-from fastgpt.shard_files import together
 from fastgpt.sharding import (
     check_combination,
     in_model_order,
     load_weights,
     part,
     shard,
-    wholes_in_host_memory,
     without_sync,
 )
 from fastgpt.spikes import Spikes
@@ -125,11 +123,6 @@ class Engine:
         """True if ranks meet in each forward."""
         return self.sharded or self.world.peers > 1
 
-    @property
-    def writes_parts(self) -> bool:
-        """True if each rank writes its parts of checkpoints, whose rows must be in order."""
-        return self.sharded and self.config.parallel.tp == 1
-
     def _build_model(self) -> None:
         config = self.config
         if config.ops.attention == "flash_attn" and self.precision == "fp32":
@@ -208,12 +201,10 @@ class Engine:
     def load(self, found: checkpoint.Checkpoint) -> dict[str, Any]:
         """Loads weights and optimizers, and returns the state; a collective operation."""
         state = found.state
-        if found.shards is not None and self.config.parallel.tp == 1:
+        if found.shards is not None:
             state = found.shards.restore(state, self.model, self.optimizers.all)
         else:
             load_weights(self.model, found.weights)
-            if found.shards is not None:  # tensor-parallel ranks have rows in another order
-                state = together(state, found.shards.everything())
         self.optimizers.load_state_dict(state["optimizers"])
         if self.spikes is not None:
             self.spikes.load(found.step, state.get("spikes", {}))
@@ -402,22 +393,13 @@ class Engine:
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the weights and the state that a checkpoint stores; of shared ones the parts.
 
-        With tensor parallelism it is a collective operation, which gathers them on the main rank;
-        on the others their tensors are empty.
+        With tensor parallelism it is a collective operation.
         """
         if not self.sharded:
             return self.model.state_dict(), self.state()
-        weights = {name: x.detach() for name, x in self.model.named_parameters()}
+        weights = {name: in_model_order(x.detach(), x) for name, x in self.model.named_parameters()}
         rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
-        if self.writes_parts:
-            return weights, self.state() | {"rows": rows}
-        weights, state = wholes_in_host_memory((weights, self.state()), keep=self.world.is_main)
-        if self.world.is_main:
-            for name, weight in self.model.named_parameters():
-                weights[name] = in_model_order(weights[name], weight)[: rows.get(name)]
-            for weight, moments in self.optimizers.moments(state["optimizers"]):
-                moments |= {name: in_model_order(x, weight) for name, x in moments.items()}
-        return weights, state
+        return weights, self.state() | {"rows": rows}
 
     def _weights_and_moments(self) -> tuple[Any, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]

@@ -1,6 +1,6 @@
 """Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from fastgpt.config import OptimConfig
 from fastgpt.distributed import World
 from fastgpt.model import GPT
 from fastgpt.muon import Muon
-from fastgpt.sharding import norms, part, part_like
+from fastgpt.sharding import in_model_order, norms, part, part_like
 
 
 class Optimizers:
@@ -95,31 +95,35 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the state of both, with rows in the model's order: see `in_model_order`."""
+        states = [optimizer.state_dict() for optimizer in self.all]
         return {
-            "optimizers": [optimizer.state_dict() for optimizer in self.all],
+            "optimizers": self._with_moments(in_model_order, states),
             "scaler": self.scaler.state_dict(),
         }
 
-    def moments(self, state: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yields each parameter, and what a state of `state_dict` has for it."""
-        for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            for i, moments in saved["state"].items():
-                yield weights[i], moments
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, saved in zip(self.all, state["optimizers"], strict=True):
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            for i, moments in saved["state"].items():
-                if any(x.dim() and x.shape != weights[i].shape for x in moments.values()):
-                    raise ValueError("the optimizer's state has other shapes than the weights")
-            parts = {
-                i: {
-                    name: part_like(x, weights[i]) if x.shape == weights[i].shape else x
-                    for name, x in moments.items()
-                }
-                for i, moments in saved["state"].items()
-            }
-            optimizer.load_state_dict(saved | {"state": parts})
+        def own(x: Tensor, weight: Tensor) -> Tensor:
+            if x.dim() and x.shape != weight.shape:
+                raise ValueError("the optimizer's state has other shapes than the weights")
+            return part_like(x, weight) if x.dim() else x
+
+        states = self._with_moments(own, state["optimizers"])
+        for optimizer, loaded in zip(self.all, states):
+            optimizer.load_state_dict(loaded)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _with_moments(
+        self, change: Callable[[Tensor, Tensor], Tensor], states: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Returns optimizers' states with `change(x, weight)` for each tensor x of a weight."""
+        found = []
+        for optimizer, saved in zip(self.all, states, strict=True):
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            moments = {
+                i: {name: change(x, weights[i]) for name, x in entries.items()}
+                for i, entries in saved["state"].items()
+            }
+            found.append(saved | {"state": moments})
+        return found

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.errors import UserError, brief
-from fastgpt.sharding import is_sharded
+from fastgpt.sharding import part, part_like
 from fastgpt.storage import parse_json
+from fastgpt.tensor_parallel import is_sharded
 from fastgpt.tensors import Weights
 
 STATE = "state.json"
@@ -143,6 +144,9 @@ class Shards:
                     if self.plan[entry["tensor"]].shape == weight.shape:
                         wanted[entry["tensor"]] = torch.zeros_like(weight)
         self.read_into(wanted, alone=not any(map(is_sharded, wanted.values())))
+        for weight in model.parameters():
+            own = weight.detach()  # with rows in the model's order
+            part(own).copy_(part(part_like(own, weight)))
         return together(state, wanted)
 
     def whole(self, rows: Mapping[str, int]) -> Weights:
@@ -152,17 +156,13 @@ class Shards:
             rows: number of rows to read of a weight, if not all of them.
         """
         rows = {MODEL + name: count for name, count in rows.items()}
-        every = self.everything()
+        every = Weights(self.plan, self._whole)
         plan = {
             name.removeprefix(MODEL): x[: rows.get(name)]
             for name, x in self.plan.items()
             if name.startswith(MODEL)
         }
         return Weights(plan, lambda name: every[MODEL + name][: rows.get(MODEL + name)])
-
-    def everything(self) -> Weights:
-        """Returns all whole tensors by their names in the files, each read when asked for."""
-        return Weights(self.plan, self._whole)
 
     def _whole(self, name: str) -> Tensor:
         found = torch.zeros_like(self.plan[name], device="cpu")

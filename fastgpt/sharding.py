@@ -12,12 +12,11 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fastgpt.config import Config, ParallelConfig
 from fastgpt.errors import UserError
@@ -100,42 +99,47 @@ def part(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor, like: Tensor) -> Tensor:
-    """Returns all of a tensor that is shared out as a parameter is; a collective operation."""
-    return in_model_order(x.full_tensor(), like) if is_sharded(x) else x
+    """Returns all of a tensor that is shared out as a parameter is; a collective operation.
+
+    Its rows are in the model's order, which tensor-parallel ranks may have changed: see
+    `fastgpt.tensor_parallel.row_order`.
+    """
+    if not is_sharded(x):
+        return x
+    order = getattr(like, "row_order", None)
+    return x.full_tensor() if order is None else x.full_tensor()[order.argsort()]
 
 
 def in_model_order(x: Tensor, like: Tensor) -> Tensor:
-    """Returns rows, joined in the order in which the ranks keep those of a parameter, in its own.
+    """Returns a tensor that is shared out as a parameter is, its rows in the order of `whole`.
 
-    See `fastgpt.tensor_parallel.row_order`.
+    Where they have another order, it is a collective operation, and the result is in host memory,
+    because the device may have no room for a copy.
     """
-    order = getattr(like, "row_order", None)
-    return x if order is None or not x.dim() else x[order.argsort()]
-
-
-def wholes_in_host_memory(tree: Any, *, keep: bool) -> Any:
-    """Returns `tree` with its tensors whole, in host memory; a collective operation.
-
-    Rows may be in the order of the ranks: see `in_model_order`.
-
-    Args:
-        keep: False takes part, and keeps nothing: one rank is enough to hold all of it.
-    """
-
-    def gathered(x: Tensor) -> Tensor:
-        x = x.full_tensor() if is_sharded(x) else x
-        return x.cpu() if keep else x.new_empty(0)
-
-    return tree_map_only(Tensor, gathered, tree)
-
-
-def part_like(x: Tensor, like: Tensor) -> Tensor:
-    """Shares out a whole tensor, which every rank has, as `like` is; without communication."""
-    if is_sharded(x) or not is_sharded(like):
+    if not is_sharded(x) or getattr(like, "row_order", None) is None:
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    x, order = x.to(like.device), getattr(like, "row_order", None)
+    found = torch.empty_like(x, device="cpu")
+    own = distribute_tensor(whole(x, like), x.device_mesh, x.placements, src_data_rank=None)
+    part(found).copy_(part(own))
+    return found
+
+
+def part_like(x: Tensor, like: Tensor) -> Tensor:
+    """Shares out a tensor as `like` is, with the order of its rows.
+
+    Args:
+        x: whole, on every rank; or from `in_model_order`, which is a collective operation if their
+            orders differ.
+    """
+    order = getattr(like, "row_order", None)
+    if not is_sharded(like) or (is_sharded(x) and order is None):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    x = x.to(like.device)
+    x = x.full_tensor() if is_sharded(x) else x
     x = x if order is None else x[order]
     return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 

@@ -118,7 +118,7 @@ class Trainer:
         template = self.engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            self.world if self.engine.writes_parts else None,
+            self.world if self.engine.sharded else None,
             config_json=to_json(self.config),
             save_tokenizer=self.engine.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
@@ -226,8 +226,7 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            alone = self.world.is_main and not engine.sharded
-            if not self.saver.reserved and (alone or engine.writes_parts):
+            if not self.saver.reserved and (self.world.is_main or engine.sharded):
                 self.saver.reserve(*engine.snapshot())
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
@@ -319,7 +318,7 @@ class Trainer:
 
     def _by_savers(self, work: Callable[[], None]) -> None:
         """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
-        if self.engine.writes_parts:  # an error of one's writing is an error on all
+        if self.engine.sharded:  # an error of one's writing is an error on all
             work()
         else:
             self.world.on_main(work)

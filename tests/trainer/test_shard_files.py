@@ -114,17 +114,21 @@ def test_parts_of_another_model_are_refused(parts, tiny):
         Engine(parse(tiny(f"--resume {parts} --model.dim 16")))
 
 
-def test_resumed_run_has_the_same_bits_on_the_same_ranks(tiny, tmp_path):
+def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):
     flags = "--parallel.kind fsdp --optim.schedule constant --model.dropout 0.1"
-    broken = f"--run-dir {tmp_path / 'broken'}"
-    runs = [
-        tiny(flags, f"--run-dir {tmp_path / 'unbroken'}"), tiny(flags, broken, "--steps 4"),
-        tiny(flags, broken, "--resume auto"),
-    ]  # fmt: skip
+    runs = []
+    for name, more in {"fsdp": "", "tp": "--parallel.tp 2 --model.attention-dropout 0"}.items():
+        broken = f"--run-dir {tmp_path / name}"
+        runs += [
+            tiny(flags, more, f"--run-dir {tmp_path / name}-unbroken"),
+            tiny(flags, more, broken, "--steps 4"), tiny(flags, more, broken, "--resume auto"),
+        ]  # fmt: skip
     finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
-    assert outcome(tmp_path / "broken") == outcome(tmp_path / "unbroken")
-    saved = [path.name for path in checkpoint.steps_on_disk(tmp_path / "broken" / "checkpoints")]
-    assert saved == ["step_00000004", "step_00000008"]
+    for name in ("fsdp", "tp"):
+        run = tmp_path / name
+        assert outcome(run) == outcome(tmp_path / f"{name}-unbroken")
+        files = {path.name for path in (run / "checkpoints").glob("step_00000008/*")}
+        assert {FIRST, STATE} <= files
 
 
 def test_full_disk_of_one_rank_ends_all_with_one_line(tiny, tmp_path):
