@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
-from fastgpt.context_parallel import split_context
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches, Loader
@@ -27,13 +26,13 @@ from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.finite import Finite, check_weights
-from fastgpt.lecture import build_model
-from fastgpt.mesh import arrange, peers, ranks_of_a_model
+from fastgpt.mesh import peers, ranks_of_a_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.model import VOCAB_TABLES
 from fastgpt.opening import open_for_run
 from fastgpt.optim import Optimizers
 from fastgpt.pace import Stopwatch
+from fastgpt.parallel import build
 from fastgpt.rehearsal import REHEARSED, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
@@ -42,11 +41,9 @@ from fastgpt.sharding import (
     in_model_order,
     load_weights,
     part,
-    shard,
     without_sync,
 )
 from fastgpt.spikes import Spikes
-from fastgpt.tensor_parallel import check_tensor, linear_cross_entropy
 from fastgpt.tensors import in_memory
 from fastgpt.trials import Sizes
 
@@ -136,26 +133,9 @@ class Engine:
         asked, self.trials = self.world.on_main(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )
-        self.ops = ops.select(asked, self.device, compiled=self.compiled)
-        if self.sharded:  # a norm would need the bias of a block whose weights are shared out again
-            self.ops = replace(self.ops, norms=replace(self.ops.norms, absorb=False))
-        if config.parallel.tp > 1:
-            check_tensor(config)
-            names = self.ops.names | {"loss": "torch"}
-            self.ops = replace(self.ops, loss=linear_cross_entropy, names=names)
-        torch.manual_seed(config.seed)
-        trained = ("label_smoothing", "z_loss", "recompute")
-        options: dict[str, Any] = {name: getattr(config.train, name) for name in trained}
-        mesh = arrange(config.parallel, self.world, self.device) if self.meets else None
-        options["split"] = split_context(config, mesh)
-        model = build_model(config.model, self.ops, narrow_residual=narrow, **options)
-        self.model = model if self.sharded else model.to(self.device)
-        if self.sharded:
-            assert mesh is not None
-            if self.compiled:  # as a whole it has FSDP's hooks, which are not compiled
-                for block in self.model.h:
-                    block.compile(fullgraph=True, dynamic=False)
-            shard(self.model, config.parallel, mesh, gradients=config.train.ddp_dtype)
+        selected = ops.select(asked, self.device, compiled=self.compiled)
+        self.model = build(config, selected, self.world, self.device, compiled=self.compiled)
+        self.ops = self.model.ops
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
         self.optimizers = Optimizers(self.model, config.optim, scaler, self.world)
         self.loss: Callable[..., Tensor] = self.model

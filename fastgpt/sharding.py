@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.config import Config, ParallelConfig
+from fastgpt.distributed import World
 from fastgpt.errors import UserError
 from fastgpt.model import GPT, restore_padding
 from fastgpt.tensor_parallel import is_sharded, row_order, share_out
@@ -53,6 +54,7 @@ def shard(
     """Shares out a model's parameters in place: those of each block, and the rest, together.
 
     Args:
+        model: on the device `meta`, so that no rank holds all of it; `fill` gives it its numbers.
         mesh: from `fastgpt.mesh.arrange`, with the type of device that they are moved to.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
@@ -74,9 +76,37 @@ def shard(
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if config.tp > 1:
-        for name, weight in model.named_parameters():
-            weight.row_order = row_order(model.config, name, config.tp)  # pyright: ignore
+
+
+@torch.no_grad()
+def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World) -> None:
+    """Gives a sharded model the numbers of one that the main rank builds; a collective operation.
+
+    Args:
+        model: from `shard`. It is moved to the device of its mesh.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    weights, buffers = {}, {}
+    if world.is_main:
+        whole_model = build()
+        weights, buffers = dict(whole_model.named_parameters()), dict(whole_model.named_buffers())
+        del whole_model
+    shared = next(model.parameters())
+    assert is_sharded(shared)
+    model.to_empty(device=shared.device_mesh.device_type)
+    for name, weight in model.named_parameters():
+        assert is_sharded(weight)
+        order = row_order(model.config, name, config.tp) if config.tp > 1 else None
+        weight.row_order = order  # pyright: ignore[reportAttributeAccessIssue]
+        x = torch.empty(weight.shape, device=weight.device)
+        if world.is_main:
+            x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
+        part(weight).copy_(part(distribute_tensor(x, weight.device_mesh, weight.placements)))
+    for name, buffer in model.named_buffers():
+        if world.is_main:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)
 
 
 @contextmanager
