@@ -226,7 +226,8 @@ class ParallelConfig:
             raise UserError(f"--parallel.tp is {self.tp}: expected --parallel.kind fsdp or hsdp")
         if self.shards is not None and self.kind != "hsdp":
             raise UserError(
-                f"--parallel.shards is {self.shards}: only --parallel.kind hsdp has groups"
+                f"--parallel.shards is {self.shards}: expected None, because --parallel.kind"
+                f" {self.kind} has no groups"
             )
 
 
