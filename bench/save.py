@@ -68,8 +68,9 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     read = {}
     if exists:
         last = checkpoint.steps_on_disk(path / "checkpoints")[-1]
-        read["verify"] = _seconds(lambda: checkpoint.load(last), world)
-        read["load"] = _seconds(lambda: engine.load(checkpoint.load(last)), world) - read["verify"]
+        load = partial(checkpoint.load, last, world=world)
+        read["verify"] = _seconds(load, world)
+        read["load"] = _seconds(lambda: engine.load(load()), world) - read["verify"]
     engine.train_step()
     writes = engine.sharded or world.is_main
     if writes:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastgpt import tensors
+from fastgpt.distributed import World
 from fastgpt.errors import UserError, is_disk_full, reason, writing
 from fastgpt.shard_files import SHARDS, STATE, Shards, read_state
 from fastgpt.storage import parse_json, sync_directory
@@ -210,25 +211,20 @@ def _step(path: Path) -> float:
         return float("inf")
 
 
-def load(path: Path, *, state: bool = True) -> Checkpoint:
+def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoint:  # noqa: B008
     """Loads a checkpoint and verifies its checksums.
 
     Args:
         state: also loads the state of optimizer and data; else that is empty.
+        world: the ranks that load it together: those of each machine share the checksums' work.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format.
     """
     record = read_record(path)
-    for name in record["sha256"]:
-        if not (path / name).is_file():
-            raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
-        found, expected = sha256(path / name), record["sha256"][name]
-        if found != expected:
-            raise UserError(
-                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
-                f"expected {str(expected)[:16]}..."
-            )
+    own = list(record["sha256"])[world.local_rank :: world.local_size]
+    if damage := world.first(_damage(path, record["sha256"], own)):
+        raise UserError(damage)
     if STATE in record["sha256"]:
         strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
         if strange:
@@ -239,6 +235,19 @@ def load(path: Path, *, state: bool = True) -> Checkpoint:
         values, shards = _state(path) if state else {}, None
         weights = tensors.read(path / WHOLE[0])
     return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
+
+
+def _damage(path: Path, hashes: Mapping[str, str], own: list[str]) -> str | None:
+    """Returns what is wrong with a checkpoint's files, of which those in `own` are read."""
+    for name, expected in hashes.items():
+        if not (path / name).is_file():
+            return f"checkpoint {path} is incomplete: {name} is missing"
+        if name in own and (found := sha256(path / name)) != expected:
+            return (
+                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
+                f"expected {str(expected)[:16]}..."
+            )
+    return None
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -276,22 +285,27 @@ def _are_all(names: set[str]) -> bool:
     return len(least) > 2 and least <= names <= least | set(REST)
 
 
-def find(resume: str, *, state: bool = True) -> tuple[Checkpoint, list[str]]:
+def find(
+    resume: str,
+    *,
+    state: bool = True,
+    world: World = World(),  # noqa: B008
+) -> tuple[Checkpoint, list[str]]:
     """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
     Args:
         resume: path of a checkpoint, or of a run, whose newest valid checkpoint is loaded.
-        state: as in `load`.
+        state, world: as in `load`.
 
     Raises:
         UserError: there is no valid checkpoint.
     """
     path, complaints = Path(resume), []
     if (path / RECORD).exists():
-        return load(path, state=state), []
+        return load(path, state=state, world=world), []
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
-            return load(candidate, state=state), complaints
+            return load(candidate, state=state, world=world), complaints
         except UserError as error:
             complaints.append(str(error))
     if complaints:

@@ -40,6 +40,8 @@ class World:
     rank: int = 0
     local_rank: int = 0
     size: int = 1
+    local_size: int = 1
+    """Number of ranks on this machine."""
     peers: int = 1
     """Number of neighbouring ranks that read the same data and compute it together."""
 
@@ -86,6 +88,13 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
+
+    def first(self, problem: str | None) -> str | None:
+        """Returns the problem of the first rank that has one; a collective operation."""
+        found = [problem] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, problem)
+        return next((x for x in found if x is not None), None)
 
     def barrier(self) -> None:
         """Waits until every rank has called this."""
@@ -137,6 +146,7 @@ def start(device_type: str) -> World:
         rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         size=int(os.environ["WORLD_SIZE"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
     _take_device(device_type, world)
     if not dist.is_initialized():
@@ -157,7 +167,7 @@ def _take_device(device_type: str, world: World) -> None:
     devices = torch.get_device_module(device_type)
     if world.local_rank >= devices.device_count():
         raise UserError(
-            f"{os.environ['LOCAL_WORLD_SIZE']} processes were started on a machine with "
+            f"{world.local_size} processes were started on a machine with "
             f"{counted(devices.device_count(), f'{kind.name} device')}: "
             f"pass torchrun --nproc_per_node={devices.device_count()}"
         )

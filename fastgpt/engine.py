@@ -157,7 +157,7 @@ class Engine:
         if resume is None or not run.resumes(resume):
             self._start()
             return None
-        found, complaints = checkpoint.find(resume)
+        found, complaints = checkpoint.find(resume, world=self.world)
         for complaint in complaints:
             self.warn(f"{complaint}; the one before it is used")
         run.check_same(found, self.config, self.data.tokenizer)

@@ -7,7 +7,6 @@ of them that hold the whole model each (`replicate`).
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from fastgpt.config import ParallelConfig
@@ -43,7 +42,7 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
         return 1
     group = world.size
     if config.kind == "hsdp" and world.size > 1:
-        group = config.shards or int(os.environ["LOCAL_WORLD_SIZE"])
+        group = config.shards or world.local_size
     if world.size % group:
         raise UserError(
             f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
@@ -76,4 +75,5 @@ def arrange(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
 def context_of(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     """Returns the dimension `context` of a mesh, of so many ranks that share sequences."""
     groups = mesh["shard"].size() // ranks
-    return mesh._unflatten("shard", (groups, ranks), ("data", "context"))["context"]
+    number = (mesh.mesh_dim_names or ()).index("shard")  # PyTorch 2.11 refuses the name
+    return mesh._unflatten(number, (groups, ranks), ("data", "context"))["context"]

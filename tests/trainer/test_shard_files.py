@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.cli import parse
+from fastgpt.distributed import World
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.shard_files import STATE
@@ -92,6 +93,15 @@ def test_damage_is_named(parts, name):
     (parts / name).unlink()
     with pytest.raises(UserError, match=rf"is incomplete: {name} is missing"):
         checkpoint.load(parts)
+
+
+def test_ranks_of_a_machine_share_the_checksums(parts):
+    names = list(json.loads((parts / "checkpoint.json").read_text())["sha256"])
+    with (parts / names[1]).open("r+b") as file:
+        file.write(b"damage")
+    with pytest.raises(UserError, match=f"is damaged: {names[1]}"):
+        checkpoint.load(parts, world=World(local_rank=1, local_size=2))
+    checkpoint.load(parts, world=World(local_rank=0, local_size=2))
 
 
 def test_file_that_no_rank_wrote_is_refused(parts):

@@ -28,15 +28,21 @@ PACKED = (
 
 @pytest.mark.parametrize("more", ["", PACKED], ids=["plain", "packed"])
 def test_a_run_goes_on_with_another_kind(more, fit, tiny, tmp_path):
-    """Steps 1 to 4 on one rank, 5 and 6 on two with other kinds, 7 and 8 on one again."""
+    """Steps 1 to 4 on one rank, 5 and 6 on two with other kinds, 7 and 8 on one again.
+
+    The checkpoint of step 4 is damaged in a file that the second of two ranks verifies.
+    """
     flags = f"--optim.kind adamw --optim.schedule constant {more}"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
-    fit(flags, "--steps 4")
+    saved = fit(flags, "--steps 4 --save-every 3") / "checkpoints"
+    with (saved / "step_00000004" / "state.pt").open("r+b") as file:
+        file.write(b"damage")
     kinds = "--steps 5 --parallel.kind fsdp", "--steps 6 --parallel.kind fsdp --parallel.tp 2"
     runs = [tiny(flags, "--resume auto", kind) for kind in kinds]
-    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    out = finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    assert out.count("is damaged: state.pt has sha256") == 1
     run = fit(flags, "--resume auto --parallel.tp 1")
-    assert [path.name for path in checkpoint.steps_on_disk(run / "checkpoints")] == [
+    assert [path.name for path in checkpoint.steps_on_disk(saved)] == [
         "step_00000005", "step_00000006", "step_00000008",
     ]  # fmt: skip
     for name in ("train_loss", "grad_norm"):
