@@ -33,10 +33,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def check_combination(config: Config, precision: str) -> None:
     """Raises `UserError` if a setting does not go with shared weights."""
-    if precision == "fp16" or config.train.eval_tasks:
+    if precision == "fp16":
         raise UserError(
-            f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or"
-            " fp32, and no --train.eval-tasks"
+            f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or fp32"
         )
     if config.parallel.dtype == "bf16" and precision != "bf16":
         raise UserError(

@@ -16,7 +16,7 @@ from fastgpt.about import facts, header
 from fastgpt.config import Config, to_json
 from fastgpt.data.items import Data
 from fastgpt.display import Display, short
-from fastgpt.distributed import Stopped, StopSignal
+from fastgpt.distributed import Agreed, Stopped, StopSignal
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
@@ -66,7 +66,7 @@ class Trainer:
             self.world.on_main(lambda: self._lock(config))
             self.engine = Engine(config, self.display.warn, data)
             cleanup.callback(self.engine.loader.close)
-            self.config = self.engine.config
+            self.config, self.world = self.engine.config, self.engine.world
             self.prompt = self._encoded_prompt()
             self.tasks = self.world.on_main(self._read_tasks)
             self._open_run()
@@ -95,9 +95,11 @@ class Trainer:
 
     def _scorer(self, stop: StopSignal | None = None) -> Scorer:
         engine = self.engine
+        together = self.world if engine.meets else None
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
-            device=engine.device, autocast=engine.autocast(), stop=stop,
+            device=engine.device, autocast=engine.autocast(), together=together,
+            stop=Agreed(stop, self.world) if stop is not None and together is not None else stop,
             doing=stop and self.watchdog.doing,
         )  # fmt: skip
 
@@ -368,7 +370,8 @@ class Trainer:
         self.engine.model.eval()
         for task in self.tasks:
             self._doing(f"evaluating {task.name}")
-            scores = run_task(task, self._scorer(self.stop), self.world)
+            with torch.compiler.set_stance("force_eager"):  # the texts' lengths differ
+                scores = run_task(task, self._scorer(self.stop), self.world)
             found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
         self.engine.model.train()
         if found:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.distributed import Stopped, StopSignal
+from fastgpt.distributed import Agreed, Stopped, StopSignal, World
 from fastgpt.errors import UserError
 from fastgpt.model import GPT
 
@@ -26,10 +26,12 @@ class Scorer:
     """Number of texts computed at once."""
     device: str
     autocast: AbstractContextManager
-    stop: StopSignal | None = None
+    stop: StopSignal | Agreed | None = None
     """Checked before each batch."""
     doing: Callable[[str], None] | None = None
     """Called before each batch."""
+    together: World | None = None
+    """Ranks that meet in each forward, and so compute as many batches; None: they do not."""
 
     @torch.no_grad()
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -45,13 +47,18 @@ class Scorer:
         """
         order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
         found, most = [(0.0, False)] * len(pairs), self.model.config.context + 1
-        for start in range(0, len(order), self.batch):
+        starts = range(0, len(order), self.batch)
+        if self.together is not None:  # the last ones may have no texts
+            batches = int(self.together.gather(torch.tensor([len(starts)])).max())
+            starts = range(0, batches * self.batch, self.batch)
+        for start in starts:
             if self.stop is not None and self.stop.received:
                 raise Stopped
             if self.doing is not None:
                 self.doing("scoring a batch of a task")
             rows = order[start : start + self.batch]
             texts = [torch.tensor((pairs[i][0] + pairs[i][1])[-most:]) for i in rows]
+            texts = texts or [torch.zeros(2, dtype=torch.int64)]
             x = pad_sequence([text[:-1] for text in texts], batch_first=True)
             with self.autocast:
                 logits = self.model(x.to(self.device))

@@ -88,13 +88,13 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
 
 
 def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
-    """Computes a task's metrics; each rank scores a part of the questions.
+    """Computes a task's metrics; each rank, or group of peers, scores a part of the questions.
 
     Raises:
         Stopped: on all ranks, if one was asked to stop.
     """
     world = world or World()
-    mine = task.questions[world.rank :: world.size]
+    mine = task.questions[world.reader :: world.readers]
     totals = torch.zeros(3, dtype=torch.float64)
     try:
         scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
@@ -103,7 +103,8 @@ def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str
             totals[:2] += torch.tensor(graded, dtype=torch.float64)
     except Stopped:
         totals[2] = 1
-    first, second, stopped = (world.sum(totals) / len(task.questions)).tolist()
+    count = len(task.questions) * world.peers
+    first, second, stopped = (world.sum(totals) / count).tolist()
     if stopped:
         raise Stopped
     if task.name == "lambada":

@@ -17,8 +17,7 @@ from fastgpt.metrics import read_records
 from tests.convert.models import saved_run
 from tests.data.sets import prepared, texts
 from tests.evaluate.conftest import write
-from tests.processes import ROOT
-from tests.trainer.runs import finish, one_line_error, torchrun
+from tests.trainer.runs import finish, one_line_error, torchrun_in_turn
 
 
 def results(run, *flags):
@@ -116,13 +115,20 @@ def test_tasks_are_scored_with_each_evaluation_on_any_number_of_ranks(
     row = {"ctx": "the", "endings": ["cat", "dog", "mat, and", "log"]}
     write(files["hellaswag"], *(row | {"label": label} for label in (0, 1, 2, 3, 2)))
     few = f"--train.eval-tasks {asked(files)} --data.eval-tokens 64 --train.sample-tokens 0"
-    process = torchrun(2, str(ROOT / "train.py"), *tiny(few, f"--run-dir {tmp_path / 'two'}"))
+    few += " --optim.kind adamw"
+    kinds = ("ddp", "fsdp --train.micro-batch 1", "fsdp --parallel.tp 2")
+    runs = [
+        tiny(few, f"--parallel.kind {kind} --run-dir {tmp_path / str(i)}")
+        for i, kind in enumerate(kinds)
+    ]
+    process = torchrun_in_turn(2, tmp_path / "jobs", runs)
     one = fit(few)
     said = re.findall(r"^step +(\d) +hellaswag_acc \d\.\d{4}  .*$", capsys.readouterr().out, re.M)
     assert said == ["0", "4", "8"]
     finish(process)
     assert np.array(scores(one)).shape == (3, 4)
-    np.testing.assert_allclose(scores(tmp_path / "two"), scores(one), rtol=1e-4)
+    for i in range(len(kinds)):
+        np.testing.assert_allclose(scores(tmp_path / str(i)), scores(one), rtol=1e-4)
     values = [row["value"] for row in results(one, "--tasks", asked(files))]
     assert values == pytest.approx(scores(one)[-1], rel=1e-5)
 

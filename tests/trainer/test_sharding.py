@@ -85,7 +85,6 @@ def test_memory_is_shared_by_the_ranks_of_a_group():
     [
         ("--parallel.dtype bf16", "fp32", r"--parallel.dtype is bf16: expected --train.precision"),
         ("", "fp16", r"--parallel.kind is fsdp: expected --train.precision bf16 or fp32"),
-        ("--train.eval-tasks lambada=x", "fp32", r"and no --train.eval-tasks"),
     ],
 )
 def test_what_does_not_go_with_shared_weights_is_refused(flags, precision, said, tiny):
