@@ -63,11 +63,11 @@ def save(
     state: dict[str, Any],
     **fixed: Any,
 ) -> Path:
-    """Writes the checkpoint `folder/step_N` and removes all but the newest `keep`.
+    """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
-        fixed: `config_json`, `save_tokenizer`, `keep`, and of a model that was converted
-            `huggingface_json`, its `Source.kept`.
+        fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of `Draft.publish`, and of a
+            model that was converted `huggingface_json`, its `Source.kept`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.
@@ -112,12 +112,15 @@ class Draft:
         config_json: str,
         save_tokenizer: Callable[[Path], None] | None,
         keep: int,
+        keep_every: int = 0,
         huggingface_json: str | None = None,
     ) -> Path:
         """Adds the other files, and gives it its name.
 
         Args:
             hashes: sha256 of each file that is there.
+            keep: number of newest checkpoints that are not removed.
+            keep_every: nor are those of steps that are multiples of it; 0: no others.
         """
         (self.path / "config.json").write_text(config_json)
         if save_tokenizer is not None:
@@ -138,7 +141,8 @@ class Draft:
         self.path.rename(final)
         sync_directory(self.folder)
         for old in steps_on_disk(self.folder)[:-keep]:
-            _remove(old)
+            if not keep_every or _step(old) % keep_every:
+                _remove(old)
         return final
 
 
@@ -223,8 +227,9 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
     """
     record = read_record(path)
     own = list(record["sha256"])[world.local_rank :: world.local_size]
-    if damage := world.first(_damage(path, record["sha256"], own)):
-        raise UserError(damage)
+    damage = world.of_each(_damage(path, record["sha256"], own))
+    if any(damage):
+        raise UserError(next(filter(None, damage)))
     if STATE in record["sha256"]:
         strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
         if strange:

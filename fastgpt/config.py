@@ -159,6 +159,9 @@ class TrainConfig:
     loss only."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
+    keep_every: int = 0
+    """Number of steps between checkpoints that are kept for good: those of its multiples; 0: no
+    others than the newest and the best."""
     skip_nonfinite: int = 0
     """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
     after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
@@ -185,7 +188,7 @@ class TrainConfig:
         check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
         check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s", "train.skip_nonfinite")
-        check(self, NOT_NEGATIVE, "train.spike_z")
+        check(self, NOT_NEGATIVE, "train.spike_z", "train.keep_every")
         for name in ("skip_nonfinite", "spike_z"):
             if getattr(self, name) and self.precision == "fp16":
                 raise UserError(

@@ -72,6 +72,12 @@ class World:
             dist.all_reduce(x)
         return x
 
+    @staticmethod
+    def sum_within(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sums `x` (any shape) over the ranks of a group, in place."""
+        dist.all_reduce(x, group=group)
+        return x
+
     def gather(self, x: Tensor) -> Tensor:
         """Joins the ranks' `x` (n, ...), any dtype, along the first dimension in their order."""
         if self.size == 1:
@@ -89,12 +95,12 @@ class World:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    def first(self, problem: str | None) -> str | None:
-        """Returns the problem of the first rank that has one; a collective operation."""
-        found = [problem] * self.size
+    def of_each(self, value: T, group: Any = None) -> list[T]:
+        """Returns the ranks' values, which are no tensors, in their order."""
+        found = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, problem)
-        return next((x for x in found if x is not None), None)
+            dist.all_gather_object(found, value, group)
+        return found
 
     def barrier(self) -> None:
         """Waits until every rank has called this."""

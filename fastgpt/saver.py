@@ -124,7 +124,7 @@ class Saver(Publisher):
     Args:
         folder: folder of the checkpoints.
         world: the ranks, if they share the weights: each has a saver, and they write together.
-        fixed: what `checkpoint.save` is given each time: `config_json`, `save_tokenizer`, `keep`.
+        fixed: what `checkpoint.save` is given each time, such as `config_json` and `keep`.
     """
 
     def __init__(self, folder: Path, world: World | None = None, **fixed: Any) -> None:
@@ -199,10 +199,7 @@ def _save_shards(
         with draft.errors() if world.is_main else nullcontext():
             shard_files.write(draft.path, parts, group)
             mine = sorted(draft.path.glob(shard_files.SHARDS))[world.rank :: world.size]
-            found: list[Any] = [None] * world.size
-            dist.all_gather_object(
-                found, {path.name: checkpoint.sha256(path) for path in mine}, group
-            )
+            found = world.of_each({path.name: checkpoint.sha256(path) for path in mine}, group)
             hashes = {name: value for some in found for name, value in some.items()}
     except OSError as error:
         raise OtherRankError(str(error)) from error

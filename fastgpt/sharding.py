@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.config import Config, ParallelConfig
@@ -88,9 +87,9 @@ def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: Wo
 
     weights, buffers = {}, {}
     if world.is_main:
-        whole_model = build()
-        weights, buffers = dict(whole_model.named_parameters()), dict(whole_model.named_buffers())
-        del whole_model
+        built = build()
+        weights, buffers = dict(built.named_parameters()), dict(built.named_buffers())
+        del built
     shared = next(model.parameters())
     assert is_sharded(shared)
     model.to_empty(device=shared.device_mesh.device_type)
@@ -102,10 +101,9 @@ def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: Wo
         if world.is_main:
             x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
         part(weight).copy_(part(distribute_tensor(x, weight.device_mesh, weight.placements)))
+    buffers = world.from_main(buffers)
     for name, buffer in model.named_buffers():
-        if world.is_main:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, src=0)
+        buffer.copy_(buffers[name])
 
 
 @contextmanager
@@ -190,7 +188,7 @@ def sum_over_parts(x: Tensor, like: Tensor) -> Tensor:
     if is_sharded(like):
         for name in like.device_mesh.mesh_dim_names or ():
             if name != "replicate":
-                dist.all_reduce(x, group=like.device_mesh.get_group(name))
+                World.sum_within(x, like.device_mesh.get_group(name))
     return x
 
 

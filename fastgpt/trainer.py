@@ -124,6 +124,7 @@ class Trainer:
             config_json=to_json(self.config),
             save_tokenizer=self.engine.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
+            keep_every=self.config.train.keep_every,
             huggingface_json=template and json.dumps({"chat_template.jinja": template}),
         )
         self.peak = self.world.on_main(self._measured_peak)

@@ -1,14 +1,18 @@
 """Muon: what PyTorch's computes, in batches that ranks share out."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt import distributed, muon
 from fastgpt.distributed import World
 from fastgpt.muon import Muon
+from fastgpt.sharding import norms
 from tests.trainer.runs import finish, torchrun
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
@@ -17,11 +21,11 @@ VIEWS = ("permute.default", "transpose.int", "unbind.int")
 
 
 def matrices(shapes=SHAPES, **options):
-    return [torch.nn.Parameter(torch.randn(shape, **options)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, **options)) for shape in shapes]
 
 
 def twins(weights):
-    return [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    return [nn.Parameter(weight.detach().clone()) for weight in weights]
 
 
 def advance(optimizer, weights, step):
@@ -92,7 +96,26 @@ def as_rank():
         advance(single, alone, step)
     assert all(torch.equal(a, b) for a, b in zip(weights, alone))
     assert taken == 3 * [2, 2, 2, 2, 1], "half of each three, rounded up, and half of one"
+    share_out(world)
     print("agrees")
+
+
+def share_out(world):
+    """Compares weights whose rows or columns are shared out with those of one rank, bit by bit."""
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+    for placement in (Shard(0), Shard(1)):
+        torch.manual_seed(0)
+        alone = matrices()
+        weights = [nn.Parameter(distribute_tensor(x.detach(), mesh, [placement])) for x in alone]
+        together, single = Muon(weights, world, **SETTINGS), Muon(alone, World(), **SETTINGS)
+        for step in range(3):
+            advance(single, alone, step)
+            for own, one in zip(weights, alone):
+                own.grad = distribute_tensor(one.grad, mesh, [placement])
+            together.step()
+        assert all(torch.equal(a.full_tensor(), b) for a, b in zip(weights, alone))
+        grads = [[cast(torch.Tensor, x.grad) for x in every] for every in (weights, alone)]
+        torch.testing.assert_close(*map(norms, grads), rtol=1e-6, atol=0)
 
 
 def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):

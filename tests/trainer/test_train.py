@@ -284,6 +284,7 @@ def test_everything_is_there_and_nothing_else(fit):
         ("--save-every 3", [4, 6, 8]),
         ("--eval-every 0", [8]),
         ("--save-every 1 --train.keep-checkpoints 2", [7, 8]),
+        ("--save-every 1 --train.keep-checkpoints 2 --train.keep-every 3", [3, 6, 7, 8]),
     ],
 )
 def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
