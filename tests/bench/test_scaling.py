@@ -17,21 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.scaling import (
-    NETWORKS,
-    PAGE,
-    PLANS,
-    Collective,
-    Plan,
-    exchange,
-    exposed_seconds,
-    gathered_bytes,
-    keys_bytes,
-    page,
-    seconds,
-    state_bytes,
-    units,
-)
+from bench.scaling.__main__ import PAGE, PLANS, page
+from bench.scaling.collectives import Collective, Plan, exchange, keys_bytes, units
+from bench.scaling.memory import gathered_bytes, state_bytes
+from bench.scaling.time import NETWORKS, exposed_seconds, seconds
 from fastgpt import cli
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
