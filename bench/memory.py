@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import records
 from fastgpt import flags, ops
-from fastgpt.config import OpsConfig
+from fastgpt.config import OpsConfig, Recompute
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import chunks
 from fastgpt.kernels.runtime import Launch, recording
@@ -76,13 +76,19 @@ class Account:
 
 
 def account(
-    config: ModelConfig, batch: int, loss: str, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    batch: int,
+    loss: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    recompute: Recompute = "none",
 ) -> Account:
     """Runs one step of `batch` full sequences.
 
     Args:
         loss: as in `OpsConfig`.
         dtype: number format of the weights.
+        recompute: as in `GPT`.
     """
     on_cuda = {"cpu": 2 * chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
@@ -92,7 +98,7 @@ def account(
         FakeTensorMode(),
         LiveBytes(launches) as live,
     ):
-        model = GPT(config, ops.select(asked, "cpu", compiled=False))
+        model = GPT(config, ops.select(asked, "cpu", compiled=False), recompute=recompute)
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
         gc.collect()

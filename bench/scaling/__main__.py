@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from bench.account.__main__ import markdown
 from bench.report import DOCS
-from bench.scaling.collectives import MACHINE, Plan, exchange, keys_bytes, padded, units
+from bench.scaling.collectives import MACHINE, Plan, Work, exchange, of_muon, padded, units
 from bench.scaling.memory import kept_bytes, memory_bytes
 from bench.scaling.time import (
     BUSY,
@@ -24,7 +24,7 @@ from bench.scaling.time import (
     seconds,
 )
 from fastgpt import flags
-from fastgpt.config import ParallelConfig
+from fastgpt.config import ParallelConfig, Recompute
 from fastgpt.errors import run_command
 from fastgpt.metrics import flops_per_token
 from fastgpt.model_config import ModelConfig
@@ -68,6 +68,7 @@ PLANS = {
     "fsdp, no-reshard": _fsdp(reshard=False),
     "hsdp": _fsdp(kind="hsdp"),
     "hsdp, no-reshard": _fsdp(kind="hsdp", reshard=False),
+    f"fsdp, tp {MACHINE}": _fsdp(tp=MACHINE),
 }
 
 
@@ -75,12 +76,12 @@ def long_contexts() -> Iterator[tuple[str, ...]]:
     """Yields a row for each number of ranks that share a long sequence."""
     config = replace(MODELS[LONG][0], context=CONTEXT)
     parts, kept = units(config), kept_bytes(config, 1, narrow=True)
-    keys, ranks = keys_bytes(config, 1, "bf16"), RANKS[1]
+    work, ranks = Work(config, 1), RANKS[1]
     for cp in (1, 2, 4, 8):
         plan = _fsdp(cp=cp)
-        own = kept // cp + (config.num_layers * keys if cp > 1 else 0)
+        own = kept // cp + (config.num_layers * work.keys_bytes if cp > 1 else 0)
         needed = memory_bytes(parts, plan, ranks, own)
-        found = list(exchange(parts, plan, ranks, keys=keys))
+        found = list(exchange(parts, plan, ranks, work))
         sent = sum(x.bytes * x.times for at, x in found if at == "context")
         whole, block = compute_seconds(config, config.context // cp)
         cells = []
@@ -94,19 +95,22 @@ def long_contexts() -> Iterator[tuple[str, ...]]:
 
 
 def rows(config: ModelConfig, sequences: int) -> Iterator[tuple[str, ...]]:
-    parts, tokens = units(config), sequences * config.context
-    kept = {x: kept_bytes(config, sequences, narrow=x) for x in (False, True)}
-    whole, block = compute_seconds(config, tokens)
+    whole, block = compute_seconds(config, sequences * config.context)
     for name, plan in PLANS.items():
+        tp = plan.parallel.tp
+        if any(size % tp for size in (config.num_heads, config.kv_heads, config.ffn_width)):
+            continue
+        parts, work = units(config, tp), Work(config, sequences * tp)
+        kept = kept_bytes(config, work.sequences, narrow=plan.narrow, tp=tp)
         for ranks in RANKS:
             if plan.parallel.kind == "hsdp" and ranks == MACHINE:
                 continue  # fsdp
-            found = list(exchange(parts, plan, ranks))
+            found = list(exchange(parts, plan, ranks, work))
             sizes = [
                 sum(x.bytes * x.times for _, x in found if x.op == op) / 1e9
                 for op in ("all_gather", "reduce_scatter", "all_reduce")
             ]
-            needed = memory_bytes(parts, plan, ranks, kept[plan.narrow])
+            needed = memory_bytes(parts, plan, ranks, kept)
             cells = []
             for net in NETWORKS:
                 every = sum(x.times * seconds(x, net) for _, x in found)
@@ -116,6 +120,33 @@ def rows(config: ModelConfig, sequences: int) -> Iterator[tuple[str, ...]]:
             fits = "" if needed <= ROOM else " †"
             figures = [f"{x:.2f}" if x >= 0.005 else "-" for x in sizes]
             yield name, f"{ranks:,}", *figures, f"{needed / 1e9:,.1f}{fits}", *cells
+
+
+def recomputed() -> Iterator[tuple[str, ...]]:
+    """Yields each model's memory with each kind of recomputation, and what it costs."""
+    for name, (config, sequences) in MODELS.items():
+        parts, plan, ranks = units(config), PLANS["fsdp"], RANKS[1]
+        whole, block = compute_seconds(config, sequences * config.context)
+        matrices = 2 * sum(shape.numel() for shape in parts[1] if len(shape) == 2)
+        products = sequences * config.context * matrices / (BUSY * PEAK)
+        again: dict[Recompute, float] = {"none": 0, "selective": products, "full": block}
+        cells = []
+        for kind, layer_s in again.items():
+            kept = kept_bytes(config, sequences, narrow=True, recompute=kind)
+            needed = memory_bytes(parts, plan, ranks, kept)
+            speed = whole / (whole + config.num_layers * layer_s)
+            cells.append(f"{needed / 1e9:,.1f}{'' if needed <= ROOM else ' †'}, **{speed:.0%}**")
+        yield name, *cells
+
+
+def with_muon() -> Iterator[tuple[str, ...]]:
+    """Yields what Muon exchanges more than AdamW, and the time of it."""
+    for name, (config, _) in MODELS.items():
+        for kind in ("ddp", "fsdp", "hsdp"):
+            found = list(of_muon(units(config), PLANS[kind], RANKS[1]))
+            sent = sum(x.bytes * x.times for x in found) / 1e9
+            times = (sum(x.times * seconds(x, net) for x in found) for net in NETWORKS)
+            yield name, kind, f"{sent:.2f}", *(f"{1e3 * x:,.0f} ms" for x in times)
 
 
 def section(name: str, config: ModelConfig, sequences: int) -> str:
@@ -147,6 +178,7 @@ def page() -> str:
         )
     )
     sections = "\n".join(section(name, *size) for name, size in MODELS.items())
+    muon_head = "|".join(("Model|Kind|gathered, GB", *(x.name for x in NETWORKS)))
     return f"""# From 8 to 4,096 GPUs
 
 Written by `python -m bench.scaling --publish`. **Computed, not measured**: no GPU has run this.
@@ -178,6 +210,10 @@ Written by `python -m bench.scaling --publish`. **Computed, not measured**: no G
   account of `gpt2-124m` in [performance.md](performance.md) has 51 %.
 - A rank has the same number of tokens whatever the number of GPUs, so the batch grows with it.
   4,096 GPUs train `gpt2-124m` with {4096 * 64 * 1024:,} tokens a step, far more than is useful.
+- `tp 8` is `--parallel.tp 8`: the GPUs of a machine compute each layer together, of as many
+  sequences as all of them have in the other rows. Their sums of activations hide behind nothing.
+  Memory is that of a model with a GPU's part of heads, features and vocabulary, and whole logits
+  of that part. It is left out where the heads do not divide.
 - `fsdp` and `hsdp` gather weights in bf16 (`--parallel.dtype bf16`) where they do not say fp32;
   `no-reshard` is `--parallel.no-reshard`. hsdp's groups are machines of {MACHINE} GPUs; on one
   machine it is fsdp.
@@ -194,6 +230,22 @@ the keys and values of all layers); the time of these collectives, which attenti
 in bold the speed relative to GPUs that wait for nothing.
 
 {markdown(long_head, list(long_contexts()))}
+
+## Recomputation
+
+Memory of a rank in GB with fsdp on {RANKS[1]} GPUs and `--train.recompute` none, selective and
+full, and in bold the speed relative to none, if nothing waits: full computes each block's forward a
+second time, selective all of it but attention.
+
+{markdown("Model|none|selective|full", list(recomputed()))}
+
+## Muon
+
+What `--optim.kind muon` exchanges in a step on {RANKS[1]} GPUs besides the above, between backward
+and the next forward, where nothing hides it: the updates, of which each rank computes a part, and
+with shared weights each matrix before, which all ranks gather. Both are in bf16.
+
+{markdown(muon_head, list(with_muon()))}
 """
 
 

@@ -67,10 +67,10 @@ def exposed_seconds(
         block_s: seconds of a block's forward; its backward takes twice as long.
     """
     if plan.parallel.kind == "ddp":  # torch.compile hands over all gradients after the backward
-        return sum(seconds(x, net) for _, x in found)
+        return sum(x.times * seconds(x, net) for _, x in found)
     gather = sum(seconds(x, net) for at, x in found if (at, x.op) == ("block", "all_gather"))
     reduce = sum(seconds(x, net) for at, x in found if at == "block" and x.op != "all_gather")
-    once = sum(seconds(x, net) for at, x in found if at != "block")
+    once = sum(x.times * seconds(x, net) for at, x in found if at != "block")
     again = gather if plan.parallel.reshard else 0.0
     # the first gather of each pass and the last block's reduction have nothing to hide behind
     forward = gather + (layers - 1) * max(0.0, gather - block_s)

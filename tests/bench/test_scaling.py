@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.scaling.__main__ import PAGE, PLANS, page
-from bench.scaling.collectives import Collective, Plan, exchange, keys_bytes, units
+from bench.scaling.collectives import Collective, Plan, Work, exchange, of_muon, units
 from bench.scaling.memory import gathered_bytes, state_bytes
 from bench.scaling.time import NETWORKS, exposed_seconds, seconds
 from fastgpt import cli
 from fastgpt.distributed import StopSignal
 from fastgpt.engine import Engine
+from fastgpt.muon import MOST_ON_CPU
 from fastgpt.sharding import is_sharded, part
 from tests.processes import python
 
@@ -42,6 +43,12 @@ CASES = {
     "groups": (4, 1, "--parallel.kind hsdp --parallel.shards 2"),
     "context": (2, 4, "--parallel.cp 2"),
     "context, shared": (4, 1, "--parallel.kind fsdp --parallel.cp 2"),
+    "tensor": (2, 4, "--parallel.kind fsdp --parallel.tp 2"),
+    "tensor, shared": (4, 1, "--parallel.kind fsdp --parallel.tp 2 --parallel.no-reshard"
+                             " --train.precision bf16 --parallel.dtype bf16"),
+    "tensor, context": (4, 4, "--parallel.kind fsdp --parallel.tp 2 --parallel.cp 2"),
+    "muon": (2, 1, "--optim.kind muon"),
+    "muon, shared": (3, 1, "--train.batch-tokens 96 --parallel.kind fsdp --optim.kind muon"),
 }  # fmt: skip
 """Ranks, micro-steps and flags."""
 MICRO = "--train.micro-batch=2"
@@ -77,11 +84,15 @@ def counted(argv: list[str]) -> dict:
     tensors += [x for state in engine.optimizers.all[0].state.values() for x in state.values()]
     state = sum(part(x).nbytes for x in tensors if x.dim())
     loss = engine.loss(*engine.loader.next())
-    gathered = sum(x.nbytes for x in engine.model.parameters() if not is_sharded(x))
+    gathered = sum(part(x).nbytes for x in engine.model.parameters() if not is_shared_out(x))
     loss.backward()
     engine.loader.close()
     calls = [[*call, times] for call, times in intercepted.found.items()]
     return {"calls": calls, "state": state, "gathered": gathered}
+
+
+def is_shared_out(x: torch.Tensor) -> bool:
+    return is_sharded(x) and "shard" in (x.device_mesh.mesh_dim_names or ())
 
 
 def rank(number: int, ranks: int, port: int, runs: dict[str, list[str]]) -> None:
@@ -126,14 +137,19 @@ def test_formulas_give_the_calls_and_bytes_of_runs(tiny):
         ranks, micro_steps, flags = CASES[name]
         config = cli.parse([*argv, *flags.split()])
         plan = Plan(config.parallel, config.train.ddp_dtype)
-        parts = units(replace(config.model, vocab_size=256))
+        model, parallel = replace(config.model, vocab_size=256), config.parallel
+        parts = units(model, parallel.tp)
+        sequences = config.global_batch * parallel.cp * parallel.tp // (ranks * micro_steps)
+        every = exchange(parts, plan, ranks, Work(model, sequences, micro_steps, parallel.dtype))
+        calls = [x for _, x in every]
+        if config.optim.kind == "muon":
+            calls += of_muon(parts, plan, ranks, MOST_ON_CPU)
+        else:
+            assert state_bytes(parts, plan, ranks) == found["state"], name
         expected: Counter[tuple[str, int]] = Counter()
-        rows = 8 * config.parallel.cp // (ranks * micro_steps)
-        keys = keys_bytes(config.model, rows, "fp32")
-        for _, x in exchange(parts, plan, ranks, micro_steps, keys):
+        for x in calls:
             expected[x.op, x.bytes] += x.times
         assert expected == {(op, size): times for op, size, times in found["calls"]}, name
-        assert state_bytes(parts, plan, ranks) == found["state"], name
         assert plan.parallel.kind == "ddp" or gathered_bytes(parts, plan) == found["gathered"], name
 
 
@@ -163,15 +179,17 @@ def test_time_of_a_collective_by_hand(collective, net, latency, sent_s):
 
 
 def test_exposed_is_what_computation_cannot_hide():
-    """A network without latency on which the root takes 1 s, a gather 2 s and a reduction 4 s."""
+    """A network without latency on which the root takes 1 s, a gather 2 s, a reduction 4 s, and the
+    keys and values of all layers 3 s."""
     net = replace(NVLINK, inside=2 / 0.8, hop_s=-8.4e-6)
     found = [("root", Collective("all_gather", 4, 2)), ("block", Collective("all_gather", 8, 2)),
-             ("block", Collective("reduce_scatter", 16, 2))]  # fmt: skip
+             ("block", Collective("reduce_scatter", 16, 2)),
+             ("context", Collective("all_gather", 4, 2, times=3))]  # fmt: skip
     cases = {
-        ("fsdp", 1.5): 1 + 2 + 2 * 0.5 + 2 + 2 * 3 + 4,
-        ("fsdp", 9): 1 + 2 + 2 + 4,  # all but the first and the last of each pass
-        ("fsdp, no-reshard", 1.5): 1 + 2 + 2 * 0.5 + 2 * 1 + 4,
-        ("ddp", 9): 1 + 2 + 4,
+        ("fsdp", 1.5): 4 + 2 + 2 * 0.5 + 2 + 2 * 3 + 4,
+        ("fsdp", 9): 4 + 2 + 2 + 4,  # all but the first and the last of each pass
+        ("fsdp, no-reshard", 1.5): 4 + 2 + 2 * 0.5 + 2 * 1 + 4,
+        ("ddp", 9): 4 + 2 + 4,
     }
     for (kind, block_s), expected in cases.items():
         assert exposed_seconds(found, PLANS[kind], 3, block_s, net) == pytest.approx(expected)
