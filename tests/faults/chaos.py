@@ -271,19 +271,23 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
-    """Kills works at random moments, writes the record, and prints its table."""
-    if tries < len(WORKS):
-        sys.exit(f"error: --tries is {tries}: expected {len(WORKS)} or more, one of each kind")
+def main(
+    tries: int = 500, seed: int = 0, only: tuple[str, ...] = tuple(WORKS), out: Path = RECORD
+) -> int:
+    """Kills works, of which `only` names some, at random moments; writes and prints a table."""
+    if unknown := [name for name in only if name not in WORKS]:
+        sys.exit(f"error: --only has {unknown[0]!r}: expected some of {', '.join(WORKS)}")
+    if tries < len(only):
+        sys.exit(f"error: --tries is {tries}: expected {len(only)} or more, one of each kind")
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     record = {}
     with tempfile.TemporaryDirectory() as place:
         os.environ["FASTGPT_CACHE"] = f"{place}/cache"
-        for number, (name, work) in enumerate(WORKS.items()):
-            share = (tries + number) // len(WORKS)  # they sum to the tries
+        for number, name in enumerate(only):
+            share = (tries + number) // len(only)  # they sum to the tries
             folder = Path(place, "work")
-            record[name] = run_work(work, share, folder, random.Random(f"{seed} {name}"))
+            record[name] = run_work(WORKS[name], share, folder, random.Random(f"{seed} {name}"))
         os.chdir(ROOT)
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
