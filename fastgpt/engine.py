@@ -22,14 +22,14 @@ from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches, Loader
 from fastgpt.data.order import SampleOrder
 from fastgpt.distributed import Agreed, StopSignal
-from fastgpt.errors import UserError, brief, counted
+from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.finite import Finite, check_weights
 from fastgpt.mesh import peers, ranks_of_a_model
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.model import VOCAB_TABLES
-from fastgpt.opening import open_for_run
+from fastgpt.opening import check_splits, open_for_run
 from fastgpt.optim import Optimizers
 from fastgpt.pace import Stopwatch
 from fastgpt.parallel import build
@@ -222,21 +222,7 @@ class Engine:
             self.micro_batch = fitting(
                 self.micro_batch, share, self._rehearse, self.world, self.warn
             )
-        least = config.model.context + 1 if config.data.eval_batches else 2
-        for corpus in self.data.corpora:
-            held = len(corpus.val)
-            if held < least:
-                raise UserError(
-                    f"{corpus.name}: {counted(held, 'token')} held out, expected at least {least}:"
-                    " use more text or a larger --data.val-fraction"
-                )
-        for corpus, covered in zip(self.data.corpora, self.coverage):
-            if covered < 0.5:
-                self.warn(
-                    f"{corpus.name}: with --data.align {config.data.align} an epoch trains on"
-                    f" {covered:.0%} of its tokens, because its documents are long for a"
-                    f" context of {config.model.context}"
-                )
+        check_splits(config, self.data, self.coverage, self.warn)
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
             self.data.mixture(orders, state),

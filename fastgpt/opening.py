@@ -12,7 +12,7 @@ from fastgpt.data.items import Data, ItemSet
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.distributed import World
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 
 def open_for_run(
@@ -80,3 +80,30 @@ def _conversations(config: Config, source: Source | None, world: World) -> Data:
 
     world.on_main(lambda: opened().name)  # which prints what is wrong
     return opened()
+
+
+def check_splits(
+    config: Config, data: DataSet | ItemSet, coverage: list[float], warn: Callable[[str], None]
+) -> None:
+    """Warns of corpora of which an epoch uses little.
+
+    Args:
+        coverage: share of each corpus that an epoch trains on.
+
+    Raises:
+        UserError: too little of a corpus is held out to evaluate.
+    """
+    least = config.model.context + 1 if config.data.eval_batches else 2
+    for corpus, covered in zip(data.corpora, coverage):
+        held = len(corpus.val)
+        if held < least:
+            raise UserError(
+                f"{corpus.name}: {counted(held, 'token')} held out, expected at least {least}:"
+                " use more text or a larger --data.val-fraction"
+            )
+        if covered < 0.5:
+            warn(
+                f"{corpus.name}: with --data.align {config.data.align} an epoch trains on"
+                f" {covered:.0%} of its tokens, because its documents are long for a"
+                f" context of {config.model.context}"
+            )
