@@ -84,9 +84,8 @@ def test_without_a_gpu_or_with_hidden_ones_the_cpu_is_right(machine, facts, visi
 
 def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(UserError, match=r"8 processes .* with 4 CUDA devices: .*_per_node=4$"):
-        distributed._take_device("cuda", World(rank=5, local_rank=5, size=8))
+        distributed._take_device("cuda", World(rank=5, local_rank=5, size=8, local_size=8))
     with pytest.raises(UserError, match="2 processes were started: expected one on MPS"):
         distributed._take_device("mps", World(size=2))
 
