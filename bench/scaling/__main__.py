@@ -213,7 +213,8 @@ Written by `python -m bench.scaling --publish`. **Computed, not measured**: no G
 - `tp 8` is `--parallel.tp 8`: the GPUs of a machine compute each layer together, of as many
   sequences as all of them have in the other rows. Their sums of activations hide behind nothing.
   Memory is that of a model with a GPU's part of heads, features and vocabulary, and whole logits
-  of that part. It is left out where the heads do not divide.
+  of that part; what enters and leaves a layer is on each of the GPUs, for all of the sequences.
+  It is left out where the heads do not divide.
 - `fsdp` and `hsdp` gather weights in bf16 (`--parallel.dtype bf16`) where they do not say fp32;
   `no-reshard` is `--parallel.no-reshard`. hsdp's groups are machines of {MACHINE} GPUs; on one
   machine it is fsdp.
