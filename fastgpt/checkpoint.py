@@ -223,13 +223,22 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         world: the ranks that load it together: those of each machine share the checksums' work.
 
     Raises:
-        UserError: a file is missing, altered or of an unknown format.
+        UserError: a file is missing, altered or of an unknown format, or the ranks load different
+            checkpoints.
     """
-    record = read_record(path)
-    own = list(record["sha256"])[world.local_rank :: world.local_size]
-    damage = world.of_each(_damage(path, record["sha256"], own))
-    if any(damage):
-        raise UserError(next(filter(None, damage)))
+    record, damage = {}, None
+    try:
+        record = read_record(path)
+        own = list(record["sha256"])[world.local_rank :: world.local_size]
+        damage = _damage(path, record["sha256"], own)
+    except (UserError, OSError) as error:  # the ranks raise it together, or none of them
+        damage = str(error)
+    found = world.of_each((path.name, damage))
+    if others := {name for name, _ in found} - {path.name}:
+        raise UserError(f"the ranks see different checkpoints: {path.name}, {min(others)}")
+    for _, damage in found:
+        if damage is not None:
+            raise UserError(damage)
     if STATE in record["sha256"]:
         strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
         if strange:

@@ -160,8 +160,8 @@ class TrainConfig:
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
     keep_every: int = 0
-    """Number of steps between checkpoints that are kept for good: those of its multiples; 0: no
-    others than the newest and the best."""
+    """Number of steps of whose multiples the checkpoints are never removed, if there are any (see
+    --save-every). 0: only the newest and the best are kept."""
     skip_nonfinite: int = 0
     """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
     after which the run stops. A skipped step changes no weight. 0: the first one stops it."""

@@ -96,7 +96,7 @@ class World:
         return box[0]
 
     def of_each(self, value: T, group: Any = None) -> list[T]:
-        """Returns the ranks' values, which are no tensors, in their order."""
+        """Returns the ranks' values, any but tensors, in their order."""
         found = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(found, value, group)

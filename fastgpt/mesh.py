@@ -40,16 +40,16 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
     """
     if config.kind == "ddp":
         return 1
-    group = world.size
+    group, given = world.size, f"--parallel.shards is {config.shards}"
     if config.kind == "hsdp" and world.size > 1:
         group = config.shards or world.local_size
+    if config.shards is None:
+        given = f"--parallel.kind hsdp makes groups of a machine's {group} ranks"
     if world.size % group:
-        raise UserError(
-            f"--parallel.shards is {group}: expected a divisor of the number of ranks, {world.size}"
-        )
+        raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
     if group % peers(config, world):
         raise UserError(
-            f"--parallel.shards is {group}: expected a multiple of --parallel.cp x --parallel.tp,"
+            f"{given}: expected a multiple of --parallel.cp x --parallel.tp,"
             f" {config.cp * config.tp}"
         )
     return group

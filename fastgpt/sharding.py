@@ -85,11 +85,14 @@ def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: Wo
     """
     from torch.distributed.tensor import distribute_tensor
 
-    weights, buffers = {}, {}
-    if world.is_main:
+    weights: dict[str, Tensor] = {}
+
+    def built_buffers() -> dict[str, Tensor]:
         built = build()
-        weights, buffers = dict(built.named_parameters()), dict(built.named_buffers())
-        del built
+        weights.update(built.named_parameters())
+        return dict(built.named_buffers())
+
+    buffers = world.on_main(built_buffers, patient=True)
     shared = next(model.parameters())
     assert is_sharded(shared)
     model.to_empty(device=shared.device_mesh.device_type)
@@ -101,7 +104,6 @@ def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: Wo
         if world.is_main:
             x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
         part(weight).copy_(part(distribute_tensor(x, weight.device_mesh, weight.placements)))
-    buffers = world.from_main(buffers)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 

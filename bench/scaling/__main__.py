@@ -214,7 +214,7 @@ Written by `python -m bench.scaling --publish`. **Computed, not measured**: no G
   sequences as all of them have in the other rows. Their sums of activations hide behind nothing.
   Memory is that of a model with a GPU's part of heads, features and vocabulary, and whole logits
   of that part; what enters and leaves a layer is on each of the GPUs, for all of the sequences.
-  It is left out where the heads do not divide.
+  That is not compared with a run. It is left out where the heads do not divide.
 - `fsdp` and `hsdp` gather weights in bf16 (`--parallel.dtype bf16`) where they do not say fp32;
   `no-reshard` is `--parallel.no-reshard`. hsdp's groups are machines of {MACHINE} GPUs; on one
   machine it is fsdp.
@@ -236,7 +236,8 @@ in bold the speed relative to GPUs that wait for nothing.
 
 Memory of a rank in GB with fsdp on {RANKS[1]} GPUs and `--train.recompute` none, selective and
 full, and in bold the speed relative to none, if nothing waits: full computes each block's forward a
-second time, selective all of it but attention.
+second time, selective all of it but attention. In the backward the activations of one block come
+on top.
 
 {markdown("Model|none|selective|full", list(recomputed()))}
 

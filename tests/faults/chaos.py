@@ -277,6 +277,8 @@ def main(
     """Kills works, of which `only` names some, at random moments; writes and prints a table."""
     if unknown := [name for name in only if name not in WORKS]:
         sys.exit(f"error: --only has {unknown[0]!r}: expected some of {', '.join(WORKS)}")
+    if len(only) < len(WORKS) and out == RECORD:
+        sys.exit("error: --only needs --out: expected another file than that of the whole record")
     if tries < len(only):
         sys.exit(f"error: --tries is {tries}: expected {len(only)} or more, one of each kind")
     torch.set_num_threads(1)

@@ -26,11 +26,11 @@ PACKED = (
 )
 
 
-@pytest.mark.parametrize("more", ["", PACKED], ids=["plain", "packed"])
-def test_a_run_goes_on_with_another_kind(more, fit, tiny, tmp_path):
-    """Steps 1 to 4 on one rank, 5 and 6 on two with other kinds, 7 and 8 on one again.
+@pytest.mark.parametrize(("more", "ranks"), [("", 2), (PACKED, 4)], ids=["plain", "packed"])
+def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
+    """Steps 1 to 4 on one rank, 5 and 6 on several with other kinds, 7 and 8 on one again.
 
-    The checkpoint of step 4 is damaged in a file that the second of two ranks verifies.
+    The checkpoint of step 4 is damaged in a file that the second rank verifies.
     """
     flags = f"--optim.kind adamw --optim.schedule constant {more}"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
@@ -39,7 +39,7 @@ def test_a_run_goes_on_with_another_kind(more, fit, tiny, tmp_path):
         file.write(b"damage")
     kinds = "--steps 5 --parallel.kind fsdp", "--steps 6 --parallel.kind fsdp --parallel.tp 2"
     runs = [tiny(flags, "--resume auto", kind) for kind in kinds]
-    out = finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    out = finish(torchrun_in_turn(ranks, tmp_path / "jobs", runs))
     assert out.count("is damaged: state.pt has sha256") == 1
     run = fit(flags, "--resume auto --parallel.tp 1")
     assert [path.name for path in checkpoint.steps_on_disk(saved)] == [
