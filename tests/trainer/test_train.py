@@ -207,12 +207,13 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
     before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
     monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
-    for r in read_records(fit(flags) / "metrics.jsonl"):
-        if "tok_per_s" in r:
-            assert 0.6 * 1280 < r["tok_per_s"] <= 1280
-            # 1 block: 12 C^2 weights; head: C x 300; attention: 12 H D (T + 1) / 2
-            flops = 6 * (12 * 32**2 + 32 * 300) + 12 * 32 * 17 / 2
-            assert r["mfu"] == pytest.approx(r["tok_per_s"] * flops / 1e9, abs=1e-4)
+    records = [r for r in read_records(fit(flags) / "metrics.jsonl") if "tok_per_s" in r]
+    assert [r["step"] for r in records] == [2, 4, 6]
+    for r in records[1:]:  # the first step also loads code: on a busy machine that takes as long
+        assert 0.6 * 1280 < r["tok_per_s"] <= 1280
+        # 1 block: 12 C^2 weights; head: C x 300; attention: 12 H D (T + 1) / 2
+        flops = 6 * (12 * 32**2 + 32 * 300) + 12 * 32 * 17 / 2
+        assert r["mfu"] == pytest.approx(r["tok_per_s"] * flops / 1e9, abs=1e-4)
 
 
 # --- what a run says of itself --------------------------------------------------------------------
