@@ -26,7 +26,7 @@ from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.finite import Finite, check_weights
-from fastgpt.mesh import peers, ranks_of_a_model
+from fastgpt.mesh import peers, ranks_of_a_model, shares_weights
 from fastgpt.metrics import flops_per_token, least_bytes
 from fastgpt.model import VOCAB_TABLES
 from fastgpt.opening import check_splits, open_for_run
@@ -72,7 +72,7 @@ class Engine:
         self.world = distributed.start(self.device)
         self.world = replace(self.world, peers=peers(config.parallel, self.world))
         self.precision = device.pick_precision(config.train.precision, self.device)
-        self.sharded = config.parallel.kind != "ddp" and self.world.size > 1
+        self.sharded = shares_weights(config.parallel, self.world)
         if self.sharded:
             check_combination(config, self.precision)
         self.compiled, note = device.pick_compile(config.train.compile, self.device)

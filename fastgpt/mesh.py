@@ -32,6 +32,11 @@ def peers(config: ParallelConfig, world: World) -> int:
     return group
 
 
+def shares_weights(config: ParallelConfig, world: World) -> bool:
+    """Returns True if a rank holds only a part of each weight."""
+    return config.kind != "ddp" and world.size > 1
+
+
 def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
     """Returns the number of ranks that hold one copy of the model together.
 

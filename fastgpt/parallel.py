@@ -9,7 +9,7 @@ from fastgpt.config import Config
 from fastgpt.context_parallel import split_context
 from fastgpt.distributed import World
 from fastgpt.lecture import build_model
-from fastgpt.mesh import arrange
+from fastgpt.mesh import arrange, shares_weights
 from fastgpt.model import GPT
 from fastgpt.ops import Ops
 from fastgpt.sharding import fill, shard
@@ -26,7 +26,7 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
         UserError: the settings do not go together, or with the number of ranks.
     """
     parallel = config.parallel
-    sharded = parallel.kind != "ddp" and world.size > 1
+    sharded = shares_weights(parallel, world)
     if sharded:  # a norm would need the bias of a block whose weights are shared out again
         ops = replace(ops, norms=replace(ops.norms, absorb=False))
     if parallel.tp > 1:

@@ -65,12 +65,11 @@ def shard(
         reduce_dtype=DTYPES[gradients],
         cast_forward_inputs=False,
     )
-    every = mesh
     if config.tp > 1:
         # it gathers such a weight in two steps, and says that one would be faster
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        mesh = every[(every.mesh_dim_names or ())[:-1]]
-        share_out(model, every["tensor"])
+        share_out(model, mesh["tensor"])
+        mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -43,11 +43,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the ranks that read the same data compute together in a step."""
+    """Computation of one step by the ranks that read the same data."""
 
     config: ModelConfig
     sequences: int
-    """In a micro-step."""
+    """Number of sequences in a micro-step."""
     micro_steps: int = 1
     dtype: str = "bf16"
     """Number format of keys, values and what blocks return."""
@@ -144,7 +144,7 @@ def exchange(
 def _of_weights(
     parts: Sequence[Unit], plan: Plan, ranks: int, micro_steps: int
 ) -> Iterator[tuple[str, Collective]]:
-    """Yields those by which FSDP gathers weights and shares out their gradients."""
+    """Yields the collectives by which FSDP gathers weights and shares out their gradients."""
     parallel, size, shards = plan.parallel, BYTES[plan.gradients], plan.shards(ranks)
     group = plan.group(ranks)
     for where, unit, count in (("root", parts[0], 1), ("block", parts[1], len(parts) - 1)):
@@ -158,7 +158,7 @@ def _of_weights(
 
 
 def _of_layers(work: Work, parallel: ParallelConfig, layers: int) -> Iterator[Collective]:
-    """Yields those by which tensor-parallel ranks join what each computes of a layer.
+    """Yields the collectives by which tensor-parallel ranks join what each computes of a layer.
 
     Blocks sum two tensors in the forward and two in the backward, the embedding one in the forward,
     and the head one in the backward. The loss joins the log-sum-exp of each part of the vocabulary,
@@ -174,7 +174,7 @@ def _of_layers(work: Work, parallel: ParallelConfig, layers: int) -> Iterator[Co
 def of_muon(
     parts: Sequence[Unit], plan: Plan, ranks: int, most: int = MOST
 ) -> Iterator[Collective]:
-    """Yields what a step with Muon exchanges besides that with AdamW, all in bf16.
+    """Yields the collectives that a step with Muon has besides those with AdamW, all in bf16.
 
     Each rank computes the updates of a part of the matrices of one shape, which all gather. Of
     weights that are shared out, all ranks gather each matrix before.
