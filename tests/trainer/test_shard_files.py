@@ -104,6 +104,19 @@ def test_ranks_of_a_machine_share_the_checksums(parts):
     checkpoint.load(parts, world=World(local_rank=0, local_size=2))
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (("step_00000009", None), "the ranks see different checkpoints: step_00000002, step_0000"),
+        (("step_00000002", "its disk fails"), "^its disk fails$"),
+    ],
+)
+def test_ranks_load_the_same_checkpoint_or_none(told, said, parts, monkeypatch):
+    monkeypatch.setattr(World, "of_each", lambda _, own: [own, told])
+    with pytest.raises(UserError, match=said):
+        checkpoint.load(parts)
+
+
 def test_file_that_no_rank_wrote_is_refused(parts):
     (parts / "shard-00009.safetensors").write_bytes((parts / FIRST).read_bytes())
     with pytest.raises(UserError, match=r"is damaged: shard-00009.safetensors is not part of it"):

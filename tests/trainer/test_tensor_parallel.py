@@ -21,7 +21,14 @@ import sys
 import torch
 from fastgpt.cli import parse
 from fastgpt.distributed import ending_together
+from fastgpt import parallel
 from fastgpt.trainer import Trainer
+build = parallel.build_model
+def told(*args, **options):
+    model = build(*args, **options)
+    print("built on", model.wte.weight.device.type, flush=True)
+    return model
+parallel.build_model = told
 with ending_together():
     for run in ("a", "b"):
         trainer = Trainer(parse([*sys.argv[2:], "--run-dir", sys.argv[1] + "/" + run]))
@@ -39,6 +46,7 @@ def test_ranks_draw_the_same_masks_for_what_they_share(tiny, tmp_path):
     flags = f"{TP} --model.dropout 0.2 --model.attention-dropout 0 --train.micro-batch 2"
     out = finish(torchrun(2, str(tmp_path / "train.py"), str(tmp_path), *tiny(flags)))
     assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+    assert (out.count("built on meta"), out.count("built on cpu")) == (4, 2), "whole on one rank"
     parts = re.findall(r"^parts (\S+) (replicated|cut) (True|False)$", out, re.MULTILINE)
     assert {kind for _, kind, _ in parts} == {"replicated", "cut"}
     for name, kind, equal in parts:
