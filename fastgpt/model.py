@@ -46,7 +46,7 @@ class GPT(nn.Module):
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
         recompute: see `Block`.
-        split: this rank's part of each sequence, without a cache; None: all of it.
+        split: this rank's part of each sequence when a loss is computed; None: all of it.
 
     Raises:
         UserError: the size of the vocabulary is missing.
@@ -189,6 +189,10 @@ class GPT(nn.Module):
                 f"{tokens.shape[1]} tokens are longer than the model's context,"
                 f" {self.config.context}"
             )
+        if self.split is not None and targets is None and cache is None:
+            # logits are of whole sequences, and a rank may want them alone: with a cache, even one
+            # that is used once, no rank waits for another
+            cache = Cache(self.config, *tokens.shape, tokens.device)
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         doc_ids, weight = None, None
         if self.config.document_mask:
