@@ -170,6 +170,14 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
+    verify_every: int = 0
+    """Number of steps between two comparisons of the weights that several ranks hold: a run whose
+    replicas differ, because of a fault of memory or of a link, ends before the next checkpoint and
+    names rank and tensor. 0: never."""
+    resume_check: Literal["auto", "on", "off"] = "auto"
+    """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
+    must be the same bit for bit with the same software and devices, else within rounding. `auto`
+    keeps it where that takes less than 1 % of a run, and compares it where it was kept."""
     stall_s: float = 1800
     """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
     stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
@@ -188,7 +196,7 @@ class TrainConfig:
         check(self, POSITIVE, "train.ddp_bucket_mb")
         check(self, FRACTION, "train.label_smoothing")
         check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s", "train.skip_nonfinite")
-        check(self, NOT_NEGATIVE, "train.spike_z", "train.keep_every")
+        check(self, NOT_NEGATIVE, "train.spike_z", "train.keep_every", "train.verify_every")
         for name in ("skip_nonfinite", "spike_z"):
             if getattr(self, name) and self.precision == "fp16":
                 raise UserError(

@@ -109,6 +109,8 @@ class Engine:
             self.spikes = Spikes(config.train.spike_z, self._weights_and_moments, self.warn)
         self.names = [name for name, _ in self.model.named_parameters()]
         self.resumed_from: Path | None = None
+        self.recorded_loss: dict[str, Any] | None = None
+        """Of the checkpoint resumed, what `fastgpt.integrity.own_loss` returned."""
         self.doing: Callable[[str, str], None] = _say_nothing
         """Called with each phase of a step, and with its step and micro-step."""
         self.changes: list[str] = []
@@ -166,6 +168,7 @@ class Engine:
         try:
             state = self.load(found)
             corpus, loader = state["corpus"], dict(state["loader"])
+            self.recorded_loss = state.get("own_loss")
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
         self.step = found.step

@@ -22,6 +22,7 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text
+from fastgpt.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
 from fastgpt.metrics import MetricsLog
 from fastgpt.pace import Pace
 from fastgpt.recipes import sample_prompt
@@ -67,6 +68,7 @@ class Trainer:
             self.engine = Engine(config, self.display.warn, data)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
+            self._check_integrity()
             self.prompt = self._encoded_prompt()
             self.tasks = self.world.on_main(self._read_tasks)
             self._open_run()
@@ -81,6 +83,11 @@ class Trainer:
     def _unlock(self) -> None:
         if self.lock is not None:
             self.lock.release()
+
+    def _check_integrity(self) -> None:
+        check_recorded_loss(self.engine)
+        if self.config.train.verify_every and not check_replicas(self.engine):
+            self.display.warn("--train.verify-every: no two ranks hold the same weights to compare")
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
@@ -231,6 +238,8 @@ class Trainer:
             engine.train_step(self.stop)
             if not self.saver.reserved and (self.world.is_main or engine.sharded):
                 self.saver.reserve(*engine.snapshot())
+            if _due(engine.step, config.train.verify_every):
+                check_replicas(engine)
             last = engine.step == config.steps
             if last or engine.step % config.log_every == 0:
                 self._log()
@@ -311,6 +320,8 @@ class Trainer:
         if engine.spikes is not None:  # a run that resumes here has the same
             engine.spikes.keep(engine.step)
         weights, state = engine.snapshot()
+        if records_loss(engine):
+            state["own_loss"] = own_loss(engine)
         self._by_savers(lambda: self.saver.save(engine.step, weights, state))
 
     def _publish(self) -> None:

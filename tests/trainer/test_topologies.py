@@ -61,7 +61,7 @@ def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
     """Relative: 1e-5 after 50 steps; with Muon, whose bf16 products enlarge roundings, 1e-3."""
     always = f"--data.source {prepared(tmp_path / 'data', texts(60))} --steps 50 --eval-every 25"
     always += " --optim.lr 1e-3 --train.sample-tokens 20 --train.batch-tokens 192"
-    always += " --model.num-heads 4"
+    always += " --model.num-heads 4 --train.verify-every 10"
     drawn = examples(ranks, count)
     jobs = [tiny(always, *both, f"--run-dir {tmp_path / str(i)}") for i, both in enumerate(drawn)]
     process = torchrun_in_turn(ranks, tmp_path / "jobs", jobs)
