@@ -25,6 +25,7 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, reason
 from fastgpt.generation import generate
 from fastgpt.model import GPT
+from fastgpt.terminal import print_line, print_text
 
 Messages = list[dict[str, str]]
 Piece = tuple[str, bool]
@@ -315,10 +316,10 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
     """Answers each line of standard input, as one conversation, until it ends."""
     messages: Messages = []
     if sys.stdin.isatty():
-        print("Each line is a message; Ctrl-D ends the conversation.", file=sys.stderr)
+        print_line("Each line is a message; Ctrl-D ends the conversation.")
     for line in sys.stdin:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
             said = answer(model, tokenizer, template, messages, **options)
             messages.append({"role": "assistant", "content": said})
-            print(said, flush=True)
+            print_text(said)

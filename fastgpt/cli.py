@@ -19,6 +19,7 @@ from fastgpt.metrics import flops_per_token
 from fastgpt.recipes import RECIPES
 from fastgpt.run import CONVERTED, find_run, saved_config
 from fastgpt.storage import cache_dir
+from fastgpt.terminal import print_text
 
 FIRST = (
     "data.source", "steps", "model.num_layers", "model.dim", "model.context",
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str]) -> Config:
         UserError: unknown recipe or flag, or an impossible value.
     """
     if "--list-recipes" in argv:
-        print(flags.table([(name, about) for name, (about, _) in RECIPES.items()]))
+        print_text(flags.table([(name, about) for name, (about, _) in RECIPES.items()]))
         sys.exit()
     asked = [flag for flag in argv if flag in flags.ANSWERED]
     given = [flag for flag in argv if flag not in flags.ANSWERED]

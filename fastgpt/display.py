@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastgpt.errors import counted, reason
+from fastgpt.terminal import one_line, print_line, printable
 
 QUIET_S = 3
 """Seconds of preparing text before a bar is shown."""
@@ -68,14 +69,14 @@ class Output:
             yield
         except OSError as error:
             if not self.lost:
-                print(f"warning: stdout: {reason(error)}: training goes on", file=sys.stderr)
+                print_line(f"warning: stdout: {reason(error)}: training goes on")
             self.lost += 1
 
     def close(self) -> None:
         """Says on stderr how much is missing, if anything is."""
         if self.lost:
             missing = f"{counted(self.lost, 'write')} to it failed"
-            print(f"warning: stdout is not complete: {missing}", file=sys.stderr)
+            print_line(f"warning: stdout is not complete: {missing}")
 
 
 class TimeLeft(TimeRemainingColumn):
@@ -111,20 +112,20 @@ class Display:
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             if self.live:
-                table.add_row(f"[bold]{name}", escape(value))
+                table.add_row(f"[bold]{name}", escape(one_line(value)))
             else:
-                self.line(f"{name:<12}{value}")
+                self.line(f"{name:<12}{one_line(value)}")
         if self.live:
             self.console.print(table)
 
     def line(self, text: str) -> None:
         """Prints one line of text, above the bar."""
         self.said_at = time.monotonic()
-        self.console.print(text, markup=False)
+        self.console.print(printable(text), markup=False)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""
-        self.console.print(f"warning: {text}", style="yellow", markup=False)
+        self.console.print(one_line(f"warning: {text}"), style="yellow", markup=False)
 
     def start(self, step: int, steps: int) -> None:
         """Shows the bar."""
@@ -180,9 +181,8 @@ class Display:
 
     def sample(self, text: str) -> None:
         """Shows a sample of the model's output."""
-        text = printable(text)
         if self.live:
-            self.console.print(Panel(Text(text), title="sample", title_align="left"))
+            self.console.print(Panel(Text(printable(text)), title="sample", title_align="left"))
         else:
             self.line(f"--- sample ---\n{text}\n--------------")
 
@@ -234,12 +234,6 @@ class PrepareProgress:
             if fresh >= ENOUGH and seconds >= QUIET_S:
                 text += f", about {duration(seconds * (1 - share) / fresh)} left"
             self.console.print(f"preparing text: {share:.1%}, {text}")
-
-
-def printable(text: str) -> str:
-    """Replaces the control characters that a terminal would act on."""
-    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return "".join(kept)
 
 
 def short(number: float) -> str:

@@ -3,6 +3,7 @@
 import difflib
 import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
+
+from fastgpt.terminal import OneLine, one_line, print_line
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 """The system's message for a full disk, the only part of that error that safetensors keeps."""
@@ -104,6 +107,8 @@ def shown_in_one_line() -> Iterator[None]:
     Other errors are bugs and keep their traceback.
     """
     os.umask(os.umask(0o077) | 0o002)  # nothing that a command writes is writable for everyone
+    if logging.lastResort is not None:  # shows records on stderr where no other handler is set
+        logging.lastResort.setFormatter(OneLine())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell script for `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -112,11 +117,11 @@ def shown_in_one_line() -> Iterator[None]:
         rank = os.environ.get("RANK", "0")
         line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
         if not isinstance(error, OtherRankError):
-            print(line, file=sys.stderr)
-        tell_torchrun(f"error: {error}")
+            print_line(line)
+        tell_torchrun(one_line(f"error: {error}"))
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_line("interrupted")
         sys.exit(130)
 
 

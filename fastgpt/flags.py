@@ -21,6 +21,7 @@ from docstring_parser import parse_from_object
 
 import fastgpt
 from fastgpt.errors import UserError
+from fastgpt.terminal import print_text
 
 T = TypeVar("T")
 WIDTH = 80
@@ -114,13 +115,13 @@ def parse(
     """
     flags = list(flags_of(kind, default))
     if "--version" in argv:
-        print(f"fastgpt {fastgpt.__version__}")
+        print_text(f"fastgpt {fastgpt.__version__}")
         sys.exit()
     if "--help-all" in argv or "--help" in argv or "-h" in argv:
         start = [f"usage: {prog} {usage or _usage(flags)}", wrapped(about or kind.__doc__ or "")]
         full = "--help-all" in argv or not first
         rest = _all(flags) if full else [_summaries(flags, first), wrapped(more)]
-        print("\n\n".join([*start, *rest]))
+        print_text("\n\n".join([*start, *rest]))
         sys.exit()
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"prog": prog, "return_unknown_args": True}

@@ -9,11 +9,12 @@ import os
 import secrets
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+
+from fastgpt.terminal import print_line
 
 DONE, FAILED, KILLED, STALLED = b"D", b"F", b"K", b"S"
 """How a rank ended: it is done; it failed and said why; its connection closed without a word; or it
@@ -103,9 +104,9 @@ class Lifeline:
                 with suppress(OSError):
                     link.sendall(word + rank.to_bytes(RANK_BYTES))
         if word == KILLED and self.rank == (1 if rank == 0 else 0):
-            sys.stderr.write(
+            print_line(
                 f"error: rank {rank} ended without an error message, as if it was killed (was"
-                " memory short?): all ranks end\n"
+                " memory short?): all ranks end"
             )
         if word == STALLED:
             self.report()

@@ -1,12 +1,12 @@
 """Loading a trained model for use: `fastgpt.load("runs/x")`."""
 
-import sys
 from pathlib import Path
 
 from fastgpt.config import OpsConfig
 from fastgpt.convert.source import Source, read
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.model import GPT
+from fastgpt.terminal import print_line
 
 
 def load(
@@ -39,5 +39,5 @@ def open_model(source: str | Path) -> Source:
     """Reads a model as `load` does, without building it, and prints its warnings."""
     found = read(str(source))
     for warning in found.complaints():
-        print(f"warning: {warning}", file=sys.stderr)
+        print_line(f"warning: {warning}")
     return found

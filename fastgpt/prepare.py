@@ -17,6 +17,7 @@ from fastgpt.data.prepare import prepare
 from fastgpt.data.prepare.request import SHARD_TOKENS
 from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.terminal import print_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             options: dict[str, Any] = asdict(arguments)
             options["separator"] = _unescaped(arguments.separator)
             out = prepare(**options, report=shown)
-        print(_summary(out, shown.seconds))
+        print_text(_summary(out, shown.seconds))
 
 
 def _unescaped(separator: str | None) -> str | None:

@@ -18,6 +18,7 @@ from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.loading import open_model
+from fastgpt.terminal import print_text
 
 FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
 """Flags that --help shows."""
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> None:
             count=config.n,
             device=on,
         )
-    print(separated(texts, config.n))
+    print_text(separated(texts, config.n))
 
 
 def console() -> None:

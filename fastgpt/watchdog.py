@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastgpt import distributed
 from fastgpt.errors import tell_torchrun
+from fastgpt.terminal import one_line, print_line
 
 SLOW_S = 1800.0
 """Least number of seconds allowed to what has no steps: compiling, a checkpoint, a sample."""
@@ -76,11 +77,11 @@ class Watchdog:
         if not written.is_set():
             faulthandler.dump_traceback(sys.__stderr__ or 2)
         idle = self._looks * self.seconds / LOOKS
-        line = (
+        line = one_line(
             f"error: rank {self.rank} has made no progress for {idle:.0f} s ({self._what}): all"
             f" ranks end; the Python stacks of its threads are {where}"
         )
-        sys.stderr.write(f"{line}\n")
+        print_line(line)
         tell_torchrun(line)
 
     def _write(self, written: threading.Event) -> None:

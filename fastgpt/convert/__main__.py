@@ -7,7 +7,6 @@ logits and text are compared with the source's.
 """
 
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +25,7 @@ from fastgpt.convert.target import DTYPES, write_folder, write_run
 from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.storage import temporary_name
+from fastgpt.terminal import print_line, print_text
 
 FILES = {"nanogpt": ".pt", "llmc": ".bin"}
 """Formats that are a single file, and how its name ends."""
@@ -71,7 +71,7 @@ def convert(config: ConvertConfig) -> str:
     source, dtype = read(config.source), DTYPES.get(config.dtype)
     others = elsewhere.warnings(source) if config.to == "hf" else ()
     for warning in (*source.complaints(), *others):
-        print(f"warning: {warning}", file=sys.stderr)
+        print_line(f"warning: {warning}")
     if dtype is not None:
         source = replace(source, weights=source.weights.to(dtype))
     unique = temporary_name(config.target)
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
         ConvertConfig, argv, prog=command("python -m fastgpt.convert"), first=FIRST
     )
     said = convert(config)
-    print(f"{said}\nwrote {config.target}")
+    print_text(f"{said}\nwrote {config.target}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from rich.text import Text
 from fastgpt import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_shard
-from fastgpt.display import printable
 from fastgpt.errors import UserError, counted, shown_in_one_line
 from fastgpt.storage import cores
+from fastgpt.terminal import one_line, printable
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 BAR_WIDTH = 40
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         corpus = open_shards(path, tokenizer=arguments.tokenizer)
         console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
-        console.print(_facts(corpus))
+        console.print(printable(_facts(corpus)), markup=False)
         if corpus.tokenizer.eot_id is not None:
             _show_lengths(corpus, console, arguments.plot)
         elif arguments.plot is not None:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _overview(corpus: Corpus) -> Table:
     tokenizer, manifest = corpus.tokenizer, corpus.manifest
-    table = Table(title=escape(f"{corpus.name} ({corpus.path})"), title_justify="left")
+    table = Table(title=escape(one_line(f"{corpus.name} ({corpus.path})")), title_justify="left")
     for column in ("", *SPLITS):
         table.add_column(column, justify="right" if column else "left")
     tokens = {split: getattr(corpus, split) for split in SPLITS}
@@ -126,7 +126,7 @@ def _show_lengths(corpus: Corpus, console: Console, plot: Path | None) -> None:
         console.print(f"{low:>12,} to {high - 1:<12,} {bar:<{BAR_WIDTH}} {count:,}")
     if plot is not None:
         _draw(corpus, plot)
-        console.print(f"plot: {plot}", markup=False)
+        console.print(one_line(f"plot: {plot}"), markup=False)
 
 
 def _edges(lengths: np.ndarray) -> np.ndarray:

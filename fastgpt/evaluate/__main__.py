@@ -18,6 +18,7 @@ from fastgpt.evaluate.tasks import read_task, run_task, split_tasks, too_long
 from fastgpt.evaluate.text import read_text, score_text
 from fastgpt.loading import load
 from fastgpt.storage import write_atomically
+from fastgpt.terminal import print_text
 
 Row = tuple[str, str, float, int]
 """Task, metric, value, and the number of examples (of a text: tokens)."""
@@ -89,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
     theirs = _rows(run_tasks(names, scorer, config.include)) if names else []
     for task in local:
         if cut := too_long(task, scorer.model.config.context):
-            print(f"{task.name}: {cut:,} longer than the context, cut from the left")
+            print_text(f"{task.name}: {cut:,} longer than the context, cut from the left")
         count = len(task.questions)
         rows += [(task.name, *score, count) for score in run_task(task, scorer).items()]
     if text is not None:
@@ -121,7 +122,7 @@ def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
     rows = evaluate(config)
-    print(table(rows))
+    print_text(table(rows))
     if config.json is not None:
         # JSON has no infinity
         finite = [(*names, x if math.isfinite(x) else None, count) for *names, x, count in rows]

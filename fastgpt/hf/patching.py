@@ -6,7 +6,6 @@ attribute of the module that hides its class's; `unpatch` deletes it.
 """
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -21,6 +20,7 @@ from fastgpt.errors import UserError
 from fastgpt.hf import forwards
 from fastgpt.kernels.runtime import INTERPRETING, autocast_dtype, runs_kernels
 from fastgpt.model_config import ModelConfig
+from fastgpt.terminal import print_line
 from fastgpt.trials import TRIALS, Sizes
 
 CLASSES = (
@@ -263,9 +263,7 @@ def _checked(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, s
 
 def _timed(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, str]]:
     """Checks and times ops, or recalls it: whether each passed, and what was found."""
-    verdicts = choose.remembered_or_tried(
-        asked, sizes, on, lambda line: print(line, file=sys.stderr)
-    )
+    verdicts = choose.remembered_or_tried(asked, sizes, on, print_line)
     found: dict[str, tuple[bool, str]] = {}
     for op, verdict in verdicts.items():
         times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())

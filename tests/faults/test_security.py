@@ -28,6 +28,14 @@ def test_no_file_is_loaded_in_a_way_that_runs_code():
     assert [p for p in (ROOT / "train.py", *paths) if DANGER.search(p.read_text())] == []
 
 
+def test_text_is_printed_through_the_filter_alone():
+    """Generated text and names of files may hold escape sequences for the terminal."""
+    writes = re.compile(r"(?<![\w.])print\(|sys\.std(out|err)\.write\(")
+    found = {p.name for p in (ROOT / "fastgpt").rglob("*.py") if writes.search(p.read_text())}
+    # display.py gets what Display has filtered; the other two print no foreign text
+    assert found == {"terminal.py", "display.py", "explain.py", "choose.py"}
+
+
 @pytest.mark.parametrize(
     "source",
     ["torch.load(p)", "torch.load(p, weights_only=False)", "pickle.load(f)", "= eval(x)", "exec(x)",

@@ -1,11 +1,14 @@
 """The terminal is readable at any width, and loss.png shows the loss of the run."""
 
 import io
+import logging
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from fastgpt import display, metrics
+from fastgpt import display, metrics, terminal
+from fastgpt.errors import UserError, shown_in_one_line
 
 RECORD = {
     "step": 1234, "train_loss": 2.3456, "tok_per_s": 123456.0, "mfu": 0.2, "epoch": 1.2,
@@ -43,6 +46,44 @@ def test_in_a_log_file_a_long_pause_is_explained(capsys, monkeypatch):
         "evaluating for 22.0 s",
         "",
     ]
+
+
+# --- control characters ---------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]0;title\x07\x9b31m\r\u202e\u2028\ud800\x00\nz"
+SHOWN, LINE = "a�]0;title��31m�����\nz\n", HOSTILE.encode("unicode_escape").decode() + "\n"
+
+
+@shown_in_one_line()
+def fails(also_logs):
+    also_logs.handle(logging.makeLogRecord({"msg": HOSTILE}))
+    raise UserError(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: fails(logging.lastResort), f"{SHOWN}error: {LINE}"),
+        (lambda: display.Display().line(HOSTILE), SHOWN),
+        (lambda: display.Display().warn(HOSTILE), f"warning: {LINE}"),
+        (lambda: display.Display().header({"data": HOSTILE}), f"data  {LINE}"),
+        (lambda: terminal.print_text(f"\u200c\u3000\r\n\t{HOSTILE}"), f"\u200c\u3000\n\t{SHOWN}"),
+    ],
+)  # fmt: skip
+def test_no_control_character_reaches_a_terminal(act, said, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "dumb")
+    with suppress(SystemExit):
+        act()
+    assert screen.getvalue().replace(" \n", "\n") == said
+
+
+def test_generated_text_is_exact_in_a_file(capsys):
+    terminal.print_text("\x1b[1m\r\n")
+    assert capsys.readouterr().out == "\x1b[1m\r\n\n"
 
 
 # --- loss.png -------------------------------------------------------------------------------------
