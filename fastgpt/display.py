@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastgpt.errors import counted, reason
-from fastgpt.terminal import one_line, print_line, printable
+from fastgpt.terminal import one_line, print_line, printable, replaced_note
 
 QUIET_S = 3
 """Seconds of preparing text before a bar is shown."""
@@ -185,6 +185,8 @@ class Display:
             self.console.print(Panel(Text(printable(text)), title="sample", title_align="left"))
         else:
             self.line(f"--- sample ---\n{text}\n--------------")
+        if note := replaced_note(text):
+            self.line(note)
 
     def stop(self) -> None:
         """Removes the bar."""

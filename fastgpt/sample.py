@@ -18,7 +18,7 @@ from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.evaluate.validation import encode_prompt, sample_text
 from fastgpt.loading import open_model
-from fastgpt.terminal import print_text
+from fastgpt.terminal import print_line, print_text, replaced_note
 
 FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
 """Flags that --help shows."""
@@ -122,6 +122,8 @@ def main(argv: list[str]) -> None:
             device=on,
         )
     print_text(separated(texts, config.n))
+    if note := replaced_note("".join(texts)):
+        print_line(f"note: {note}")
 
 
 def console() -> None:
