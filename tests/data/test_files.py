@@ -104,6 +104,13 @@ def test_folder_with_documents_is_a_set_of_documents(tmp_path):
     assert [reason.split()[0] for reason in skipped] == [
         f"{tmp_path}/README.md", f"{tmp_path}/info.json"
     ]  # fmt: skip
+    write(tmp_path, {"e.txt": b"x", "b/f.txt": b"x", "empty.txt": b"", "image.png": b"\x89PNG"})
+    with pytest.raises(
+        UserError, match=r"2 texts and 4 files of JSON .*\*\*/\*\.txt\*'"
+    ) as refused:
+        folder_files(tmp_path)
+    pattern = str(refused.value).split("'")[1]
+    assert names(named_files(pattern)[0], tmp_path) == ["b/f.txt", "e.txt"]
 
 
 def test_character_cut_by_the_end_of_the_sample_is_still_text(tmp_path, monkeypatch):

@@ -15,9 +15,11 @@ from typing import BinaryIO, Literal, cast
 
 from fastgpt.data.prepare.text import UTF_8, TextDecoder, check_format
 from fastgpt.data.shards import FORMATS as SHARD_MAGICS
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 
 Format = Literal["text", "jsonl", "parquet"]
+ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation)\b.*|[^.]+|.*\.(json|ya?ml)", re.I)
+"""Names of texts about a data set, which are left out beside its documents."""
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -121,10 +123,11 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
 
     Returns:
         The files that are not empty, sorted by POSIX path, and the reasons why others were skipped:
-        hidden, not text, of the other kind, or named as a test split.
+        hidden, not text, about the documents (`ABOUT`), or named as a test split.
 
     Raises:
-        UserError: documents of which some are named as train or validation and some are not.
+        UserError: there are texts beside documents; or documents of which some are named as train
+            or validation and some are not.
     """
     paths = _below(root)
     reasons = {str(p): f"{p} is hidden" for p in paths if p.name.startswith(".")}
@@ -133,7 +136,8 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
     if not documents and all(map(_is_json_lines, visible)):
         documents = set(visible)  # as in C4; beside other files, .json files are settings
     if documents:
-        others = (p for p in visible if p not in documents)
+        others = [p for p in visible if p not in documents]
+        _check_one_kind(root, others, documents, encoding)
         reasons |= {p: f"{p} is not JSON lines or Parquet, as other files are" for p in others}
     else:
         reasons |= _not_texts(visible, encoding)
@@ -144,6 +148,18 @@ def folder_files(root: Path, encoding: str = UTF_8) -> tuple[list[File], list[st
     ]
     files, left_out = _with_splits(files)
     return files, [*reasons.values(), *left_out]
+
+
+def _check_one_kind(root: Path, others: list[str], documents: set[str], encoding: str) -> None:
+    """Raises `UserError` if texts worth training on are beside documents."""
+    texts = {p for p in others if not ABOUT.fullmatch(Path(p).name) and os.path.getsize(p)}
+    if texts := texts - _not_texts(texts, encoding).keys():
+        kinds = (f"'{root}/**/*{_kind(min(paths))}*'" for paths in (texts, documents))
+        number = f"{counted(len(texts), 'text')} and {counted(len(documents), 'file')}"
+        raise UserError(
+            f"{root} holds {number} of JSON lines or Parquet: choose one kind by a pattern, such as"
+            f" {' or '.join(kinds)}"
+        )
 
 
 def _refuse(path: str) -> None:
