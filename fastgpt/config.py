@@ -286,7 +286,8 @@ class Config:
     run_dir: Path | None = None
     """Folder of the run; by default runs/<recipe>-<date>."""
     log_every: int = 10
-    """Number of steps between two log lines (each one syncs with the device)."""
+    """Number of steps between two log lines; the first step has one, too. Each syncs with the
+    device."""
     eval_every: int = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step."""
     save_every: int = 0

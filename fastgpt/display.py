@@ -251,4 +251,4 @@ def duration(seconds: float) -> str:
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -241,7 +241,7 @@ class Trainer:
             if _due(engine.step, config.train.verify_every):
                 check_replicas(engine)
             last = engine.step == config.steps
-            if last or engine.step % config.log_every == 0:
+            if last or engine.step == 1 or engine.step % config.log_every == 0:
                 self._log()
             evaluate = last or _due(engine.step, config.eval_every)
             if evaluate or _due(engine.step, config.save_every):

@@ -74,7 +74,7 @@ def test_no_loss_is_promised_on_other_data():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.2, "0 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (200_000, "2.3 days")],
+    [(0.25, "0.25 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (2e5, "2.3 days")],
 )
 def test_durations(seconds, said):
     assert duration(seconds) == said

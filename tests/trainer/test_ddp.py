@@ -133,7 +133,7 @@ def test_headline_command(tmp_path):
     out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
     [run] = (tmp_path / "runs").iterdir()
     assert f"\ndone after step 2: {run}\n" in out
-    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 2, 2]
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
     [saved] = checkpoint.steps_on_disk(run / "checkpoints")
