@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastgpt.distributed import Stopped, World
-from fastgpt.errors import UserError, reason, unknown_name
+from fastgpt.errors import UserError, counted, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.storage import parse_json
@@ -80,11 +80,19 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
             raise UserError(f"{path} line {number:,}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(
-                f"{path} line {number:,} is no line of {name} ({error!r}): expected {expected}"
+                f"{path} line {number:,} is no line of {name} ({_plainly(error)}): expected"
+                f" {expected}"
             ) from error
     if not questions:
         raise UserError(f"{path} is empty: expected lines of {name}, {expected}")
     return Task(name, questions)
+
+
+def _plainly(error: Exception) -> str:
+    """Says what is wrong with a line without Python's words for it."""
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return str(error) if isinstance(error, ValueError) else "it or a field has the wrong type"
 
 
 def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
@@ -128,17 +136,15 @@ def too_long(task: Task, context: int) -> int:
 
 def _hellaswag(line: dict[str, Any]) -> tuple[str, list[str], int]:
     context, endings, label = line.get("ctx_a"), line["endings"], line["label"]
-    if type(label) not in (int, str):
-        raise TypeError(f"label is {label!r}")
-    right = int(label)
     context = line["ctx"] if context is None else f"{context} {line['ctx_b'].capitalize()}"
     if "activity_label" in line:
         context = f"{line['activity_label']}: {context}"
     if not isinstance(endings, list):
-        raise TypeError("endings are no list")
-    if not 0 <= right < len(endings):
-        raise ValueError(f"label {right} of {len(endings)} endings")
-    return _cleaned(context), [*map(_cleaned, endings)], right
+        raise ValueError("its endings are no list")
+    numbers = {number: i for i in range(len(endings)) for number in (i, str(i))}
+    if type(label) not in (int, str) or label not in numbers:
+        raise ValueError(f"its label is {label}, of {counted(len(endings), 'ending')}")
+    return _cleaned(context), [*map(_cleaned, endings)], numbers[label]
 
 
 def _cleaned(text: str) -> str:
