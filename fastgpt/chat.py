@@ -313,13 +313,21 @@ def answer(
 
 
 def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -> None:
-    """Answers each line of standard input, as one conversation, until it ends."""
+    """Answers each line of standard input, as one conversation, until it ends.
+
+    When it is longer than the context, its oldest turns are left out.
+    """
     messages: Messages = []
+    context, forgets = model.config.context, False
     if sys.stdin.isatty():
         print_line("Each line is a message; Ctrl-D ends the conversation.")
     for line in sys.stdin:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
+            while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
+                if not forgets:
+                    print_line(f"note: beyond {context:,} tokens the oldest turns are left out")
+                messages, forgets = messages[2:], True
             said = answer(model, tokenizer, template, messages, **options)
             messages.append({"role": "assistant", "content": said})
             print_text(said)

@@ -117,6 +117,11 @@ def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nwho\n"))
     sample.main([str(run), "--chat", "--temperature", "0"])
     assert capsys.readouterr().out == "hello\nme\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nwho\nhi\n" * 4))
+    sample.main([str(run), "--chat", "--tokens", "1"])
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 12, "the oldest turns make room"
+    assert err == "note: beyond 144 tokens the oldest turns are left out\n"
 
 
 def test_packed_and_padded_rows_have_the_same_losses(tokenizer):
