@@ -16,7 +16,7 @@ from fastgpt.choose import require_toolchain
 from fastgpt.config import MOST_TOKENS, OpsConfig
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.evaluate.validation import encode_prompt, sample_text
+from fastgpt.evaluate.validation import encode_prompt, sample_text, warn_if_cut
 from fastgpt.loading import open_model
 from fastgpt.terminal import print_line, print_text, replaced_note
 
@@ -108,6 +108,8 @@ def main(argv: list[str]) -> None:
         return
     texts = config.prompt or ("\n",)
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
+    for prompt in prompts:
+        warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
     with device.autocast(on, precision), torch.no_grad():
         texts = sample_text(
             model,

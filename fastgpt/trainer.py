@@ -21,7 +21,7 @@ from fastgpt.engine import Engine
 from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
-from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text
+from fastgpt.evaluate.validation import encode_prompt, perplexity, sample_text, warn_if_cut
 from fastgpt.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
 from fastgpt.metrics import MetricsLog
 from fastgpt.pace import Pace
@@ -91,7 +91,11 @@ class Trainer:
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
-        return encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
+        ids = encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
+        if self.config.train.sample_prompt is not None:
+            context = self.config.model.context
+            warn_if_cut(ids, context, "--train.sample-prompt", self.display.warn)
+        return ids
 
     def _read_tasks(self) -> list[Task]:
         given = split_tasks(self.config.train.eval_tasks, "--train.eval-tasks")

@@ -87,6 +87,12 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -
     return torch.from_numpy(ids.astype(np.int64))
 
 
+def warn_if_cut(ids: Tensor, context: int, name: str, warn: Callable[[str], None]) -> None:
+    """Warns of a prompt, called `name`, whose beginning the model does not see."""
+    if len(ids) > context:
+        warn(f"{name} has {len(ids):,} tokens: the model sees the last {context:,}, its context")
+
+
 def sample_text(
     model: GPT,
     tokenizer: Tokenizer,

@@ -43,6 +43,14 @@ def test_samples_of_each_prompt_stand_together(sample):
     assert sample(*flags, "--seed", "1") != texts
 
 
+def test_a_prompt_whose_beginning_the_model_does_not_see_is_told(fit, tmp_path, capsys):
+    said = "has 17 tokens: the model sees the last 16, its context"
+    fit(f"--steps 1 --run-dir {tmp_path / 'other'} --train.sample-prompt {17 * 't'}")
+    assert f"warning: --train.sample-prompt {said}\n" in capsys.readouterr().out
+    main([str(tmp_path / "other"), *FLAGS, "--prompt", "t" * 16, "--prompt", "t" * 17])
+    assert capsys.readouterr().err.splitlines()[0] == f"warning: --prompt {said}"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_products_have_the_precision_asked_for(sample, precision, monkeypatch):
     dtypes, logits = set(), torch_ops.head_logits
