@@ -56,4 +56,4 @@ class OneLine(logging.Formatter):
     """Formatter of log records that are shown on stderr."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(f"{record.levelname.lower()}: {super().format(record)}")

@@ -89,14 +89,15 @@ def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
     assert text_of(corpus) == text
 
 
-def test_skipped_files_and_tables_are_told_once(tmp_path, caplog):
+def test_skipped_files_and_tables_are_told_by_every_run(tmp_path, caplog):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.csv").write_text(TEXT)
     (tmp_path / "notes" / "b.txt").write_bytes(b"\0" * 99)
     for _ in range(2):
-        source = opened(tmp_path / "notes").manifest["source"]
+        source = opened(tmp_path / "notes", report=lambda *_: None).manifest["source"]
     assert (source["files"], source["skipped_files"]) == (1, 1)
-    skipped, table = caplog.messages
+    skipped, table, *again = caplog.messages
+    assert again == [skipped, table]
     complaint = f"{tmp_path}/notes/b.txt is not text (100% control characters from offset 0 on)"
     assert f"notes: 1 file read, 1 skipped, the first because {complaint}" in skipped
     assert f"{tmp_path}/notes/a.csv is read as plain text, with its commas" in table

@@ -56,14 +56,14 @@ SHOWN, LINE = "a�]0;title��31m�����\nz\n", HOSTILE.encode("unico
 
 @shown_in_one_line()
 def fails(also_logs):
-    also_logs.handle(logging.makeLogRecord({"msg": HOSTILE}))
+    also_logs.handle(logging.makeLogRecord({"msg": HOSTILE, "levelname": "WARNING"}))
     raise UserError(HOSTILE)
 
 
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda: fails(logging.lastResort), f"{SHOWN}error: {LINE}"),
+        (lambda: fails(logging.lastResort), f"warning: {SHOWN}error: {LINE}"),
         (lambda: display.Display().line(HOSTILE), SHOWN),
         (lambda: display.Display().warn(HOSTILE), f"warning: {LINE}"),
         (lambda: display.Display().header({"data": HOSTILE}), f"data  {LINE}"),

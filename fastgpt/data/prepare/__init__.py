@@ -43,6 +43,7 @@ from fastgpt.storage import cache_dir, data_dir, sync_directory
 
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
 """Default fractions held out of a text, and of a set of documents."""
+TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 PATIENCE_S = 2
 """Seconds of waiting for another process before a message says so."""
 
@@ -55,6 +56,7 @@ def open_corpus(
     tokenizer: str,
     val_fraction: float,
     encoding: str = UTF_8,
+    documents: str = "gpt2",
     report: Report | None = None,
 ) -> Corpus:
     """Opens a corpus, which is prepared in the cache the first time.
@@ -63,12 +65,13 @@ def open_corpus(
         source: a name, a path or a data set of the hub (see `find_source`), a prepared directory,
             or a folder of token shards that llm.c or modded-nanogpt wrote.
         tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with shards,
-            else GPT-2's for shards; characters for shakespeare, GPT-2's for sets of documents,
+            else GPT-2's for shards; characters for shakespeare, `documents` for sets of documents,
             bytes for other text.
         val_fraction: in (0, 1), fraction held out for validation; data that is split already keeps
             its split.
         encoding: encoding of text files, by Python's name.
-        report: see `write_directory`.
+        documents: tokenizer of sets of documents, if `tokenizer` is `auto`.
+        report: see `write_directory`; with it, files that are skipped are warned of every time.
     Raises:
         UserError: there is nothing to read, it cannot be split or tokenized as asked, or a shard is
             damaged or holds an id that the tokenizer does not have.
@@ -83,6 +86,9 @@ def open_corpus(
     if source == "shakespeare" and (cached := _shakespeare_tokens(tokenizer, val_fraction)):
         return cached
     found = find_source(source, encoding=encoding)
+    if report is not None:
+        _warn_of_files(found)
+    tokenizer = documents if tokenizer == "auto" and not found.plain else tokenizer
     request = _request(found, tokenizer=tokenizer, val_fraction=val_fraction)
     key = hashlib.sha256(json.dumps(request.facts()).encode()).hexdigest()[:16]
     entry = cache_dir() / "corpora" / f"{request.source.name}-{key}"
@@ -153,6 +159,7 @@ def prepare(
     )
     with writing(out), _locked(out, wait=False):
         if not complete:
+            _warn_of_files(request.source)
             _prepare_whole(request, out, **options)
         elif load_progress(out, request) is not None:
             logger.warning("%s is complete already: nothing is left to do", out)
@@ -175,7 +182,6 @@ def _request(
 def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
     """Writes a directory beside `out`, or resumes an interrupted one, and renames it to `out`."""
     unfinished = _unfinished(out)
-    _warn_of_files(request.source)
     write_directory(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
@@ -188,7 +194,7 @@ def _warn_of_files(source: Source) -> None:
             "%s: %s read, %d skipped, the first because %s",
             source.name, counted(len(source.files), "file"), len(source.skipped), source.skipped[0],
         )  # fmt: skip
-    tables = [file.path for file in source.files if file.path.lower().endswith((".csv", ".tsv"))]
+    tables = [file.path for file in source.files if file.path.lower().endswith(TABLES)]
     if tables:
         logger.warning(
             "%s is read as plain text, with its commas and quotes; to train on the text of one"
