@@ -41,7 +41,8 @@ class DataConfig:
     $FASTGPT_DATA/gpt2, or builtin if that is missing. A=0.7,B=0.3 mixes sources by weight."""
     tokenizer: str = "auto"
     """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` uses the one
-    saved with the data, else chars for shakespeare, bytes for other text and gpt2 for the rest."""
+    saved with the data, else chars for shakespeare and bytes for the rest; gpt2 for documents, if
+    the recipe has GPT-2's vocabulary or needs to tell documents apart."""
     encoding: str = "utf-8"
     """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: float = 0.1

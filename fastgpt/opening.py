@@ -14,6 +14,9 @@ from fastgpt.display import PrepareProgress
 from fastgpt.distributed import World
 from fastgpt.errors import UserError, counted
 
+GPT2_TOKENS = 50_257
+"""Size of GPT-2's vocabulary, which the recipes of its models fix."""
+
 
 def open_for_run(
     config: Config,
@@ -52,9 +55,15 @@ def _corpora(
     config: Config, source: Source | None, world: World, warn: Callable[[str], None]
 ) -> DataSet:
     where = run.resolve_source(config.data.source, warn)
+    ends = (
+        config.data.align != "none" or config.model.document_mask
+    )  # of documents: bytes have none
+    documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
 
     def opened(*report: PrepareProgress) -> DataSet:
-        return open_data(initial.with_tokenizer(config, source), where, *report)
+        return open_data(
+            initial.with_tokenizer(config, source), where, *report, documents=documents
+        )
 
     def open_once() -> None:
         with PrepareProgress() as report:

@@ -91,8 +91,12 @@ def _hash_of(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def open_data(config: DataConfig, source: str, report: Report | None = None) -> DataSet:
-    """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`; `report` as for `prepare`.
+def open_data(
+    config: DataConfig, source: str, report: Report | None = None, *, documents: str = "gpt2"
+) -> DataSet:
+    """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`.
+
+    `report` and `documents` are those of `open_corpus`.
 
     Raises:
         UserError: as `open_corpus`; a weight is not a number above 0; or two corpora were made by
@@ -105,6 +109,7 @@ def open_data(config: DataConfig, source: str, report: Report | None = None) -> 
             tokenizer=config.tokenizer,
             val_fraction=config.val_fraction,
             encoding=config.encoding,
+            documents=documents,
             report=report,
         )
         for name, _ in parts

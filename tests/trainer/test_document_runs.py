@@ -1,13 +1,19 @@
 """Runs over documents: equal for any ranks and accumulation, and after a resume."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
+import requests
 import torch
 
 from fastgpt.cli import parse
+from fastgpt.data import download
+from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.metrics import read_records
 from fastgpt.trainer import Trainer
-from tests.data.sets import prepared, texts
+from tests.data.sets import prepared, texts, write_documents
 from tests.trainer.runs import (
     ROOT,
     assert_same_up_to_rounding,
@@ -32,6 +38,18 @@ def folder(tmp_path_factory):
 def documents(folder):
     """Returns the flags of a run on the short documents, four of which make a step."""
     return f"--data.source {folder} --model.context 32 --data.align document"
+
+
+@pytest.mark.parametrize("flags", ["", "--model.vocab-size 50257", "--data.align document"])
+def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch, flags):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setattr(download, "_download", mock.Mock(side_effect=requests.ConnectionError))
+    write_documents(tmp_path / "x.jsonl", texts(400))
+    argv = tiny(f"--data.source {tmp_path / 'x.jsonl'}", flags)
+    with (
+        nullcontext() if not flags else pytest.raises(UserError, match=r"; --data.tokenizer bytes")
+    ):
+        assert Engine(parse(argv)).data.tokenizer.kind == "bytes"
 
 
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(

@@ -68,7 +68,8 @@ class GPT2Tokenizer(Tokenizer):
         paths = {
             name: published_file(
                 name, GPT2_URL + name, sha256=sha256, what="GPT-2's",
-                instead="encoder.json and vocab.bpe, as OpenAI published them,",
+                instead="--data.tokenizer bytes (fastgpt.prepare: --tokenizer bytes) needs no file;"
+                " encoder.json and vocab.bpe, as OpenAI published them,",
             )
             for name, sha256 in GPT2_SHA256.items()
         }  # fmt: skip
