@@ -208,7 +208,7 @@ def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
         assert f"step {step:>6}  epoch {epoch:.2f}  val loss {loss:.4f}" in said
         assert f"perplexity {math.exp(loss):.2f}" in said
     progress = list(series(run, "train_loss"))
-    assert progress == [*range(5, progress[-1], 5), list(losses)[-1]]
+    assert progress == [1, *range(5, progress[-1], 5), list(losses)[-1]]
 
 
 def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
