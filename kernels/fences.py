@@ -23,7 +23,10 @@ def forgotten(arch: int) -> bool:
     from triton import __version__
 
     version = tuple(int(part) for part in re.findall(r"\d+", __version__)[:3])
-    return arch // 10 == 10 or (arch // 10 == 9 and version < (3, 7, 1))
+    # tcgen05 is in the families of sm_100 (103, 107) and sm_110, not in that of sm_120 (PTX ISA,
+    # target notes of 9.7.16); on sm_110 Triton 3.6 multiplies by mma.sync, which needs no fence
+    families = {9: version < (3, 7, 1), 10: True, 11: version >= (3, 7)}
+    return families.get(arch // 10, False)
 
 
 def fenced(ptx: str) -> str:

@@ -19,7 +19,7 @@ def test_triton_forgets_them_where_the_table_says_and_nowhere_else():
     done = python("-m", "tests.proof.execute.forgotten_fence", TRITON_INTERPRET=None)
     assert done.returncode == 0, done.stderr
     said = dict(re.findall(r"sm_(\d+, [\w ]+): (.*)", done.stdout))
-    for arch in (80, 90, 100):
+    for arch in (80, 90, 100, 110):
         assert said[f"{arch}, with fences"] == "True", said
         fault = "reads what threads wrote, without a fence.proxy.async between"
         expected = fault if fences.forgotten(arch) else "True"

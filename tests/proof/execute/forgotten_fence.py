@@ -34,7 +34,7 @@ def main() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(SIZE, SIZE).bfloat16(), torch.randn(TILES, SIZE, SIZE).bfloat16() / 8
     expected = ((x.float() @ y.float()).bfloat16().float() @ y.float()).sum(0)
-    for arch in (80, 90, 100):
+    for arch in (80, 90, 100, 110):
         out = torch.empty(SIZE, SIZE)
         meta = {"SIZE": SIZE, "num_warps": 4, "num_stages": 2}
         launch = Launch(two_products, (x, y, out, TILES), meta, (1,))
