@@ -64,7 +64,10 @@ class Muon(torch.optim.Muon):
                 if taken is not None:
                     updates, decay = updates * taken, decay * taken
                 own = [part(part_like(update, like)) for update, like in zip(updates, alike)]
-                torch._foreach_mul_(parts, 1 - decay)
+                kept = 1 - decay
+                if updates.is_cpu:  # which rounds a number to the weights' bf16, but not a tensor
+                    kept = torch.as_tensor(kept, dtype=torch.float64)
+                torch._foreach_mul_(parts, kept)
                 torch._foreach_add_(parts, own, alpha=-lr)
 
     def _batches(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:

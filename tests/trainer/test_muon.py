@@ -55,6 +55,17 @@ def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch, most):
             assert (ours - theirs).norm() < 0.01 * (theirs - old).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_decay_as_pytorchs(dtype):
+    weights = matrices(dtype=dtype)
+    others = twins(weights)
+    for optimizer in (Muon(weights, World(), **SETTINGS), torch.optim.Muon(others, **SETTINGS)):
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert all(map(torch.equal, weights, others))
+
+
 class Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()
