@@ -28,7 +28,7 @@ def _turn(
     """Rotates one block of pairs of x by angles, given as cos and sin (tokens, 1, BLOCK_P)."""
     offs_p = tl.arange(0, BLOCK_P)
     mask = mask_t[:, None, None] & (offs_h < HEADS)[None, :, None]
-    offs_t, offs_h = offs_t.to(tl.int64), offs_h.to(tl.int64)
+    offs_h = offs_h.to(tl.int64)
     rows = (offs_t * stride_xt)[:, None, None] + (offs_h * stride_xh)[None, :, None]
     x_ptr += b * stride_xb
     out_rows = (offs_t[:, None, None] * HEADS + offs_h[None, :, None]) * D
@@ -58,6 +58,7 @@ def _rotary_kernel(
     b = (pid // tiles).to(tl.int64)
     offs_t = pid % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < T
+    offs_t = offs_t.to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     angles = (offs_t * (D // 2))[:, None, None] + offs_p[None, None, :]
     mask = mask_t[:, None, None] & (offs_p < D // 2)[None, None, :]

@@ -1,11 +1,15 @@
 """Tests specific to rotary position embeddings (RoPE); `test_conformance` has those of every op."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.kernels import rotary, runtime
+from fastgpt.kernels.rotary import device as rotary_device
 from fastgpt.kernels.rotary.spec import KERNEL, ROTARY, shape
 from tests.kernels import common, conformance
 from tests.parity import awkward, forward_backward, launches
@@ -48,6 +52,34 @@ def test_strides_of_angles_do_not_matter(device):
     want = forward_backward(lambda *qk: rotary(*qk, cos, sin), inputs)
     cos, sin = torch.stack((cos, sin), dim=-1).unbind(-1)
     conformance.assert_same(forward_backward(lambda *qk: rotary(*qk, cos, sin), inputs), want)
+
+
+def test_angles_beyond_two_billion_are_found(monkeypatch):
+    """The last of 2**24 + 8 tokens are read where they are; 32 bits would wrap around at 2**31.
+
+    The interpreter runs the last program alone, and notes addresses that no memory is behind.
+    """
+    from triton.runtime import interpreter
+
+    T, D, x, offsets = 2**24 + 8, 256, torch.zeros(1), []
+
+    def access(pointers, values, rest, dtype=None):
+        offsets.append(pointers.astype(np.int64) - x.data_ptr())
+        return values if dtype is None else rest
+
+    last = interpreter.TensorHandle(np.array([T // 8 - 1], np.int32), interpreter.tl.int32)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(load=access, store=access))
+    monkeypatch.setattr(builder, "create_get_program_id", lambda axis: last)
+    kernel, tile = rotary_device._rotary_kernel, rotary_device.tile(1, 0, D)
+    kernel[(1,)](
+        x, None, x, x, x, None, 0, D, D, 0, 0, 0, T, H=1, K=0, D=D, CONJUGATE=False, **tile
+    )
+    floats_of_a_row = [D // 2, D // 2, D, D, D, D]  # cosines, sines, halves read and written
+    assert len(offsets) == 6
+    for found, floats in zip(offsets, floats_of_a_row):
+        assert found.min() // (4 * floats) == 2**24
+        assert found.max() // (4 * floats) == T - 1
 
 
 X, C = torch.ones(2, 5, 3, 8), torch.ones(5, 4)
