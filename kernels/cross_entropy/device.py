@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ..rows import as_rows
 from ..runtime import launch, multiprocessors
-from .plain import Options
+from .plain import SHRINK, Options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, because -inf - -inf is NaN
+SMALLER = tl.constexpr(SHRINK)
 
 # --- device ---------------------------------------------------------------------------------------
 
@@ -89,9 +90,10 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves th
     logits_ptr += row * stride_lm
     picked = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
     capped = _capped(picked, SOFTCAP)
+    below = tl.maximum(capped, LOWEST) * SMALLER
     tops = tl.full((LANES,), LOWEST, tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
-    above = tl.zeros((LANES,), tl.float32)  # logits above the target's
+    above = tl.zeros((LANES,), tl.float32)  # logits above the target's, times SMALLER
     whole = tl.where(kept, valid // (ROWS * LANES) * (ROWS * LANES), 0)
     for rest in tl.static_range(2):  # unmasked blocks, then masked single elements
         rows = tl.arange(0, 1 if rest else ROWS)
@@ -113,7 +115,7 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves th
             sums = sums * tl.exp2((tops - higher) * LOG2E) + tl.sum(exps, axis=0)
             tops = higher
             if LABEL_SMOOTHING != 0.0:
-                over = z - capped
+                over = z * SMALLER - below
                 if rest:
                     over = tl.where(cols < valid, over, 0.0)
                 above += tl.sum(over, axis=0)
@@ -122,7 +124,7 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves th
     logsum = tl.log(total)
     loss = logsum + (top - capped)
     if LABEL_SMOOTHING != 0.0:
-        loss -= LABEL_SMOOTHING * (tl.sum(above, axis=0) / valid)
+        loss -= LABEL_SMOOTHING / SMALLER * (tl.sum(above, axis=0) / valid)
     lse = top + logsum
     if Z_LOSS != 0.0:
         loss += Z_LOSS * lse * lse

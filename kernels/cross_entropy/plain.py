@@ -6,6 +6,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+SHRINK = 2.0**-32
+"""Factor of the logits that label smoothing adds up, as fp32 sums of some near -3e38 overflow.
+
+A power of two changes no digit.
+"""
+
 
 class Options(NamedTuple):
     """Options of the loss: padding, ignored targets, label smoothing, z-loss, softcap."""
@@ -28,7 +34,9 @@ def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     logp = F.log_softmax(z, dim=-1)
     losses = -logp.gather(-1, torch.where(known, targets, 0).long()[..., None])[..., 0]
     if options.label_smoothing:
-        losses = torch.lerp(losses, -logp.mean(-1), options.label_smoothing)
+        evenly = -(logp / options.valid_vocab).sum(-1)  # a mean whose sum cannot overflow
+        # not torch.lerp, which makes NaN of two infinities
+        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * evenly
     if options.z_loss:
         losses = losses + options.z_loss * z.logsumexp(-1).square()
     # multiplied, not selected, so that the gradient is NaN as well
@@ -87,13 +95,14 @@ def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) 
     known = (targets >= 0) & (targets < valid)
     places = torch.where(known, targets, 0).long()[:, None]
     picked = columns.gather(1, places)  # (rows, 1)
-    above = (columns - picked).mean(1) if smoothing else 0.0
+    above = _mean_above(columns, picked) if smoothing else 0.0
     top = columns.amax(1, keepdim=True)
     z[:, valid:] = -torch.inf
     torch.softmax(z, 1, out=z)
     logsum = -columns.amax(1, keepdim=True).log()  # the largest probability is exp(0) / sum
     lse = (top + logsum)[:, 0]
-    losses = (logsum + (top - picked))[:, 0] - smoothing * above + z_loss * lse.square()
+    losses = (logsum + (top - picked))[:, 0] - smoothing * above
+    losses += z_loss * lse.square() if z_loss else 0.0  # not 0 times the square, which may be inf
 
     by_row = torch.where(known, 1.0, torch.nan)
     if scale is not None:
@@ -108,3 +117,9 @@ def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) 
     if not kept.all():
         z[~kept] = 0
     return torch.where(kept, losses * torch.where(known, 1.0, torch.nan), 0.0)
+
+
+def _mean_above(columns: Tensor, picked: Tensor) -> Tensor:
+    """Computes the mean over columns (rows, V) of what they are above `picked` (rows, 1)."""
+    base = picked.clamp(min=torch.finfo(picked.dtype).min)  # -inf - -inf is NaN
+    return torch.add(base * -SHRINK, columns, alpha=SHRINK).mean(1) / SHRINK

@@ -205,15 +205,25 @@ def test_what_is_not_finite_stays_in_its_row(inplace, device):
     assert got[0][bad].isnan().all()
 
 
-@in_place
-def test_logits_of_minus_infinity_have_no_probability(inplace, device):
-    logits, targets = make("cross_entropy", device, V=300).values()
-    masked = torch.rand(6, 300, device=device) < 0.9  # whole lanes of it
-    logits[masked.scatter(1, targets[:, None], False)] = -math.inf
-    got = step("cross_entropy", [logits, targets], inplace_grad=inplace)
-    for a, b in zip(got, forward_backward(cross_entropy_ref, [logits, targets]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    assert (got[1][logits.isinf()] == 0).all()
+@every_loss
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.6])
+@pytest.mark.parametrize("low", [-math.inf, -3e38])
+@pytest.mark.parametrize("columns", [slice(3, 6), slice(None)], ids=["some", "all"])
+def test_lowest_logits(columns, low, smoothing, reduction, name, options, kernels, device):
+    """Losses and gradients of logits as low as -inf are PyTorch's in fp64."""
+    inputs = make(name, device, bias=True)
+    if name == "cross_entropy":
+        inputs["logits"][:, columns] = low
+    else:
+        inputs["weight"][columns], inputs["bias"][columns] = 0.0, low
+    inputs["targets"][:4] = torch.tensor([3, 0, 4, 7])  # the first and third are low
+    asked = {"label_smoothing": smoothing, "reduction": reduction}
+    true = [t.double() if t.is_floating_point() else t for t in inputs.values()]
+    want = forward_backward(partial(SPECS[name].eager, **asked), true)
+    got = step(name, inputs.values(), **asked, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # --- the gradient over the logits -----------------------------------------------------------------
