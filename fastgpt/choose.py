@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -303,8 +304,10 @@ def _child(
             command, input=order, capture_output=True, text=True, timeout=seconds, cwd=ROOT
         )
         said, errors = done.stdout, done.stderr.strip().splitlines()
+        # the last line may be PyTorch's advice
+        named = [e for e in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)(:|$)", e)]
         reason = f"the trial ended with code {done.returncode}" + "".join(
-            f": {e}" for e in errors[-1:]
+            f": {line}" for line in (named or errors)[-1:]
         )
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"").decode()
