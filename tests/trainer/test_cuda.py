@@ -120,4 +120,6 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
         assert len(verdict["milliseconds"]) >= 2
-    assert len(said) == 1
+    assert "once" in said[0]
+    # which ops win together is the GPU's affair
+    assert all("by the trial of a whole layer" in line for line in said[1:])
