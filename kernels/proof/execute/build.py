@@ -113,9 +113,10 @@ def literal(operand: object) -> int:
 
 
 def unknown(instruction: Instruction) -> UnknownPtxError:
-    return UnknownPtxError(
-        f"PTX line {instruction.line}: the executor does not know {instruction.text!r}"
-    )
+    atomic = instruction.op.startswith(("atom", "red."))
+    what = "atomics are not supported" if atomic else "the executor does not know"
+    line = f"PTX line {instruction.line} ({instruction.source})"
+    return UnknownPtxError(f"{line}: {what}: {instruction.text[:100]}")
 
 
 def ends(instruction: Instruction) -> bool:

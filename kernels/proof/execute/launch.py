@@ -19,6 +19,7 @@ from ...runtime import INTERPRETING, Launch
 from . import arithmetic, moves, warp  # noqa: F401  (they register their instructions)
 from .build import Build
 from .counters import Counters
+from .errors import UnknownPtxError
 from .machine import Machine
 from .memory import GlobalMemory, Region, smallest_access
 from .ptx import parse
@@ -40,7 +41,11 @@ class Compiled:
 @functools.lru_cache(maxsize=12)  # some take 10 MB
 def built(ptx: str) -> Build:
     """The steps of a program, made once."""
-    return Build(parse(ptx))
+    program = parse(ptx)
+    try:
+        return Build(program)
+    except UnknownPtxError as error:
+        raise UnknownPtxError(f"{program.name}: {error}") from None
 
 
 def run_ptx(

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -124,8 +125,7 @@ class GlobalMemory:
         for segment, chosen, offset in self._parts(m, lanes, addresses, size, "reads"):
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
             units, at = elements(offset, self.unit, size), (who, segment, offset)
-            written = segment.writer[units]
-            self._refuse((written != 0) & (written != mine), "reads what another block writes", *at)
+            self._refuse_others(m, mine, segment.writer[units], "reads what {} writes", *at)
             clash = segment.warps.read(m.shared.mark[who], units)
             self._refuse(clash, "reads what another warp writes, without a barrier between", *at)
             seen = segment.reader[units]
@@ -148,8 +148,8 @@ class GlobalMemory:
         for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
             units, at = elements(offset, self.unit, size), (who, segment, offset)
-            for mark, did in ((segment.writer[units], "writes"), (segment.reader[units], "reads")):
-                self._refuse((mark != 0) & (mark != mine), f"writes what another block {did}", *at)
+            for marks, did in ((segment.writer, "writes"), (segment.reader, "reads")):
+                self._refuse_others(m, mine, marks[units], f"writes what {{}} {did}", *at)
             segment.writer[units] = mine
             data = view(segment.data, values.dtype)
             index = elements(offset, values.itemsize, size)
@@ -159,8 +159,11 @@ class GlobalMemory:
             self._refuse(changed, what, *at)
             segment.warps.writer[units] = m.shared.mark[who]
             data[index] = values[:, chosen]
-            lost = data[index] != values[:, chosen]
-            self._refuse(lost, "writes what another thread writes in the same instruction", *at)
+            lost = (data[index] != values[:, chosen]).any(0) | (segment.writer[units] != mine)
+            if lost.any():  # aligned accesses of one size meet only where their offsets are equal
+                last = who[np.flatnonzero(offset == offset[np.argwhere(lost)[0][1]])[-1]]
+                what = f"writes what thread {m.tid[last]} of block {m.cta[last]} writes"
+                self._refuse(lost, f"{what} in the same instruction", *at)
 
     def _mine(self, m: Machine, lanes: Array) -> Array:
         """Mark of each lane's thread block."""
@@ -195,6 +198,15 @@ class GlobalMemory:
                 what = f"{does} {size} bytes outside of every tensor, {where}"
                 raise LaneError(lanes[chosen][bad], what)
             yield segment, chosen, offset
+
+    def _refuse_others(self, m: Machine, mine: Array, marks: Array, what: str, *at: Any) -> None:
+        """Raises if units have the marks of other blocks than `mine`; names the first in `what`."""
+        wrong = (marks != 0) & (marks != mine)
+        if wrong.any():
+            first = int(marks[wrong][0])
+            certain = first != SEVERAL and m.cta[-1] < 0xFFFE  # marks are numbers modulo that
+            other = f"block {first - 1}" if certain else "another block"
+            self._refuse(wrong, what.format(other), *at)
 
     def _refuse(
         self, wrong: Array, what: str, lanes: Array, segment: _Segment, offset: Array
