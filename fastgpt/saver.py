@@ -87,7 +87,10 @@ class Publisher:
     """Runs jobs in a thread, one after the other; after an error it runs no more of them."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "publisher")
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # a new thread begins on GPU 0, and would use memory there
+        begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
+        self._thread = ThreadPoolExecutor(1, "publisher", begin)
         self._jobs: list[Future[None]] = []
         self.failed = False
 

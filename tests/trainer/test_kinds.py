@@ -60,7 +60,8 @@ def seen(monkeypatch, request):
         patch(torch.mps, driver_allocated_memory=3 << 30)
     else:
         patch(module, is_available=True, get_device_name="a GPU", is_bf16_supported=True)
-        patch(module, is_current_stream_capturing=False)
+        patch(module, is_current_stream_capturing=False, reset_peak_memory_stats=None)
+        patch(module, is_initialized=True)
         patch(module, max_memory_allocated=3 << 30, mem_get_info=(2**30, 2**31), current_device=1)
         thread = threading.current_thread
         monkeypatch.setattr(module, "set_device", lambda on: calls.append((thread().name, on)))
@@ -89,7 +90,8 @@ def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_pat
     assert series(run, "val_loss") == series(plain, "val_loss")
     assert set(series(run, "peak_memory_gib").values()) == {3.0}
     # a new thread begins on GPU 0
-    assert seen == ([] if kind == "mps" else [("fastgpt-loader", torch.device(kind, 1))])
+    loader, saver = ("fastgpt-loader", torch.device(kind, 1)), ("publisher_0", 1)
+    assert set(seen) == {"mps": set(), "xpu": {loader}, "cuda": {loader, saver}}[kind]
     device.synchronize(kind)
     assert seen[-1] == "synchronize"
 
