@@ -50,6 +50,8 @@ class Kind:
     """Backends of collective operations; None: one process only."""
     peak_memory: Callable[[], int] | None = None
     """Returns the largest number of bytes that this process's tensors have taken."""
+    reset_peak_memory: Callable[[], object] = lambda: None
+    """Makes `peak_memory` begin anew, from the bytes that the tensors take now."""
     free_memory: Callable[[], tuple[int, int]] | None = None
     """Returns the bytes that no program uses, and those of the whole device."""
 
@@ -78,6 +80,7 @@ def _gpu(name: str, module: Any, **rest: Any) -> Kind:
         lambda: module.is_bf16_supported(including_emulation=False),
         pins=True,
         peak_memory=lambda: module.max_memory_allocated(),
+        reset_peak_memory=lambda: module.reset_peak_memory_stats(),
         free_memory=lambda: module.mem_get_info(),
         **rest,
     )
@@ -301,10 +304,20 @@ def _remembered(path: Path) -> dict[str, float]:
 
 
 def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Measures what `peak_flops` returns, without the cache."""
+    """Measures what `peak_flops` returns, without the cache, and resets the peak memory."""
+    n, found = 1024 if device == "cpu" else 8192, None
+    while found is None:
+        with suppress(torch.OutOfMemoryError):
+            found = _measured_with(n, device, dtype, seconds)
+        n //= 2
+    kind_of(device).reset_peak_memory()
+    return found
+
+
+def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
+    """Measures what `peak_flops` returns with matrices (n, n)."""
     from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
 
-    n = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
 
     def product_seconds() -> float:

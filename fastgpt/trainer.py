@@ -283,6 +283,7 @@ class Trainer:
         self.clock, self.logged_step = now, engine.step
         self.waited_s = engine.loader.waited_s
         achieved = per_second * engine.flops_per_token
+        memory = device.peak_memory(engine.device)  # measuring the peak FLOP/s resets it
         if achieved > self.peak and self.world.is_main:  # the peak was measured on a busy machine
             self.peak = max(achieved, self._measured_peak())
         record = {
@@ -295,7 +296,7 @@ class Trainer:
             "mfu": round(achieved / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
-            **device.peak_memory(engine.device),
+            **memory,
         }
         if self.world.size > 1:
             own = torch.tensor([[engine.forwards.read(), waited]]) / steps

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,6 +110,22 @@ def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, m
     assert device.measured_peak("cpu", torch.float32, 0.2)[1] > 0.3
     monkeypatch.setattr(time, "process_time", lambda: 1.0)  # it never ran
     assert device.measured_peak("cpu", torch.float32, 0.2)[1] == 0
+
+
+def test_the_peak_is_measured_in_the_memory_there_is_and_then_reset(monkeypatch):
+    """There is room for matrices of 512 x 512; what they take is not the run's peak memory."""
+    tried = []
+
+    def product(a, _):
+        tried.append(len(a))
+        if len(a) > 512:
+            raise torch.OutOfMemoryError
+
+    cpu = replace(device.CPU, reset_peak_memory=lambda: tried.append("reset"))
+    monkeypatch.setitem(device.KINDS, "cpu", cpu)
+    monkeypatch.setattr("fastgpt.kernels.linear", product)
+    device.measured_peak("cpu", torch.float32, 0.0)
+    assert tried == [1024, 512, 512, "reset"]
 
 
 def test_peak_is_what_the_machine_does(tmp_path, one_thread):
