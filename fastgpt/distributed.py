@@ -26,6 +26,7 @@ from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Lifeline
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)
+NCCL_TIMEOUT = timedelta(minutes=10)
 ARRIVAL_S = 25.0
 """Seconds that ranks wait for each other when they start; $FASTGPT_ARRIVAL_S replaces it."""
 REQUEUE = 75
@@ -132,6 +133,16 @@ class World:
         if message is not None:
             raise problem or OtherRankError(message)
         return value
+
+
+def limit_waits(device_type: str) -> None:
+    """Sets when NCCL gives up a collective operation, in all groups that have been made.
+
+    A timeout given to PyTorch when they are made would be gloo's as well.
+    """
+    for group in dist.distributed_c10d._world.pg_map if device_type == "cuda" else ():
+        if dist.get_backend_config(group) == dist.get_backend_config():  # it has both
+            group._get_backend(torch.device("cuda"))._set_default_timeout(NCCL_TIMEOUT)
 
 
 def start(device_type: str) -> World:

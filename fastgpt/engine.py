@@ -148,6 +148,7 @@ class Engine:
         self.replica = None
         if self.world.size > 1 and not self.sharded:
             self.replica = replicate(cast(nn.Module, self.loss), config.train)
+        distributed.limit_waits(self.device)
 
     def _restore(self) -> dict[str, list[int]] | None:
         """Loads the checkpoint that `config.resume` names, or the model to start from, if any.
