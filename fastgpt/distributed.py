@@ -107,6 +107,10 @@ class World:
         """Waits until every rank has called this."""
         self.sum(torch.zeros(())).item()
 
+    def patient_group(self) -> Any:
+        """Makes a group of all ranks whose collective operations wait up to 30 days."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+
     def on_main(
         self,
         work: Callable[[], T],
@@ -120,8 +124,8 @@ class World:
         `patient`.
         """
         # the default timeout is half an hour; the group is made while all ranks are here
-        if patient and self.size > 1:
-            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        if patient:
+            group = self.patient_group()
         value, problem = None, None
         if self.is_main:
             try:
@@ -133,6 +137,12 @@ class World:
         if message is not None:
             raise problem or OtherRankError(message)
         return value
+
+
+def collectives_begun() -> int:
+    """Counts the collective operations that this rank has begun, in all of its groups."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def limit_waits(device_type: str) -> None:

@@ -33,11 +33,12 @@ from fastgpt.opening import check_splits, open_for_run
 from fastgpt.optim import Optimizers
 from fastgpt.pace import Stopwatch
 from fastgpt.parallel import build
-from fastgpt.rehearsal import REHEARSED, fitting, rehearse
+from fastgpt.rehearsal import REHEARSED, equal_memory, fitting, rehearse
 from fastgpt.replica import replicate
 from fastgpt.schedule import lr_ratio
 from fastgpt.sharding import (
     check_combination,
+    forget_iteration,
     in_model_order,
     load_weights,
     part,
@@ -223,9 +224,11 @@ class Engine:
                 "--train.batch-tokens would be faster"
             )
         if self.device in REHEARSED:
-            self.micro_batch = fitting(
-                self.micro_batch, share, self._rehearse, self.world, self.warn
-            )
+            with equal_memory(self.device, self.world, config.train.ddp_bucket_mb * 2**20):
+                self.micro_batch = fitting(
+                    self.micro_batch, share, self._rehearse, self.world, self.warn
+                )
+            device.kind_of(self.device).reset_peak_memory()
         check_splits(config, self.data, self.coverage, self.warn)
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
@@ -240,16 +243,26 @@ class Engine:
         )
 
     def _rehearse(self, size: int) -> None:
-        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are."""
+        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
+
+        Gradients of DDP stay on their rank, so that ranks need not run out of memory together.
+        Shared weights sync in the last micro-step, before which they keep whole gradients.
+        """
+        if self.compiled:  # other sizes have graphs of their own, and 8 of a block are the most
+            torch._dynamo.reset_code_caches()
         tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
         # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
         room = 0 if loaded else sum(8 * part(x).numel() for x in self.optimizers.parameters)
+        accumulates = size * self.world.readers < self.config.global_batch
+        quiet = [self.replica is not None or accumulates, self.replica is not None]
+        micro_steps = [self._quiet() if x else nullcontext() for x in quiet]
         try:
-            with self._quiet() if self.replica is not None else nullcontext():
-                rehearse(self.replica or self.loss, tokens, self.autocast(), room)
+            rehearse(self.replica or self.loss, tokens, self.autocast(), room, micro_steps)
         finally:
             self.optimizers.zero_grad()
+            if self.sharded:
+                forget_iteration(self.model)
 
     # --- the step ---------------------------------------------------------------------------------
 
