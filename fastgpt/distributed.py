@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted, tell_torchrun
-from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Lifeline
+from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Launcher, Lifeline
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ ARRIVAL_S = 25.0
 REQUEUE = 75
 """Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
 _lifeline: Lifeline | None = None
+_launcher: Launcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def start(device_type: str) -> World:
     Raises:
         UserError: there are fewer devices than ranks, or a rank does not arrive.
     """
-    global _lifeline
+    global _launcher, _lifeline
     if "RANK" not in os.environ:
         return World()
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -175,6 +176,9 @@ def start(device_type: str) -> World:
         size=int(os.environ["WORLD_SIZE"]),
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
+    if _launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun set it
+        one_machine = world.local_size == world.size
+        _launcher = Launcher(saves=one_machine, speaks=world.local_rank == 0)
     _take_device(device_type, world)
     if not dist.is_initialized():
         backend, store = kind_of(device_type).backend, _meeting(world)
@@ -297,7 +301,8 @@ class StopSignal:
     """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process.
 
     SIGUSR1, which batch systems send before a time limit, also sets `requeue`. The SIGTERM that
-    follows at the limit does not cut the save short.
+    follows at the limit does not cut the save short. Nor does a second SIGHUP: a terminal that is
+    closed sends it, and so may its shell. Under `nohup` SIGHUP stays ignored.
     """
 
     # both end the process, although a shell script ignores SIGINT in its `&` commands
@@ -307,16 +312,19 @@ class StopSignal:
         self.received: signal.Signals | None = None
         self.requeue = False
         self.say = say
-        warned = [signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []  # not on Windows
-        numbers = [*self.DEFAULTS, *warned]
+        numbers = [*self.DEFAULTS]
+        if hasattr(signal, "SIGUSR1"):  # not on Windows
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            numbers += [signal.SIGUSR1] if ignored else [signal.SIGUSR1, signal.SIGHUP]
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
+        if _launcher is not None:
+            _launcher.stopping.set()
         if number in self.DEFAULTS:
             self._set(self.DEFAULTS)
-        else:
-            self.requeue = True
+        self.requeue |= self.received.name == "SIGUSR1"
         if _lifeline is not None and _lifeline.loss.is_set():  # torchrun ends the other ranks
             return
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal

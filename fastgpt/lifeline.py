@@ -3,11 +3,14 @@
 A rank that waits in a collective operation may not notice that another one has ended: NCCL waits
 for ten minutes or longer, and signals are not handled meanwhile. So every rank keeps a connection
 to the main rank, which the system closes when a process ends, in whatever way. A thread watches it.
+Another thread watches the launcher, torchrun, whose ranks would go on without it.
 """
 
+import atexit
 import os
 import secrets
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -23,6 +26,10 @@ TOKEN_BYTES, RANK_BYTES = 16, 4
 GRACE_S = 2.0
 """Seconds in which a rank may end with a message of its own after another one has failed. torchrun
 notices the first failure within a tenth of a second, and reports that one."""
+LOOK_S = 1.0
+"""Seconds between two looks at the launcher."""
+ORPHAN_S = 7.0
+"""Seconds in which a rank may save after its launcher has ended."""
 
 
 class Lifeline:
@@ -120,3 +127,45 @@ def _received(link: socket.socket, sender: int) -> tuple[bytes, int]:
         if message := link.recv(1 + RANK_BYTES, socket.MSG_WAITALL):
             return message[:1], int.from_bytes(message[1:])
     return KILLED, sender
+
+
+class Launcher:
+    """Thread that ends this rank within ten seconds after the process that started it has ended.
+
+    That process is the parent, so the system assigns another parent when it ends, in whatever way.
+    A rank that had been asked to stop saves without a time limit.
+
+    Args:
+        saves: the rank saves first, as after SIGTERM. That stops the ranks on all machines with
+            status 0, so it is for jobs on one machine; those on several start again.
+        speaks: writes the line about it on stderr.
+    """
+
+    def __init__(self, *, saves: bool, speaks: bool) -> None:
+        self.stopping = threading.Event()
+        """Set when a signal has asked this rank to stop."""
+        self._saves, self._speaks, self._pid = saves, speaks, os.getppid()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="launcher", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while os.getppid() == self._pid:
+            if self._closed.wait(LOOK_S):
+                return
+        if self.stopping.is_set():
+            return
+        if self._speaks:
+            what = f"saving, and ending within {ORPHAN_S:.0f} s" if self._saves else "ending"
+            with suppress(OSError):
+                sys.stderr.write(f"error: torchrun (process {self._pid}) has ended: {what}\n")
+        if self._saves:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if self._closed.wait(ORPHAN_S):
+                return
+        os._exit(1)

@@ -162,17 +162,28 @@ def test_second_signal_ends_the_process(number, ends):
         stop.restore()
 
 
-def test_sigterm_at_the_time_limit_does_not_cut_short_the_save_that_sigusr1_began():
+def test_sigterm_at_the_time_limit_cuts_no_save_short_that_sigusr1_or_sighup_began():
     stop, said = StopSignal(lambda line: said.append(line)), []
     try:
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            assert stop.requeue == (len(said) > 2)
             signal.raise_signal(number)
-        assert stop.requeue
-        assert [line.split(":")[0] for line in said] == ["SIGUSR1", "SIGUSR1", "SIGTERM"]
+        assert [line[:7] for line in said] == ["SIGHUP:"] * 2 + ["SIGUSR1"] * 2 + ["SIGTERM"]
         assert said[0].endswith("and saving")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         stop.restore()
+
+
+def test_a_hangup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopSignal([].append)
+        signal.raise_signal(signal.SIGHUP)
+        stop.restore()
+        assert (stop.received, signal.getsignal(signal.SIGHUP)) == (None, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capfd):
@@ -384,7 +395,9 @@ def start(argv):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=str
+)
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
     """A stop signal saves the run and prints a resume command that works in a shell.
 
