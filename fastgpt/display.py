@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -52,16 +52,25 @@ class Output:
     def __init__(self) -> None:
         self.lost = 0
 
+    @property
+    def rich_proxied_file(self) -> "Output":
+        """Where Rich writes while it shows a bar: here, not to the file behind it."""
+        return self
+
+    @property
+    def _behind(self) -> TextIO:
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
     def write(self, text: str) -> None:
         with self._unfailing():
-            sys.stdout.write(text)
+            self._behind.write(text)
 
     def flush(self) -> None:
         with self._unfailing():
-            sys.stdout.flush()
+            self._behind.flush()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        return getattr(self._behind, name)
 
     @contextmanager
     def _unfailing(self) -> Iterator[None]:
@@ -69,14 +78,17 @@ class Output:
             yield
         except OSError as error:
             if not self.lost:
-                print_line(f"warning: stdout: {reason(error)}: training goes on")
+                self._warn(f"stdout: {reason(error)}: training goes on")
             self.lost += 1
 
     def close(self) -> None:
         """Says on stderr how much is missing, if anything is."""
         if self.lost:
-            missing = f"{counted(self.lost, 'write')} to it failed"
-            print_line(f"warning: stdout is not complete: {missing}")
+            self._warn(f"stdout is not complete: {counted(self.lost, 'write')} to it failed")
+
+    def _warn(self, text: str) -> None:
+        with suppress(OSError):  # of a terminal that was closed, both fail
+            print_line(f"warning: {text}")
 
 
 class TimeLeft(TimeRemainingColumn):

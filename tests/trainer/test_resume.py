@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import pty
 import re
 import shlex
 import signal
@@ -165,9 +166,9 @@ def test_second_signal_ends_the_process(number, ends):
 def test_sigterm_at_the_time_limit_cuts_no_save_short_that_sigusr1_or_sighup_began():
     stop, said = StopSignal(lambda line: said.append(line)), []
     try:
-        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        for name in ("HUP", "HUP", "USR1", "USR1", "TERM"):
             assert stop.requeue == (len(said) > 2)
-            signal.raise_signal(number)
+            signal.raise_signal(signal.Signals[f"SIG{name}"])
         assert [line[:7] for line in said] == ["SIGHUP:"] * 2 + ["SIGUSR1"] * 2 + ["SIGTERM"]
         assert said[0].endswith("and saving")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -395,9 +396,7 @@ def start(argv):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=str
-)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
     """A stop signal saves the run and prints a resume command that works in a shell.
 
@@ -421,3 +420,17 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     assert (done.returncode, done.stderr) == (0, "")
     assert f"\ndone after step {step + 5}: {run}\n" in done.stdout
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5
+
+
+def test_a_terminal_that_is_closed_ends_a_run_saved(tiny, tmp_path):
+    """The system sends SIGHUP, and writing to the terminal then fails."""
+    argv = [sys.executable, str(ROOT / "train.py"), *tiny("--steps 100000 --eval-every 0")]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, argv)
+    while not re.search(rb"loss \d", os.read(terminal, 4096)):
+        pass
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    assert checkpoint.load(saved).step > 0
