@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from fastgpt.display import duration
 from fastgpt.errors import writing
 from fastgpt.logwriter import LogWriter
 from fastgpt.model_config import ModelConfig
-from fastgpt.storage import write_atomically
+from fastgpt.storage import no_link, parse_json, write_atomically
 
 LOSSES = ("train_loss", "val_loss")
 MFU_CONVENTION = "6N + causal attention over the measured matmul peak"
@@ -76,16 +79,21 @@ class MetricsLog:
         )  # slow to import: only the main rank needs it
 
         self.path, self.title = run_dir / "metrics.jsonl", title
-        self.records = [r for r in read_records(self.path) if r["step"] <= from_step]
+        logged = [r for r in read_records(self.path) if _is_whole(r)]
+        self.records = [r for r in logged if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-            self.file = self.path.open("ab", buffering=0)
+            self._open()
             purge = from_step + 1 if from_step else None
             self.board = SummaryWriter(str(run_dir), purge_step=purge)
         self.torn = False
         """True if the last line of the file may be incomplete."""
         self.writer = LogWriter(warn)
+
+    def _open(self) -> None:
+        self.file = FileIO(self.path, "a", opener=no_link)
+        self._opened = os.fstat(self.file.fileno())
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line of JSON, and each number but the step as a TensorBoard scalar.
@@ -102,6 +110,11 @@ class MetricsLog:
         self.writer.start(path, partial(_append_text, path, f"=== step {step} ===\n{text}\n\n"))
 
     def _append(self, line: bytes) -> None:
+        if not (self.path.exists() and os.path.samestat(self._opened, os.stat(self.path))):
+            self.file.close()
+            self._open()
+            self.torn = False
+            self.writer.warn(f"{self.path} was removed or replaced: further records follow there")
         line = b"\n" + line if self.torn else line
         self.torn = True
         while line:
@@ -109,6 +122,7 @@ class MetricsLog:
         self.torn = False
 
     def _show(self, record: dict[str, Any]) -> None:
+        os.stat(self.path.parent)  # without it the board's own thread would print a traceback
         for name, value in record.items():
             if isinstance(value, list):
                 for number, part in enumerate(value):
@@ -126,19 +140,23 @@ class MetricsLog:
 
 
 def _append_text(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=no_link) as file:
         file.write(text)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl, without lines that a crash or a full disk cut short."""
+    """Reads the records of a metrics.jsonl, without lines that were cut short or damaged."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Returns True if a record is one that `MetricsLog` wrote: numbers of a step."""
+    kinds = {type(value) for value in record.values()}
+    return type(record.get("step")) is int and kinds <= {int, float, list, type(None)}
 
 
 # --- the plot -------------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     sync_directory(path.parent)
 
 
+def no_link(path: str, flags: int) -> int:
+    """Opener for `open` that refuses a symbolic link, on systems that can."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def temporary_name(path: Path) -> Path:
     """Returns a hidden name beside `path` that no other process or call uses."""
     return path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")

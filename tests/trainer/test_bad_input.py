@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,7 +13,6 @@ import train
 from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.optim import Optimizers
-from fastgpt.trainer import Trainer
 from tests.data.sets import write_shard
 from tests.processes import python
 from tests.trainer.runs import before_each, one_line_error
@@ -249,14 +247,6 @@ def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
     assert line.endswith(f" --resume {tmp_path / 'run'}\n")
 
 
-def full(path):
-    """Makes `path` a file on a full disk."""
-    if not Path("/dev/full").exists():
-        pytest.skip("this system has no /dev/full")
-    path.parent.mkdir()
-    path.symlink_to("/dev/full")
-
-
 def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
     no_space = OSError(28, "No space left on device")
     monkeypatch.setattr("fastgpt.trainer.write_atomically", mock.Mock(side_effect=no_space))
@@ -264,15 +254,18 @@ def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
     assert line.startswith("error: no space left on the disk of ")
 
 
-@pytest.mark.parametrize("name", ["loss.png", "samples.txt"])
+@pytest.mark.parametrize(
+    ("function", "name"), [("plot_losses", "loss.png"), ("_append_text", "samples.txt")]
+)
 def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
-    name, tiny, tmp_path, capsys
+    function, name, fit, monkeypatch, capsys
 ):
-    full(tmp_path / "run" / name)
-    Trainer(parse(tiny())).fit()
+    no_space = OSError(28, "No space left on device")
+    monkeypatch.setattr(f"fastgpt.metrics.{function}", mock.Mock(side_effect=no_space))
+    path = fit() / name
     out = capsys.readouterr().out
     assert "done after step 8: " in out
-    assert f"written (no space left on the disk of {tmp_path / 'run' / name}): training" in out
+    assert f"written (no space left on the disk of {path}): training" in out
 
 
 # --- resuming, damaged or confused ----------------------------------------------------------------

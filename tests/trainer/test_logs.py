@@ -59,6 +59,24 @@ def test_lines_after_a_torn_one_are_kept(tmp_path):
     assert said[-1].endswith("1 write to them failed")
 
 
+def test_records_go_on_in_a_new_file_if_the_old_one_is_removed_or_replaced(
+    fit, tmp_path, monkeypatch, capfd
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    def damage(self, line):
+        if b'"step": 3,' in line:
+            path.unlink()
+        if b'"step": 6,' in line:
+            path.rename(f"{path}~")
+            path.touch()
+
+    before_each(monkeypatch, MetricsLog, "_append", damage)
+    fit("--eval-every 0")
+    assert set(series(tmp_path / "run", "train_loss")) == {6, 7, 8}
+    assert capfd.readouterr().out.count(f"warning: {path} was removed or replaced") == 2
+
+
 def test_a_disk_that_hangs_does_not_delay_training(fit, tmp_path, monkeypatch, capfd):
     hang = threading.Event()
     monkeypatch.setattr(logwriter, "MOST_WAITING", 4)
