@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastgpt import device, run
-from fastgpt.run import installed
+from fastgpt.commands import installed
 
 RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastgpt import tensors
+from fastgpt.commands import resume_command, same_command
 from fastgpt.distributed import World
 from fastgpt.errors import UserError, is_disk_full, reason, writing
 from fastgpt.shard_files import SHARDS, STATE, Shards, read_state
@@ -161,15 +162,14 @@ def _remove(path: Path) -> None:
         shutil.rmtree(hidden)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Returns True if `path` is a checkpoint, even a damaged one."""
+    return (path / RECORD).exists() or (path.is_dir() and bool(STEP.fullmatch(path.name)))
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Returns the path of the checkpoint of `step`, which need not exist."""
     return folder / f"step_{step:08d}"
-
-
-def last_good(run_dir: Path) -> str:
-    """Returns a clause for error messages that names the newest checkpoint of a run."""
-    saved = steps_on_disk(run_dir / "checkpoints")
-    return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -287,6 +287,8 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
         )
+    if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
+        raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")
     return record
 
 
@@ -315,8 +317,11 @@ def find(
         UserError: there is no valid checkpoint.
     """
     path, complaints = Path(resume), []
-    if (path / RECORD).exists():
-        return load(path, state=state, world=world), []
+    if is_checkpoint(path):
+        try:
+            return load(path, state=state, world=world), []
+        except UserError as error:
+            raise UserError(f"{error}; {instead_of(path, state, world)}") from error
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
             return load(candidate, state=state, world=world), complaints
@@ -329,6 +334,21 @@ def find(
     if (path / "checkpoints").is_dir():
         raise UserError(f"{path} has no checkpoint yet")
     raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
+
+
+def instead_of(path: Path, state: bool, world: World) -> str:
+    """Returns a clause that names the newest valid checkpoint before `path`, and a command for it.
+
+    Args:
+        state: the command resumes from it; else it is that of this process with another path.
+    """
+    for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
+        with suppress(UserError):
+            load(earlier, state=state, world=world)
+            resume = f"; to resume there: {resume_command(earlier, world.size)}"
+            said = resume if state else same_command(path, earlier)
+            return f"the valid one before it is {earlier}{said}"
+    return "there is no valid one before it"
 
 
 def set_aside_after(folder: Path, step: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastgpt import checkpoint, choose, device, distributed, initial, ops, run
 from fastgpt.config import Config
@@ -174,6 +175,7 @@ class Engine:
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
         self.step = found.step
+        self._check_loaded(found.path)
         run.check_step(self.config, self.step, found.path)
         if corpus != self.data.identity:
             self.warn(
@@ -182,6 +184,17 @@ class Engine:
             )
             return None
         return loader
+
+    def _check_loaded(self, path: Path) -> None:
+        """Raises `UserError` if a weight or a moment loaded from `path` is not finite."""
+        leaves = tree_leaves(self._weights_and_moments()[1])
+        moments = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
+        names = [*self.names, *["the optimizer's state"] * len(moments)]
+        try:
+            check_weights([*self.optimizers.parameters, *moments], names, self.step)
+        except UserError as error:
+            earlier = checkpoint.instead_of(path, True, self.world)
+            raise UserError(f"checkpoint {path} is damaged: {error}; {earlier}") from error
 
     def load(self, found: checkpoint.Checkpoint) -> dict[str, Any]:
         """Loads weights and optimizers, and returns the state; a collective operation."""

@@ -1,38 +1,34 @@
-"""Run directories: creating, locking and resuming them, and the manifest of a run."""
+"""Run directories: creating, opening and resuming them, and the manifest of a run."""
 
-import importlib.metadata
 import itertools
 import json
 import math
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 import fastgpt
 from fastgpt import checkpoint
 from fastgpt.checkpoint import Checkpoint
 from fastgpt.checks import flag
+from fastgpt.commands import installed, resume_command
 from fastgpt.config import Config, from_json, to_json
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
-from fastgpt.storage import data_dir, write_atomically
+from fastgpt.storage import data_dir, parse_json, write_atomically
 
 ROOT = Path("runs")
 CONVERTED = "converted"
 """Recipe of a run that was converted from another program's model."""
-CHECKOUT = Path(__file__).absolute().parents[1]
 PREPARED = {
     "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
     "pubmed": (
@@ -61,7 +57,7 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
         found = next((path for path in runs if is_run(path)), None)
         return None if found is None else (found, found)
     path = Path(resume)
-    if (path / "checkpoint.json").exists():
+    if checkpoint.is_checkpoint(path):
         return path.absolute().parent.parent, path
     if is_run(path):
         return path, path
@@ -89,54 +85,6 @@ def new_run_dir(recipe: str) -> Path:
     stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
     return next(ROOT / name for name in names if not (ROOT / name).exists())
-
-
-class RunLock:
-    """Lock on a run's directory, held by the one process that may write there.
-
-    The operating system releases it when the process ends. Hosts that share a disk may not see each
-    other's locks, so the file `.holder` names the process, its host, and torchrun's job
-    (`--rdzv-id`), whose restart on another host may go on.
-
-    Args:
-        instead: what the user may do if another process holds it, besides waiting.
-
-    Raises:
-        UserError: another process holds it, or the directory cannot be written.
-    """
-
-    def __init__(self, path: Path, instead: str = "stop it") -> None:
-        self._holder = path / ".holder"
-        self._lock = FileLock(path / ".lock", thread_local=False)
-        host, job = platform.node(), os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        mine = f" on {host}" + (f" in job {job}" if job != "none" else "")
-        with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-            held_by = self._holder.read_text() if self._holder.exists() else ""
-            try:
-                self._lock.acquire(blocking=False)
-            except Timeout:
-                holder = f" ({held_by.removeprefix('process ')})" if held_by else ""
-                raise UserError(
-                    f"{path} is in use: another process{holder} is training in this folder: wait"
-                    f" until it ends, or {instead}"
-                ) from None
-            same_host = f" on {host} " in f"{held_by} "
-            same_job = job != "none" and held_by.endswith(f" in job {job}")
-            if self._holder.exists() and not (same_host or same_job):
-                self._lock.release()
-                raise UserError(
-                    f"{path} was last used by {held_by}, and {host} cannot see whether that still"
-                    f" runs: if it has ended, delete {self._holder} and try again"
-                )
-            write_atomically(self._holder, f"process {os.getpid()}{mine}".encode())
-
-    def release(self) -> None:
-        """Lets other processes train in the directory."""
-        if self._lock.is_locked:
-            with suppress(OSError):
-                self._holder.unlink(missing_ok=True)
-            self._lock.release()
 
 
 def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str | None:
@@ -181,6 +129,15 @@ def _goes_on(resume: str | None, run_dir: Path) -> bool:
     if resume == "auto":
         return True
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
+
+
+def way_back(path: Path, ranks: int) -> str:
+    """Returns a clause for error messages: a run's newest checkpoint and the command to resume."""
+    if not is_run(path):
+        return "nothing is left there to resume"
+    saved = checkpoint.steps_on_disk(path / "checkpoints")
+    found = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+    return f"{found}; to resume: {resume_command(path, ranks)}"
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
@@ -275,36 +232,6 @@ def check_step(config: Config, step: int, path: Path) -> None:
         raise UserError(f"{asked} is {config.steps}: {path} is already at step {step}")
 
 
-def resume_command(run_dir: Path, ranks: int) -> str:
-    """Returns the command line that resumes a run, which works from any directory."""
-    program = _console_command("fastgpt-train") or [sys.executable, str(CHECKOUT / "train.py")]
-    if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-        installed_command = program[0] != sys.executable
-        program = torchrun + (["--no-python", *program] if installed_command else program[1:])
-    return shlex.join([*program, "--resume", str(run_dir.absolute())])
-
-
-def sample_command(run_dir: Path) -> str:
-    """Returns the command line that samples from a run, which works from any directory."""
-    module = [sys.executable, "-m", "fastgpt.sample"]
-    program = _console_command("fastgpt-sample") or module
-    line = shlex.join([*program, str(run_dir.absolute())])
-    # only an installed package can be imported from any directory
-    anywhere = program is not module or installed("fastgpt")
-    return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
-
-
-def _console_command(name: str) -> list[str] | None:
-    """Returns the absolute path of a console command if one was typed or there is no checkout."""
-    typed = Path(sys.argv[0])
-    if typed.name.startswith("fastgpt-"):
-        return [str(typed.absolute().with_name(name))]
-    if not (CHECKOUT / "train.py").exists():
-        return [str(Path(sys.executable).with_name(name))]
-    return None
-
-
 def saved_config(run: Path) -> Config:
     """Reads the settings of a run or a checkpoint from its config.json.
 
@@ -342,11 +269,11 @@ def manifest(facts: dict[str, Any], path: Path) -> str:
     """
     now = {"command": sys.argv, **provenance(), **facts}
     try:
-        first = json.loads(path.read_text())
-    except (OSError, ValueError):  # damaged: nothing is left to keep
+        first = parse_json(path.read_text())
+        resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
+        first["resumes"] = [*first.get("resumes", []), resumed]
+    except (OSError, ValueError, TypeError, AttributeError):  # damaged: nothing is left to keep
         return json.dumps(now, indent=1)
-    resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
-    first["resumes"] = [*first.get("resumes", []), resumed]
     return json.dumps(first, indent=1)
 
 
@@ -360,14 +287,6 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
     }
     return {"versions": versions, "commit": _commit()}
-
-
-def installed(package: str) -> str | None:
-    """Returns the version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

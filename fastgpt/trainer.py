@@ -13,6 +13,7 @@ import torch
 
 from fastgpt import checkpoint, device, distributed, run
 from fastgpt.about import facts, header
+from fastgpt.commands import resume_command, sample_command
 from fastgpt.config import Config, to_json
 from fastgpt.data.items import Data
 from fastgpt.display import Display, short
@@ -26,6 +27,7 @@ from fastgpt.integrity import check_recorded_loss, check_replicas, own_loss, rec
 from fastgpt.metrics import MetricsLog
 from fastgpt.pace import Pace
 from fastgpt.recipes import sample_prompt
+from fastgpt.run_lock import RunLock
 from fastgpt.saver import Saver
 from fastgpt.storage import cache_dir, write_atomically
 from fastgpt.watchdog import Watchdog
@@ -78,7 +80,7 @@ class Trainer:
         """Locks the directory of an existing run; that of a new one is created and locked later."""
         if config.run_dir is not None and run.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
-            self.lock = run.RunLock(config.run_dir, instead)
+            self.lock = RunLock(config.run_dir, instead)
 
     def _unlock(self) -> None:
         if self.lock is not None:
@@ -116,7 +118,7 @@ class Trainer:
 
     def _open_run_dir(self) -> Path:
         path = self.config.run_dir or run.new_run_dir(self.config.recipe)
-        self.lock = self.lock or run.RunLock(path)
+        self.lock = self.lock or RunLock(path)
         if note := run.open_run_dir(path, self.config, self.engine.step, self.world.size):
             self.display.warn(note)
         return path
@@ -218,11 +220,11 @@ class Trainer:
         except Stopped:
             return self._leave()
         steps = self.config.steps
-        resume = run.resume_command(self.run_dir, self.world.size)
+        resume = resume_command(self.run_dir, self.world.size)
         chat = " --chat" if self.engine.data.template else ""
         return [
             f"done after step {steps}: {self.run_dir.absolute()}",
-            f"to sample from it: {run.sample_command(self.run_dir)}{chat}",
+            f"to sample from it: {sample_command(self.run_dir)}{chat}",
             f"to train longer: {resume} --steps {2 * steps}",
         ]
 
@@ -269,8 +271,7 @@ class Trainer:
     def _way_back(self) -> str:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
         self._settle(self.saver.wait)
-        command = run.resume_command(self.run_dir, self.world.size)
-        return f"{checkpoint.last_good(self.run_dir)}; to resume: {command}"
+        return run.way_back(self.lock.place if self.lock else self.run_dir, self.world.size)
 
     def _log(self) -> None:
         engine = self.engine
@@ -337,6 +338,7 @@ class Trainer:
 
     def _by_savers(self, work: Callable[[], None]) -> None:
         """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
+        self.world.on_main(lambda: self.lock and self.lock.check())
         if self.engine.sharded:  # an error of one's writing is an error on all
             work()
         else:
@@ -438,7 +440,7 @@ class Trainer:
             self._save()
         self._publish()
         self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))
-        resume = run.resume_command(self.run_dir, self.world.size)
+        resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 
 

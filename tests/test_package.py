@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fastgpt
-from fastgpt import run
+from fastgpt import commands, run
 from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,9 @@ def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
     assert said.split() == ["True", "fastgpt.kernels.attention.op"]
 
 
-@pytest.mark.skipif(run.installed("kernels") is not None, reason="there is another distribution")
+@pytest.mark.skipif(
+    commands.installed("kernels") is not None, reason="there is another distribution"
+)
 def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
     assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
 
@@ -200,7 +202,7 @@ def test_the_resume_command_works_from_anywhere(typed, ranks, said, monkeypatch)
     monkeypatch.setattr(sys, "argv", [typed])
     monkeypatch.setattr(sys, "executable", "/p/python")
     monkeypatch.setattr("os.getcwd", lambda: "/here")
-    assert run.resume_command(Path("a run"), ranks) == f"{said} --resume '/here/a run'"
+    assert commands.resume_command(Path("a run"), ranks) == f"{said} --resume '/here/a run'"
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,8 @@ def test_the_resume_command_works_from_anywhere(typed, ranks, said, monkeypatch)
 def test_the_sample_command_works_from_anywhere(typed, version, said, monkeypatch):
     monkeypatch.setattr(sys, "argv", [typed])
     monkeypatch.setattr(sys, "executable", "/p/python")
-    monkeypatch.setattr(run, "installed", lambda _: version)
-    assert run.sample_command(Path("/a/run")) == said
+    monkeypatch.setattr(commands, "installed", lambda _: version)
+    assert commands.sample_command(Path("/a/run")) == said
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -23,7 +24,7 @@ from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.saver import Saver
 from fastgpt.trainer import Trainer
-from tests.trainer.runs import files_of_at_most
+from tests.trainer.runs import before_each, files_of_at_most
 
 FIXED = {
     "config_json": "{}", "save_tokenizer": ByteTokenizer().save, "huggingface_json": "{}",
@@ -245,7 +246,7 @@ def cut(path):
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("name", [*WHOLE, *REST])
-def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
+def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, damage):
     save(folder, 1)
     newest = save(folder, 2)
     damage(newest / name)
@@ -253,8 +254,41 @@ def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
     assert found.step == 1
     assert str(newest) in complaint
     assert name in complaint
-    with pytest.raises(UserError, match=name):
+    earlier = f"the valid one before it is {found.path}"
+    with pytest.raises(UserError, match=rf"{name}.*; {earlier}; .* --resume {found.path}$"):
         checkpoint.find(str(newest))
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "fastgpt.sample", str(newest), "--top-k"]
+    )
+    with pytest.raises(UserError, match=rf"{earlier}: python -m fastgpt.sample {found.path} --top"):
+        checkpoint.find(str(newest), state=False)
+
+
+def test_renamed_checkpoint_is_refused(folder):
+    saved = save(folder, 15)
+    copy = shutil.copytree(saved, folder / "mine")
+    saved.rename(folder / "step_00000020")
+    with pytest.raises(
+        UserError, match=rf"step_00000020 is of step 15: expected the name {saved};"
+    ):
+        checkpoint.find(f"{folder}/step_00000020")
+    assert checkpoint.find(str(copy))[0].step == 15
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "exp_avg"])
+def test_numbers_that_are_not_finite_are_not_resumed_from(fit, monkeypatch, name):
+    def spoil(_, step, weights, state):
+        if step == 8:
+            (weights | state["optimizers"]["optimizers"][0]["state"][0])[name][0] = math.inf
+
+    before_each(monkeypatch, Saver, "save", spoil)
+    run = fit("--train.sample-tokens 0")
+    with pytest.raises(UserError, match=r"step_00000008 is damaged: step 8: .* not fin") as caught:
+        fit("--resume auto")
+    words = shlex.split(str(caught.value).rpartition("; to resume there: ")[2])
+    assert words[2:] == ["--resume", f"{run}/checkpoints/step_00000004"]
+    monkeypatch.undo()
+    Trainer(parse(words[2:])).fit()
 
 
 NO_RECORD = r"step_00000002 is not a checkpoint: .*checkpoint\.json"

@@ -6,11 +6,13 @@ import platform
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +26,7 @@ from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.loading import load
 from fastgpt.metrics import MetricsLog, read_records
 from fastgpt.model import GPT
-from fastgpt.run import RunLock
+from fastgpt.run_lock import RunLock
 from fastgpt.trainer import Trainer
 from tests.processes import ROOT, python
 from tests.trainer.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
@@ -233,15 +235,18 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, monkeypatch)
 
 
 def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
-    """A resumed run appends to metrics.jsonl, without half lines and repeated steps."""
+    """A resumed run appends to metrics.jsonl, without damaged lines and repeated steps."""
     at_step(monkeypatch, 7, crash)
     with pytest.raises(Crash):
         fit(STEPS)
     metrics = tmp_path / "run" / "metrics.jsonl"
     before = read_records(metrics)
     assert before[-1]["step"] == 7
-    with metrics.open("a") as file:
-        file.write('{"step": 8, "train_lo')
+    with metrics.open("a", errors="surrogateescape") as file:
+        file.write(
+            '[1]\n7\n{"train_loss": 1}\n{"step": 2, "val_loss": "\udcff"}\n{"step": 8, "train_lo'
+        )
+    (tmp_path / "run" / "manifest.json").write_text("[1]")
     time.sleep(1 - time.time() % 1)  # TensorBoard sorts event files by the second in their names
     run = fit(STEPS, "--resume auto")
     after = read_records(metrics)
@@ -349,32 +354,94 @@ def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit,
     Trainer(parse(tiny("--resume auto --steps 9"))).fit()
 
 
-def test_dead_holder_of_this_host_is_recognised_and_one_of_another_named(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "job", "named"),
+    [
+        (f"process 12 on {platform.node()}", "none", None),
+        ("process 12 on elsewhere", "none", "process 12 on elsewhere"),
+        ("process 12 on elsewhere in job 7", "7", None),
+        ("process 12 on elsewhere in job 7", "8", "process 12 on elsewhere in job 7"),
+        (f"process \udcff on {platform.node()}", "none", "an unknown process"),
+        ("", "none", "an unknown process"),
+    ],
+)
+def test_holder_that_may_still_run_is_named_and_others_are_replaced(
+    tmp_path, monkeypatch, text, job, named
+):
     holder = tmp_path / ".holder"
-    holder.write_text(f"process 12 on {platform.node()}")
+    holder.write_text(text, errors="surrogateescape")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    if named is not None:
+        with pytest.raises(UserError, match=rf"by {named}, and .* cannot see .* delete {holder} "):
+            RunLock(tmp_path)
+        holder.unlink()
     RunLock(tmp_path).release()
     assert not holder.exists()
-    holder.write_text("process 12 on elsewhere")
-    with pytest.raises(UserError, match=rf"process 12 on elsewhere, .* delete {holder} and"):
-        RunLock(tmp_path)
-    holder.unlink()
-    RunLock(tmp_path).release()
 
 
-def test_the_same_job_may_go_on_on_another_host(tmp_path, monkeypatch):
-    holder = tmp_path / ".holder"
-    for job in ("7", "8"):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        holder.write_text("process 12 on elsewhere in job 7")
-        if job == "7":
-            RunLock(tmp_path).release()
-        else:
-            with pytest.raises(UserError, match=r"in job 7, and .* cannot see"):
-                RunLock(tmp_path)
+def test_of_two_hosts_that_start_at_the_same_moment_one_gets_the_run(tmp_path, monkeypatch):
+    """Their disk passes no locks on."""
+    met = threading.Barrier(2)
+    lock = mock.Mock(return_value=mock.Mock(acquire=lambda **_: met.wait(60)))
+    monkeypatch.setattr(sys.modules[RunLock.__module__], "FileLock", lock)
+    monkeypatch.setattr(platform, "node", lambda: threading.current_thread().name)
+    got = []
+
+    def start(path):
+        path.mkdir(exist_ok=True)
+        (path / ".lock").touch()
+        with suppress(UserError):
+            got.append(RunLock(path))
+
+    for number in range(10):
+        threads = [threading.Thread(target=start, args=(tmp_path / str(number),)) for _ in "ab"]
+        for action in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                action(thread)
+    assert [lock.path.name for lock in got] == [str(number) for number in range(10)]
+
+
+def test_links_in_a_run_are_refused_but_the_run_itself_may_be_one(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    for name in (".lock", ".holder", "samples.txt", "loss.png", "stalled-rank-1.txt"):
+        (run / name).symlink_to(outside)
+        with pytest.raises(UserError, match=rf"{run / name} is a symbolic link"):
+            RunLock(run)
+        (run / name).unlink()
+    outside.symlink_to(run)
+    RunLock(outside).release()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: run.rename(f"{run}2"), r"moved .*run2/.*step_00000004; .* --resume \S*/run2$"),
+        (
+            lambda run: shutil.rmtree(run.rename(f"{run}2")),
+            r"/run was moved or removed during the run; nothing is left there",
+        ),
+        (lambda run: (run / ".lock").unlink(), r"another process may be training there: .*step_0"),
+        (lambda run: (run / ".holder").write_text("process 1 on b"), r"\.holder .* was removed or"),
+    ],
+    ids=["moved", "removed", "unlocked", "taken"],
+)
+def test_run_whose_folder_or_lock_is_lost_ends_at_its_next_save(
+    tiny, tmp_path, unbroken, monkeypatch, damage, said
+):
+    run = tmp_path / "run"
+    trainer = Trainer(parse(tiny(STEPS)))
+    at_step(monkeypatch, 6, lambda: trainer.saver.wait() or damage(run))
+    with pytest.raises(UserError, match=said):
+        trainer.fit()
+    assert not (run / "checkpoints" / "step_00000008").exists()
+    if not run.exists() and (moved := tmp_path / "run2").exists():
+        Trainer(parse(["--resume", str(moved)])).fit()
+        assert outcome(moved) == unbroken()
 
 
 def test_lock_of_a_process_that_was_killed_is_free(tmp_path):
-    holds = "import sys, time; from pathlib import Path; from fastgpt.run import RunLock\n"
+    holds = "import sys, time; from pathlib import Path; from fastgpt.run_lock import RunLock\n"
     holds += "lock = RunLock(Path(sys.argv[1])); print(flush=True); time.sleep(600)"
     command = [sys.executable, "-c", holds, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
@@ -432,5 +499,4 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tiny, tmp_path):
         pass
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] == 0
-    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
-    assert checkpoint.load(saved).step > 0
+    assert checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
