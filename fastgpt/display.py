@@ -51,11 +51,8 @@ class Output:
 
     def __init__(self) -> None:
         self.lost = 0
-
-    @property
-    def rich_proxied_file(self) -> "Output":
+        self.rich_proxied_file = self
         """Where Rich writes while it shows a bar: here, not to the file behind it."""
-        return self
 
     @property
     def _behind(self) -> TextIO:

@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted, tell_torchrun
-from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Launcher, Lifeline
+from fastgpt.lifeline import FAILED, GRACE_S, STALLED, Lifeline, follow_launcher
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ ARRIVAL_S = 25.0
 REQUEUE = 75
 """Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
 _lifeline: Lifeline | None = None
-_launcher: Launcher | None = None
+_stopping: threading.Event | None = None
+"""Set when a signal has asked a rank of torchrun's to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def start(device_type: str) -> World:
     Raises:
         UserError: there are fewer devices than ranks, or a rank does not arrive.
     """
-    global _launcher, _lifeline
+    global _lifeline, _stopping
     if "RANK" not in os.environ:
         return World()
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -176,9 +178,9 @@ def start(device_type: str) -> World:
         size=int(os.environ["WORLD_SIZE"]),
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
-    if _launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun set it
-        one_machine = world.local_size == world.size
-        _launcher = Launcher(saves=one_machine, speaks=world.local_rank == 0)
+    if _stopping is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun set it
+        alone = world.local_size == world.size
+        _stopping = follow_launcher(saves=alone, speaks=world.local_rank == 0)
     _take_device(device_type, world)
     if not dist.is_initialized():
         backend, store = kind_of(device_type).backend, _meeting(world)
@@ -320,8 +322,8 @@ class StopSignal:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        if _launcher is not None:
-            _launcher.stopping.set()
+        if _stopping is not None:
+            _stopping.set()
         if number in self.DEFAULTS:
             self._set(self.DEFAULTS)
         self.requeue |= self.received.name == "SIGUSR1"

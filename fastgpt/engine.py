@@ -187,8 +187,7 @@ class Engine:
 
     def _check_loaded(self, path: Path) -> None:
         """Raises `UserError` if a weight or a moment loaded from `path` is not finite."""
-        leaves = tree_leaves(self._weights_and_moments()[1])
-        moments = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
+        moments = [x for x in tree_leaves(self._weights_and_moments()[1]) if getattr(x, "ndim", 0)]
         names = [*self.names, *["the optimizer's state"] * len(moments)]
         try:
             check_weights([*self.optimizers.parameters, *moments], names, self.step)

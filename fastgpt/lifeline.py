@@ -129,43 +129,38 @@ def _received(link: socket.socket, sender: int) -> tuple[bytes, int]:
     return KILLED, sender
 
 
-class Launcher:
-    """Thread that ends this rank within ten seconds after the process that started it has ended.
+def follow_launcher(*, saves: bool, speaks: bool) -> threading.Event:
+    """Makes this process end within ten seconds after the one that started it, its launcher.
 
-    That process is the parent, so the system assigns another parent when it ends, in whatever way.
-    A rank that had been asked to stop saves without a time limit.
+    A process whose parent ends, in whatever way, gets another one, and a thread looks for that.
 
     Args:
         saves: the rank saves first, as after SIGTERM. That stops the ranks on all machines with
             status 0, so it is for jobs on one machine; those on several start again.
-        speaks: writes the line about it on stderr.
+        speaks: writes a line about it on stderr.
+
+    Returns:
+        threading.Event: set by the caller if this rank was asked to stop: it then ends by itself,
+            and its save has as much time as it takes.
     """
+    launcher, stopping, closed = os.getppid(), threading.Event(), threading.Event()
 
-    def __init__(self, *, saves: bool, speaks: bool) -> None:
-        self.stopping = threading.Event()
-        """Set when a signal has asked this rank to stop."""
-        self._saves, self._speaks, self._pid = saves, speaks, os.getppid()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="launcher", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while os.getppid() == self._pid:
-            if self._closed.wait(LOOK_S):
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if closed.wait(LOOK_S):
                 return
-        if self.stopping.is_set():
+        if stopping.is_set():
             return
-        if self._speaks:
-            what = f"saving, and ending within {ORPHAN_S:.0f} s" if self._saves else "ending"
+        if speaks:
+            what = f"saving, and ending within {ORPHAN_S:.0f} s" if saves else "ending"
             with suppress(OSError):
-                sys.stderr.write(f"error: torchrun (process {self._pid}) has ended: {what}\n")
-        if self._saves:
+                sys.stderr.write(f"error: torchrun (process {launcher}) has ended: {what}\n")
+        if saves:
             os.kill(os.getpid(), signal.SIGTERM)
-            if self._closed.wait(ORPHAN_S):
-                return
-        os._exit(1)
+        if not (saves and closed.wait(ORPHAN_S)):
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="launcher", daemon=True)
+    thread.start()
+    atexit.register(lambda: (closed.set(), thread.join()))
+    return stopping

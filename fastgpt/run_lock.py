@@ -11,10 +11,9 @@ from filelock import FileLock, Timeout
 from fastgpt.errors import UserError, writing
 from fastgpt.storage import sync, write_atomically
 
-WRITTEN = (
-    ".lock", ".holder", "checkpoints", "config.json", "manifest.json", "metrics.jsonl",
-    "samples.txt", "loss.png", "stalled-rank-*.txt",
-)  # fmt: skip
+WRITTEN = re.compile(
+    r"\.lock|\.holder|checkpoints|(config|manifest)\.json|metrics\.jsonl|.*\.(txt|png)"
+)
 """What a run writes under names that are known before."""
 
 
@@ -41,11 +40,8 @@ class RunLock:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             for file in path.iterdir():
-                if file.is_symlink() and any(map(file.match, WRITTEN)):
-                    raise UserError(
-                        f"{file} is a symbolic link, and the run would write where it leads: put"
-                        " the file itself there (the run's whole folder may be a link)"
-                    )
+                if file.is_symlink() and WRITTEN.fullmatch(file.name):
+                    raise UserError(f"{file} is a symbolic link: expected that only {path} is one")
             try:
                 self._lock.acquire(blocking=False)
             except Timeout:
@@ -56,24 +52,20 @@ class RunLock:
                 ) from None
             # of its own: it tells where the directory is even if that is moved
             self._file = (path / ".lock").open()
-            try:
-                with self._holder.open("xb") as file:
-                    file.write(self._mine.encode())
-                    sync(file)
-            except FileExistsError:
-                self._take_over(host, job)
-
-    def _take_over(self, host: str, job: str) -> None:
-        held_by = self._held_by()
-        same_job = job != "none" and held_by.endswith(f" in job {job}")
-        if not same_job and f" on {host} " not in f"{held_by} ":
-            self._lock.release()
-            raise UserError(
-                f"{self.path} was last used by {held_by or 'an unknown process'}, and {host} cannot"
-                f" see whether that still runs: if it has ended, delete {self._holder} and try"
-                " again"
-            )
-        write_atomically(self._holder, self._mine.encode())
+            with suppress(FileExistsError), self._holder.open("xb") as file:
+                file.write(self._mine.encode())
+                sync(file)
+            held_by = self._held_by()
+            same_job = job != "none" and held_by.endswith(f" in job {job}")
+            if not same_job and f" on {host} " not in f"{held_by} ":
+                self._lock.release()
+                raise UserError(
+                    f"{path} was last used by {held_by or 'an unknown process'}, and {host} cannot"
+                    f" see whether that still runs: if it has ended, delete {self._holder} and try"
+                    " again"
+                )
+            if held_by != self._mine:
+                write_atomically(self._holder, self._mine.encode())
 
     def _held_by(self) -> str:
         """Returns the process that the file names; empty if it is missing or damaged."""
@@ -90,18 +82,13 @@ class RunLock:
 
     def check(self) -> None:
         """Raises `UserError` if directory or lock are no longer those that were opened."""
-        here = False
         with suppress(OSError):
-            found = os.stat(self._lock.lock_file)
-            here = os.path.samestat(found, os.fstat(self._file.fileno()))
-            here &= self._held_by() == self._mine
-        if not here and self.path.exists():
-            raise UserError(
-                f".lock or .holder in {self.path} was removed or replaced during the run, so that"
-                " another process may be training there: this one ends"
-            )
-        if not here:
-            raise UserError(f"{self.path} was moved or removed during the run")
+            found, own = os.stat(self._lock.lock_file), os.fstat(self._file.fileno())
+            if os.path.samestat(found, own) and self._held_by() == self._mine:
+                return
+        lost = "lost its .lock or .holder, so that another process may be training there"
+        what = f"has {lost}" if self.path.exists() else "was moved or removed"
+        raise UserError(f"{self.path} {what}: this run ends")
 
     def release(self) -> None:
         """Lets other processes train in the directory."""

@@ -23,7 +23,8 @@ class Watchdog:
 
     It counts its own looks and not seconds of a clock, so that a process that was stopped (Ctrl-Z)
     and goes on does not seem to have stalled. A rank whose thread cannot run, because native code
-    keeps Python's lock, is noticed by the ranks that wait for it.
+    keeps Python's lock or because it stays stopped, is noticed by the ranks that wait for it; it
+    writes no stacks, and torchrun kills it 30 seconds after they have ended.
 
     Args:
         seconds: time allowed to a micro-step or an evaluation batch; 0: no limit.

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import train
-from fastgpt import checkpoint
 from fastgpt.cli import parse
 from fastgpt.optim import Optimizers
 from tests.data.sets import write_shard
@@ -269,14 +268,6 @@ def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
 
 
 # --- resuming, damaged or confused ----------------------------------------------------------------
-
-
-def test_resume_auto_after_a_failure_before_the_first_checkpoint(fit, tmp_path):
-    interrupted = mock.patch("fastgpt.engine.Engine.train_step", side_effect=KeyboardInterrupt)
-    with interrupted, pytest.raises(KeyboardInterrupt):
-        fit()
-    assert (tmp_path / "run" / "config.json").exists()
-    assert checkpoint.steps_on_disk(fit("--resume auto") / "checkpoints")
 
 
 def test_files_of_others_among_the_checkpoints_are_left_alone(fit, tmp_path):
