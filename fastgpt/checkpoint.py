@@ -210,7 +210,8 @@ def steps_on_disk(folder: Path) -> list[Path]:
 def _step(path: Path) -> float:
     """Returns the step in a checkpoint's name or record; infinity if the record is unreadable."""
     try:
-        return read_record(path)["step"] if path.name == "best" else int(path.name[len("step_") :])
+        named = STEP.fullmatch(path.name)
+        return int(path.name[len("step_") :]) if named else read_record(path)["step"]
     except UserError:
         return float("inf")
 

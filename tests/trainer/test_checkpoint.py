@@ -273,6 +273,9 @@ def test_renamed_checkpoint_is_refused(folder):
     ):
         checkpoint.find(f"{folder}/step_00000020")
     assert checkpoint.find(str(copy))[0].step == 15
+    flip(copy / "state.pt")
+    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; there is no valid one"):
+        checkpoint.find(str(copy))
 
 
 @pytest.mark.parametrize("name", ["wte.weight", "exp_avg"])

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import warnings
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -131,23 +130,17 @@ def test_sigusr1_to_one_rank_ends_all_with_the_status_for_the_queue(tiny, tmp_pa
 )
 def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     """Ranks save and end soon after torchrun, and those that cannot save end without."""
-    script = "import os, train\nos.write(1, b'pid %d\\n' % os.getpid())\n"
+    script = "import train\n"
     if hangs:  # rank 1, and so does rank 0, which waits for it
-        script += "from fastgpt.engine import Engine\nimport time\nstep = Engine.train_step\n"
+        script += "import os, time; from fastgpt.engine import Engine; step = Engine.train_step\n"
         script += "rest = lambda self: self.step == 20 and os.environ['RANK'] == '1' and"
-        script += " time.sleep(600)\nEngine.train_step = lambda *x: rest(x[0]) or step(*x)\n"
-    (tmp_path / "told.py").write_text(f"{script}train.main()")
-    flags = "--steps 100000 --eval-every 0 --log-every 5 --train.micro-batch 1"
-    process = torchrun(ranks, str(tmp_path / "told.py"), *tiny(flags))
-    pids = [int(process.stdout.readline().split()[1]) for _ in range(ranks)]
+        script += " time.sleep(60)\nEngine.train_step = lambda *x: rest(x[0]) or step(*x)\n"
+    (tmp_path / "hangs.py").write_text(f"{script}train.main()")
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(ranks, str(tmp_path / "hangs.py"), *tiny(flags))
     read_until(process, r"^step +20/")
     process.send_signal(sent)
-    try:
-        out, err = process.communicate(timeout=40)  # the ranks have the other ends of both pipes
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=40)  # the ranks have the other ends of both pipes
     assert err.count(f"error: torchrun (process {process.pid}) has ended: saving, and ending") == 1
     assert ("\nstopped after step " in out) is not hangs
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)

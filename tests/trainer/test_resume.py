@@ -241,10 +241,8 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     metrics = tmp_path / "run" / "metrics.jsonl"
     before = read_records(metrics)
     assert before[-1]["step"] == 7
-    with metrics.open("a", errors="surrogateescape") as file:
-        file.write(
-            '[1]\n7\n{"train_loss": 1}\n{"step": 2, "val_loss": "\udcff"}\n{"step": 8, "train_lo'
-        )
+    with metrics.open("ab") as file:
+        file.write(b'[1]\n7\n{"train_loss": 1}\n{"step": 2, "val_loss": "\xff"}\n{"step": 8, "tr')
     (tmp_path / "run" / "manifest.json").write_text("[1]")
     time.sleep(1 - time.time() % 1)  # TensorBoard sorts event files by the second in their names
     run = fit(STEPS, "--resume auto")
@@ -406,15 +404,9 @@ def test_links_in_a_run_are_refused_but_the_run_itself_may_be_one(tmp_path):
     ("damage", "said"),
     [
         (lambda run: run.rename(f"{run}2"), r"moved .*run2/.*step_00000004; .* --resume \S*/run2$"),
-        (
-            lambda run: shutil.rmtree(run.rename(f"{run}2")),
-            r"/run was moved or removed: this run ends; nothing is left",
-        ),
+        (lambda run: shutil.rmtree(run.rename(f"{run}2")), r"moved or removed.*; nothing is left"),
         (lambda run: (run / ".lock").unlink(), r"may be training there: this run ends; .*step_0"),
-        (
-            lambda run: (run / ".holder").write_text("process 1 on b"),
-            r"/run has lost its \.lock or \.holder",
-        ),
+        (lambda run: (run / ".holder").write_text("process 1 on b"), r"lost its \.lock or \.hold"),
     ],
     ids=["moved", "removed", "unlocked", "taken"],
 )
