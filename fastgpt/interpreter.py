@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+STARTED = os.getpid(), os.getppid()
+"""This process and its parent, before imports that take seconds, in which the parent may end."""
 
 
 def require_torch() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from fastgpt.interpreter import STARTED
 from fastgpt.terminal import print_line
 
 DONE, FAILED, KILLED, STALLED = b"D", b"F", b"K", b"S"
@@ -143,7 +144,9 @@ def follow_launcher(*, saves: bool, speaks: bool) -> threading.Event:
         threading.Event: set by the caller if this rank was asked to stop: it then ends by itself,
             and its save has as much time as it takes.
     """
-    launcher, stopping, closed = os.getppid(), threading.Event(), threading.Event()
+    process, parent = STARTED
+    launcher = parent if process == os.getpid() else os.getppid()  # else it was forked since
+    stopping, closed = threading.Event(), threading.Event()
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -154,7 +157,7 @@ def follow_launcher(*, saves: bool, speaks: bool) -> threading.Event:
         if speaks:
             what = f"saving, and ending within {ORPHAN_S:.0f} s" if saves else "ending"
             with suppress(OSError):
-                sys.stderr.write(f"error: torchrun (process {launcher}) has ended: {what}\n")
+                print_line(f"error: torchrun (process {launcher}) has ended: {what}")
         if saves:
             os.kill(os.getpid(), signal.SIGTERM)
         if not (saves and closed.wait(ORPHAN_S)):
