@@ -106,7 +106,8 @@ def shown_in_one_line() -> Iterator[None]:
 
     Other errors are bugs and keep their traceback.
     """
-    os.umask(os.umask(0o077) | 0o002)  # nothing that a command writes is writable for everyone
+    # nothing that a command writes is writable for everyone, and without a mask not for the group
+    os.umask((os.umask(0o077) or 0o022) | 0o002)
     if logging.lastResort is not None:  # shows records on stderr where no other handler is set
         logging.lastResort.setFormatter(OneLine())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell script for `&`

@@ -55,15 +55,18 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
         torch.load(path, weights_only=False)
 
 
-def test_nothing_that_training_writes_is_writable_for_everyone(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("mask", "refused"), [(0, 0o022), (0o004, 0o002)])
+def test_nothing_that_training_writes_is_writable_for_everyone(
+    mask, refused, tiny, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--steps 1 --eval-every 0")])
-    before = os.umask(0)
+    before = os.umask(mask)
     try:
         cli.main()
     finally:
         os.umask(before)
     run = tmp_path / "run"
-    found = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o002]
+    found = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & refused]
     assert found == []
     assert (run / "metrics.jsonl").is_file()
 
