@@ -31,7 +31,7 @@ from torch import Tensor
 from fastgpt import tensors
 from fastgpt.commands import resume_command, same_command
 from fastgpt.distributed import World
-from fastgpt.errors import UserError, is_disk_full, reason, writing
+from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
 from fastgpt.shard_files import SHARDS, STATE, Shards, read_state
 from fastgpt.storage import parse_json, sync_directory
 
@@ -268,7 +268,7 @@ def _damage(path: Path, hashes: Mapping[str, str], own: list[str]) -> str | None
 def _state(path: Path) -> dict[str, Any]:
     state = tensors.unpickle(path / WHOLE[1])
     if not isinstance(state, dict):
-        raise UserError(f"{path / WHOLE[1]} holds {type(state).__name__}: expected a dictionary")
+        raise UserError(f"{path / WHOLE[1]} holds {shown(state)}: expected a dictionary")
     return state
 
 
@@ -286,7 +286,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint: its checkpoint.json is damaged")
     if version != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path} has format version {version}: expected {FORMAT_VERSION}"
+            f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
         )
     if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
         raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")

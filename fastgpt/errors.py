@@ -20,6 +20,8 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 
 LONGEST = 2000
 """Largest number of characters in a message; a damaged file may hold a value as long as itself."""
+LONGEST_VALUE = 200
+"""Largest number of characters of a single value in a message."""
 
 
 class UserError(Exception):
@@ -40,9 +42,23 @@ class OtherRankError(UserError):
     """A `UserError` of another rank, which prints it; this rank prints nothing."""
 
 
+def shown(value: object) -> str:
+    """Writes a value of a foreign file for a message: of a container only its type and length.
+
+    Values of a file may be huge, or contain each other so often that `repr` would not end.
+    """
+    if isinstance(value, str):
+        return repr(value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}...")
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    sized = isinstance(value, list | tuple | dict | set | bytes | bytearray)
+    length = f" and length {len(value):,}" if sized else ""
+    return f"a value of type {type(value).__name__}{length}"
+
+
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
     """Returns the error for a name not in `known`, which lists them and suggests the nearest."""
-    known = tuple(known)
+    known, given = tuple(known), given[:LONGEST_VALUE]
     nearest = difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     expected = ", ".join((*map(repr, known), *filter(None, [also])))

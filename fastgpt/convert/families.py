@@ -14,7 +14,7 @@ from fastgpt.convert.family import (
     check_expressed,
     either,
 )
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown
 from fastgpt.model_config import ModelConfig
 
 ACTIVATIONS: dict[str, Any] = {
@@ -302,18 +302,19 @@ def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
     Raises:
         UserError: the family is unknown, or it has settings that our model cannot express.
     """
-    family = FAMILIES.get(str(settings.get("model_type")))
+    kind = settings.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        given = settings.get("architectures") or settings.get("model_type")
-        raise UserError(f"config.json describes {given}: expected {either(tuple(FAMILIES))}")
+        raise UserError(f"config.json describes {shown(kind)}: expected {either(tuple(FAMILIES))}")
     fields = Fields(settings)
     size = fields.get("vocab_size", int)
     tied = fields.get("tie_word_embeddings", bool, family is GPT2)
     try:
         config = replace(family.config_of(fields), vocab_size=size, tied=tied)
     except UserError as error:
-        named = str(error).startswith("config.json")
-        raise error if named else UserError(f"config.json does not go together: {error}") from error
+        if str(error).startswith("config.json"):
+            raise
+        raise UserError(f"config.json does not go together: {error}") from error
     return config, family, fields.unknown()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.checks import flag
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown
 from fastgpt.model_config import ModelConfig
 
 Settings = dict[str, Any]
@@ -74,7 +74,9 @@ class Fields:
             value = float(value)
         if type(value) is not kind:
             said = "has no" if value is None else "has the wrong"
-            raise UserError(f"{self._where} {said} {name}: expected {kind.__name__}, got {value!r}")
+            raise UserError(
+                f"{self._where} {said} {name}: expected {kind.__name__}, got {shown(value)}"
+            )
         return value
 
     def inner(self, name: str) -> "Fields":
@@ -92,8 +94,8 @@ class Fields:
         value = allowed[0] if value is None else value
         if value not in allowed:
             raise UserError(
-                f"{self._where}: {name} is {value}: expected {either(allowed)}, since fastgpt has"
-                " nothing else"
+                f"{self._where}: {name} is {shown(value)}: expected {either(allowed)}, since"
+                " fastgpt has nothing else"
             )
         return value
 

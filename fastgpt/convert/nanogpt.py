@@ -1,6 +1,6 @@
 """Models in nanoGPT's `ckpt.pt`: a dictionary that PyTorch writes, read without running pickles."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgpt.checks import check_types
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
-from fastgpt.errors import UserError, brief, reason
+from fastgpt.errors import UserError, brief, reason, shown
 from fastgpt.model_config import ModelConfig
 from fastgpt.tensors import unpickle
 
@@ -29,7 +29,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     try:
         saved = unpickle(path, mmap=True)
-        _refuse_nanochat(map(str, saved))
+        _refuse_nanochat(saved)
         args, state = saved["model_args"], saved["model"]
         config = ModelConfig(
             num_layers=args["n_layer"],
@@ -60,7 +60,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def _our_name(name: str) -> str:
-    return str(name).removeprefix(PREFIX).removeprefix("transformer.")
+    return name.removeprefix(PREFIX).removeprefix("transformer.")
 
 
 def read_nanogpt_progress(path: Path) -> Progress:
@@ -84,21 +84,25 @@ def read_nanogpt_progress(path: Path) -> Progress:
         if any(x.shape != weights[name].shape for name, pair in moments.items() for x in pair):
             raise ValueError("shapes differ")
         settings = dict(zip(("beta1", "beta2"), groups[0]["betas"]))
-        settings |= {name: groups[0][name] for name in ("eps", "weight_decay")}
-        step, updates, lr = saved["iter_num"], int(states[0]["step"]), groups[0]["lr"]
+        settings |= {name: groups[0][name] for name in ("eps", "weight_decay", "lr")}
+        if odd := [name for name, x in settings.items() if type(x) not in (int, float)]:
+            raise ValueError(f"{odd[0]} is {shown(settings[odd[0]])}")
+        step, updates, lr = saved["iter_num"], int(states[0]["step"]), settings.pop("lr")
         if type(step) is not int or min(step, updates) < 0:
-            raise ValueError(f"iter_num is {step!r}, the optimizer's step is {updates}")
+            raise ValueError(f"iter_num is {shown(step)}, the optimizer's step is {updates}")
         return Progress(step, updates, moments, {}, settings, lr)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{path} has no optimizer's state of its weights, as nanoGPT's train.py writes it since"
-            f" 2023: {error!r}"
+            f" 2023: {brief(error)}"
         ) from error
 
 
-def _refuse_nanochat(names: Iterable[str]) -> None:
-    """Raises `UserError` if a checkpoint with these names is nanochat's, with what we lack."""
-    short = [name.removeprefix(PREFIX) for name in names]
+def _refuse_nanochat(saved: Any) -> None:
+    """Raises `UserError` if a checkpoint is nanochat's, or anything but a dictionary."""
+    if not isinstance(saved, dict):
+        raise UserError(f"it holds {shown(saved)}, not a dictionary with model and model_args")
+    short = [name.removeprefix(PREFIX) for name in saved if isinstance(name, str)]
     if any(name.endswith(".attn.c_q.weight") for name in short):
         others = {name.partition(".")[0] for name in short} - {"transformer", "lm_head"}
         has = ", ".join(["a normalised embedding", *sorted(others)])

@@ -19,7 +19,7 @@ from fastgpt.convert.llmc import read_llmc
 from fastgpt.convert.nanogpt import read_nanogpt
 from fastgpt.convert.vocabulary import from_folder
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
-from fastgpt.errors import UserError, counted, reason
+from fastgpt.errors import UserError, counted, reason, shown
 from fastgpt.lecture import build_model
 from fastgpt.model import GPT
 from fastgpt.model_config import ModelConfig
@@ -300,10 +300,10 @@ def _files(path: Path) -> dict[Path, Weights]:
     if index.is_file() and not files[0].is_file():
         where = _json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
-            raise UserError(f"{index} has the weight_map {where!r}: expected names and files")
+            raise UserError(f"{index} has the weight_map {shown(where)}: expected names and files")
         outside = [x for x in where.values() if type(x) is not str or Path(x).name != x]
         if outside:
-            raise UserError(f"{index} names {outside[0]!r}: expected files of the same folder")
+            raise UserError(f"{index} names {shown(outside[0])}: expected files of the same folder")
         files = sorted({path / name for name in where.values()})
     with _reading(path):  # a name may be too long
         missing = [file.name for file in files if not file.is_file()]

@@ -24,7 +24,7 @@ from fastgpt.data.tokenizers import (
 )
 from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
-from fastgpt.errors import UserError, brief
+from fastgpt.errors import UserError, brief, shown
 from fastgpt.storage import parse_json
 
 SPLITS = ("train", "val")
@@ -130,7 +130,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path / MANIFEST}: format {version!r}, expected {FORMAT_VERSION}: prepare it again"
+            f"{path / MANIFEST}: format {shown(version)}, expected {FORMAT_VERSION}: prepare it"
+            " again"
         )
     return manifest
 

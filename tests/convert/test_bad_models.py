@@ -50,14 +50,14 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 BROKEN = {
     "architecture": (
         lambda f: config(f, model_type="mamba", architectures=["MambaForCausalLM"]),
-        r"config\.json describes \['MambaForCausalLM'\]: expected gpt2 or llama or qwen3",
+        r"config\.json describes 'mamba': expected gpt2 or llama or qwen3",
     ),
     "activation": (
-        lambda f: config(f, hidden_act="gelu"), r"hidden_act is gelu: expected silu",
+        lambda f: config(f, hidden_act="gelu"), r"hidden_act is 'gelu': expected silu",
     ),
     "rope": (
         lambda f: config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        r"config\.json, rope_parameters: rope_type is yarn: expected default or llama3",
+        r"config\.json, rope_parameters: rope_type is 'yarn': expected default or llama3",
     ),
     "no size": (lambda f: config(f, hidden_size=None), r"config\.json has no hidden_size"),
     "no heads": (
@@ -71,10 +71,10 @@ BROKEN = {
     "tied as a word": (
         lambda f: config(f, tie_word_embeddings="false"), r"expected bool, got 'false'",
     ),
-    "a list": (lambda f: config(f, model_type=["llama"]), r"config\.json describes"),
+    "a list": (lambda f: config(f, model_type=["llama"]), r"describes a value of type list"),
     "no map": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-        r"has the weight_map \[\]: expected names and files",
+        r"has the weight_map a value of type list and length 0: expected names and files",
     ),
     "word for a number": (
         lambda f: config(f, num_hidden_layers="two"), r"expected int, got 'two'",

@@ -110,12 +110,14 @@ def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
 
     One of ours and one of Hugging Face are the same if each id stands for the same text.
     """
+    if a.vocab_size != b.vocab_size:
+        return False
     saved = [json.loads(x.to_json()) for x in (a, b)]
     if ("model" in saved[0]) == ("model" in saved[1]):
         return saved[0] == saved[1]
     # each id, and after it the last one, which keeps texts and incomplete characters apart
     ids = [id for first in range(a.vocab_size) for id in (first, a.vocab_size - 1)]
-    return a.vocab_size == b.vocab_size and a.decode(ids) == b.decode(ids)
+    return a.decode(ids) == b.decode(ids)
 
 
 def _restore(saved: dict[str, Any]) -> Tokenizer:
@@ -131,7 +133,7 @@ def _restore(saved: dict[str, Any]) -> Tokenizer:
         from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer.from_base64(saved["tokens"])
-    raise unknown_name("tokenizer", kind, ("bytes", "chars", "gpt2", "ids"))
+    raise unknown_name("tokenizer", str(kind), ("bytes", "chars", "gpt2", "ids"))
 
 
 def _huggingface(what: str) -> ModuleType:
