@@ -23,7 +23,7 @@ from fastgpt.errors import UserError, brief
 from fastgpt.sharding import part, part_like
 from fastgpt.storage import parse_json
 from fastgpt.tensor_parallel import is_sharded
-from fastgpt.tensors import Weights
+from fastgpt.tensors import Weights, header_length
 
 STATE = "state.json"
 SHARDS = "shard-*.safetensors"
@@ -99,8 +99,12 @@ class Shards:
 
         self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
         try:
+            for file in folder.glob(SHARDS):
+                header_length(file)
             read = self._reader.read_metadata()
             self.plan = {name: _meta(name, x) for name, x in read.state_dict_metadata.items()}
+        except UserError:
+            raise
         except Exception as error:  # damaged headers end in almost any
             raise UserError(f"the shards in {folder} cannot be read: {brief(error)}") from error
 
