@@ -13,70 +13,51 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastgpt import templating
+from fastgpt.confined import call
 from fastgpt.data.items import IGNORED, Data
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, reason
 from fastgpt.generation import generate
 from fastgpt.model import GPT
+from fastgpt.storage import parse_json
+from fastgpt.templating import CHATML, Messages
 from fastgpt.terminal import print_line, print_text
 
-Messages = list[dict[str, str]]
 Piece = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
 ROLES = ("system", "user", "assistant")
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CHUNK = 16
 """Tokens to generate between two looks for the end of an answer."""
 
 
-class Generation(Extension):
-    """The tag `generation` around answers, which transformers knows; here it does nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's way
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class Template:
-    """Chat template in Jinja, in a sandbox; `bos_token` and `eos_token` are empty in it.
+    """Chat template, which runs in a process with limits of time and memory unless it is ours.
 
     Raises:
-        UserError: it is no template.
+        UserError: it is no template, or to read it takes too much time or memory.
     """
 
     def __init__(self, text: str = CHATML) -> None:
         self.text = text
-        jinja = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-        )
-        jinja.globals["raise_exception"] = self._refuse
-        try:
-            self._template = jinja.from_string(text)
-        except TemplateError as error:
-            raise UserError(f"the chat template cannot be read: {reason(error)}") from error
+        self._run("cannot be read", None, False)
 
-    def _refuse(self, message: str) -> None:
-        raise TemplateError(message)
+    def _run(self, refusal: str, messages: Messages | None, answering: bool) -> str:
+        try:
+            if self.text == CHATML:
+                return templating.render(self.text, messages, answering)
+            return call("the chat template", templating.render, self.text, messages, answering)
+        except UserError:
+            raise
+        except Exception as error:  # a template may do anything
+            raise UserError(f"the chat template {refusal}: {reason(error)}") from error
 
     def render(self, messages: Messages, *, answering: bool = False) -> str:
         """Returns the text of messages, with `answering` up to where the next answer begins."""
-        given = {"messages": messages, "add_generation_prompt": answering}
-        try:
-            return self._template.render(**given, bos_token="", eos_token="")
-        except Exception as error:  # a template may do anything
-            raise UserError(f"the chat template refuses the messages: {reason(error)}") from error
+        return self._run("refuses the messages", messages, answering)
 
     def pieces(self, messages: Messages) -> Iterator[Piece]:
         """Yields the text of a conversation, cut where answers begin and end.
@@ -110,10 +91,18 @@ class Template:
 
 
 def template_of(kept: Mapping[str, str]) -> Template | None:
-    """Returns the chat template among the files of a model, if there is one."""
+    """Returns the chat template among the files of a model, if there is one.
+
+    Raises:
+        UserError: as `Template`, or the file that should have it is damaged.
+    """
     if "chat_template.jinja" in kept:
         return Template(kept["chat_template.jinja"])
-    text = json.loads(kept.get("tokenizer_config.json", "{}")).get("chat_template")
+    try:
+        settings = parse_json(kept.get("tokenizer_config.json", "{}"))
+    except ValueError as error:
+        raise UserError(f"tokenizer_config.json cannot be read: {error}") from error
+    text = settings.get("chat_template") if isinstance(settings, dict) else None
     return Template(text) if isinstance(text, str) else None
 
 

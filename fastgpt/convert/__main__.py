@@ -81,7 +81,7 @@ def convert(config: ConvertConfig) -> str:
         try:
             config.target.parent.mkdir(parents=True, exist_ok=True)
             _write(config, source, temporary)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError, UnicodeError) as error:
             why = "no space left on the disk" if is_disk_full(error) else reason(error)
             raise UserError(f"cannot write {config.target}: {why}") from error
         said = "unverified: nothing was compared"

@@ -14,9 +14,10 @@ from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
 from fastgpt.convert.source import KEPT, Source, shapes
+from fastgpt.errors import UserError
 from fastgpt.model_config import ModelConfig
 from fastgpt.run import CONVERTED
-from fastgpt.storage import write_atomically
+from fastgpt.storage import parse_json, write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,7 +56,10 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
-    settings |= json.loads(source.kept.get("config.json", "{}"))
+    try:
+        settings |= dict(parse_json(source.kept.get("config.json", "{}")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{source.path}: the ids kept of config.json are damaged") from error
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
