@@ -32,12 +32,10 @@ def from_folder(path: Path, *, gpt2: bool) -> Tokenizer | None:
 def _of_merges(path: Path) -> Tokenizer:
     """Reads the two files of byte-level BPE that older models have."""
     models = _package().models
-    from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+    from fastgpt.data.tokenizers.huggingface import JsonTokenizer, refusing
 
-    try:
+    with refusing(f"{path}: vocab.json and merges.txt cannot be read"):
         model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-    except Exception as error:  # the package raises nothing narrower
-        raise UserError(f"{path}: vocab.json and merges.txt cannot be read: {error}") from error
     vocabulary = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
     end = "<|endoftext|>"
     return JsonTokenizer(_byte_level(model, [end] if end in vocabulary else [], words=True))

@@ -7,17 +7,21 @@ thread, without the GIL. Calls from several threads thus run in parallel, and no
 compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
+import hashlib
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from fastgpt import confined
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array, replace_surrogates
-from fastgpt.errors import UserError
+from fastgpt.data.tokenizers.trial import opened, try_out
+from fastgpt.errors import UserError, reason
 
 EOT_TOKENS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Qwen
@@ -29,6 +33,33 @@ EOT_TOKENS = (
     "[SEP]",  # BERT
 )
 """Usual names of the token that ends a text; the first that a vocabulary has is its `eot_id`."""
+_tried: set[str] = set()
+"""Sha256 of the files that passed their trial in this process."""
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns an error of the package, which may be a panic of Rust, into a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {reason(error)}") from error
+
+
+UNREADABLE = "not a tokenizer that the tokenizers package can read"
+
+
+def _try_once(content: str) -> None:
+    """Reads and uses a foreign tokenizer in a process with limits of time and memory."""
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    if digest not in _tried:
+        with refusing(UNREADABLE):
+            confined.call("the tokenizer", try_out, content)
+        _tried.add(digest)
 
 
 class JsonTokenizer(Tokenizer):
@@ -40,21 +71,18 @@ class JsonTokenizer(Tokenizer):
 
     Args:
         content: the text of the file, which `to_json` and `save` return unchanged.
+        own: it was made here; others are first tried in a process with limits.
     Raises:
-        UserError: the `tokenizers` package cannot read it, or the vocabulary is empty.
+        UserError: the `tokenizers` package cannot read it, it takes too much time or memory, or the
+            vocabulary is empty.
     """
 
-    def __init__(self, content: str) -> None:
+    def __init__(self, content: str, *, own: bool = False) -> None:
         self._content = content
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the package raises nothing narrower
-            raise UserError(
-                f"not a tokenizer that the tokenizers package can read ({error})"
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        if not own:
+            _try_once(content)
+        with refusing(UNREADABLE):
+            self._tokenizer = opened(content)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError("the vocabulary of the tokenizer is empty")
@@ -74,12 +102,10 @@ class JsonTokenizer(Tokenizer):
         Raises:
             UserError: the tokenizer has no ids for a part of the text.
         """
-        try:
+        with refusing(f"the {self.kind} tokenizer cannot encode a text"):
             [encoding] = self._tokenizer.encode_batch_fast(
                 [replace_surrogates(text)], add_special_tokens=False
             )
-        except Exception as error:  # the package raises nothing narrower
-            raise UserError(f"the {self.kind} tokenizer cannot encode a text: {error}") from error
         return np.array(encoding.ids, token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
@@ -87,12 +113,13 @@ class JsonTokenizer(Tokenizer):
         values = id_array(ids)
         known = np.isin(values, self._known)
         cuts = np.flatnonzero(np.diff(known)) + 1
-        return "".join(
-            self._tokenizer.decode(run.tolist(), skip_special_tokens=False)
-            if run.size and known[start]
-            else REPLACEMENT * run.size
-            for start, run in zip((0, *cuts), np.split(values, cuts), strict=True)
-        )
+        with refusing(f"the {self.kind} tokenizer cannot decode ids"):
+            return "".join(
+                self._tokenizer.decode(run.tolist(), skip_special_tokens=False)
+                if run.size and known[start]
+                else REPLACEMENT * run.size
+                for start, run in zip((0, *cuts), np.split(values, cuts), strict=True)
+            )
 
     def to_json(self) -> str:
         """Returns the file as it was read, or as training wrote it."""
@@ -117,7 +144,7 @@ def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokeni
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(replace_surrogates, texts()), trainer)
-    return JsonTokenizer(tokenizer.to_str())
+    return JsonTokenizer(tokenizer.to_str(), own=True)
 
 
 def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
@@ -148,7 +175,7 @@ def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> Json
     draft.train_from_iterator(map(replace_surrogates, texts()), trainer)
     tokenizer = _wordpiece(draft.get_vocab())
     tokenizer.add_special_tokens(special)
-    return JsonTokenizer(tokenizer.to_str())
+    return JsonTokenizer(tokenizer.to_str(), own=True)
 
 
 def _wordpiece(vocabulary: dict[str, int] | None) -> tokenizers.Tokenizer:
