@@ -1,9 +1,9 @@
 """Loads damaged files: `python -m tests.faults.hostile` writes the record of 10,000 cases.
 
 Each case changes one file of a run, a prepared data set, a model of Hugging Face, nanoGPT or llm.c,
-or another program's shards, and loads it. Right are a `UserError` of one line, the result of the
-unchanged files, or another one where no checksum covers the file or a new one was computed, as an
-attacker can.
+another program's shards, tokenizers or a chat template, and loads and uses it. Right are a
+`UserError` of one line, the result of the unchanged files, or another one where no checksum covers
+the file or a new one was computed, as an attacker can.
 """
 
 import faulthandler
@@ -30,24 +30,28 @@ from typing import Any
 import torch
 import tyro
 
-import fastgpt
-from fastgpt import checkpoint
-from fastgpt.config import DataConfig
+from fastgpt import checkpoint, initial
+from fastgpt.chat import template_of
+from fastgpt.config import Config, DataConfig
+from fastgpt.convert.source import KEPT
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
-from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer, load_tokenizer
 from fastgpt.errors import LONGEST, UserError
+from fastgpt.loading import open_model
 from fastgpt.run import saved_config
+from fastgpt.templating import CHATML
 from fastgpt.tensors import octets
 from tests.convert.models import OURS, converted, saved_run
-from tests.data.sets import prepared, texts, write_shard
+from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
 from tests.trainer.test_shard_files import written_by_ranks
 
 RECORD = ROOT / "docs" / "reliability.json"
 CPU_S, SPACE = 2.0, 2**29
-"""CPU seconds that a case may take, and bytes of address space that it may add."""
+"""CPU seconds that a case and its child processes may take, and bytes of address space that it may
+add."""
 
 
 class TooSlow(BaseException):
@@ -67,9 +71,11 @@ class Target:
 
 
 def load_model(path: Path) -> object:
-    model, tokenizer = fastgpt.load(path)
+    source = open_model(path)
+    model, tokenizer, template = source.build(), source.tokenizer, template_of(source.kept)
     state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
-    return model.config, state, None if tokenizer is None else tokenizer.to_json()
+    texts = None if template is None else [*template.pieces(TALK)]
+    return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()
 
 
 def load_run(path: Path) -> object:
@@ -88,9 +94,22 @@ def load_data(path: Path) -> object:
     return corpus.name, data.identity, corpus.train[:].tobytes(), corpus.val[:].tobytes()
 
 
+def load_tokenizers(path: Path) -> object:
+    found = [load_tokenizer(file) for file in sorted(path.iterdir())]
+    return [tokenizer.decode(tokenizer.encode(TALK[0]["content"])) for tokenizer in found]
+
+
+def load_template(path: Path) -> object:
+    config = Config(data=DataConfig(chat_template=str(path / "chat.jinja")))
+    return [*initial.chat_template(config, None).pieces(TALK)]
+
+
+TALK = [{"role": "user", "content": "the cat sat?"}, {"role": "assistant", "content": "on a mat"}]
+
+
 def targets(folder: Path) -> dict[str, Target]:
     """Writes the files, all small, and returns what loads them."""
-    for name in ("nanogpt", "llmc", "shards"):
+    for name in ("nanogpt", "llmc", "shards", "tokenizers", "template"):
         (folder / name).mkdir()
     runs, found = {}, {}
     for name, options in (("gpt2", {}), ("llama", OURS["llama"]), ("erf", ERF)):
@@ -110,6 +129,13 @@ def targets(folder: Path) -> dict[str, Target]:
         path = converted(runs[name], folder / target, to, shard_gb=1e-5, verify=False)
         root = path if path.is_dir() else path.parent
         found[root.name] = Target(root, partial(load_model, path))
+    for kind in ("bpe", "wordpiece"):
+        tokenizer_of(kind).save(folder / "tokenizers" / f"{kind}.json")
+    foreign = f" {CHATML}"  # ours does not run in a child process
+    (folder / "template" / "chat.jinja").write_text(foreign)
+    (folder / "hf-llama" / KEPT[1]).write_text(json.dumps({"chat_template": foreign}))
+    for name, load in (("tokenizers", load_tokenizers), ("template", load_template)):
+        found[name] = Target(folder / name, partial(load, folder / name))
     data = prepared(folder / "data", texts(200))
     found["prepared data"] = Target(data, partial(load_data, data), "manifest.json")
     for split in ("train", "val"):
@@ -164,6 +190,7 @@ def outcome(load: Callable[[], object], expected: str, covered: bool) -> str:
     """Loads files: `refused`, `equal`, `other content`, or what is wrong."""
     signal.signal(signal.SIGPROF, _too_slow)
     faulthandler.dump_traceback_later(60 * CPU_S, exit=True)  # a loop that Python cannot stop
+    began = cpu_s()
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
@@ -171,16 +198,38 @@ def outcome(load: Callable[[], object], expected: str, covered: bool) -> str:
     except UserError as error:
         clean = len(str(error).splitlines()) == 1 and len(str(error)) <= LONGEST
         said = "refused" if clean else f"FAULT: no line: {error!r}"
+        said = f"FAULT: memory: {error!r}" if _out_of_memory(error) else said
     except BaseException:
         said = f"FAULT: {traceback.format_exc()[-3000:]}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
+    if (took := cpu_s() - began) > CPU_S and not said.startswith("FAULT"):
+        return f"FAULT: TooSlow: {took:.1f} s"
     return "FAULT: not noticed" if covered and said == "other content" else said
 
 
 def _too_slow(*_: object) -> None:
     raise TooSlow
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Returns True if `error`, or a cause of it, says that `SPACE` was not enough."""
+    while error is not None and not isinstance(error, MemoryError):
+        if "allocate memory" in str(error):
+            break
+        error = error.__cause__
+    return error is not None
+
+
+def cpu_s() -> float:
+    """Returns the CPU time of this process and its children, those that ended included."""
+    pid, ended = os.getpid(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    stats = [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in living]
+    ticks = sum(int(x) for fields in stats for x in fields[11:13])
+    ended_s = ended.ru_utime + ended.ru_stime
+    return time.process_time() + ended_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
@@ -199,9 +248,9 @@ def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
         draw = random.Random(f"{seed} {number}")
         name = draw.choice(list(known))
         path, how, covered = damage(known[name], whole[name], draw)
-        began = time.process_time()
+        began = cpu_s()
         said = outcome(known[name].load, expected[name], covered)
-        slowest = max(slowest, time.process_time() - began)
+        slowest = max(slowest, cpu_s() - began)
         if said.startswith("FAULT"):
             print(f"case {number}: {name}, {path}, {how}: {said}", flush=True)
         counts[name, path.name, said.split(":")[0]] += 1

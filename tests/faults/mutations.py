@@ -1,12 +1,14 @@
 """Damage to files: changes of their bytes, and of what the bytes mean, drawn from a seed."""
 
+import copy
 import io
 import json
 import random
 import struct
 import sys
+import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -57,7 +59,7 @@ def change_tree(tree: Any, draw: random.Random, *odd: Any) -> Any:
         if action == "value":
             node[key] = draw.choice(values() + odd)
         elif action == "swap":
-            node[key] = json.loads(json.dumps(other[key_there], default=str))
+            node[key] = copy.deepcopy(other[key_there])
         elif action == "remove":
             del node[key]
         elif isinstance(node, dict):
@@ -89,7 +91,51 @@ def change_json(data: bytes, draw: random.Random) -> bytes:
     depth = draw.choice((0,) * 30 + (2000, 200_000))
     if depth:
         return b'{"a":' * depth + data + b"}" * depth
-    return json.dumps(change_tree(json.loads(data), draw)).encode()
+    tree = json.loads(data)
+    if "pre_tokenizer" in tree and draw.random() < 0.5:
+        change_tokenizer(tree, draw)
+    return json.dumps(change_tree(tree, draw) if draw.random() < 0.8 else tree).encode()
+
+
+def change_tokenizer(tree: dict[str, Any], draw: random.Random) -> None:
+    """Gives a tokenizer a step whose pattern is damaged, takes long or multiplies the text."""
+    given = {draw.choice(("Regex", "String")): draw.choice(PATTERNS)}
+    text = draw.choice(("", "aa", "tt", "x" * 5000))
+    step = {"type": "Replace", "pattern": given, "content": text}
+    cut = {"type": "Split", "pattern": given, "behavior": "Isolated", "invert": False}
+    every = {"normalizers": step, "decoders": step, "pretokenizers": cut}
+    name, one = draw.choice([*every.items()])
+    place = {"pretokenizers": "pre_tokenizer"}.get(name, name[:-1])
+    tree[place] = {"type": "Sequence", name: [one] * draw.choice((1, 3, 40))}
+    if draw.random() < 0.3:
+        place, tree[place] = draw.choice(STEPS)
+
+
+PATTERNS = (
+    "(", "", "a", " ", "(a+)+$", "(t|th)*!", "(" * 9000 + "a" + ")" * 9000, "[^a]", "x*",
+)  # fmt: skip
+STEPS = (
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    ("padding", {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_token": "x",
+                 "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}),
+)  # fmt: skip
+
+
+def change_template(data: bytes, draw: random.Random) -> bytes:
+    """Inserts a piece into a chat template: an error, or what takes time or memory without end."""
+    at, piece = draw.randrange(len(data) + 1), draw.choice(PIECES).encode()
+    return data[:at] + piece + data[at:]
+
+
+PIECES = (
+    "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "{% if 1 %}", "{{ 'a' * 3000000000 }}",
+    "{% if 1 %}" * 5000 + "{% endif %}" * 5000, "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "{{ 'a' * 30000000 }}", "{{ 2 ** 10 ** 9 }}", "{% set n = namespace(x='a') %}"
+    + "{% set n.x = n.x ~ n.x %}" * 60, "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    "{{ raise_exception('no\\nno') }}", "{{ messages.__class__.__mro__ }}", "{% include 'x' %}",
+    "{{ messages | tojson }}", "{{ 0 / 0 }}", "\0",
+)  # fmt: skip
 
 
 def change_safetensors(data: bytes, draw: random.Random) -> bytes:
@@ -112,14 +158,26 @@ def change_header(data: bytes, draw: random.Random) -> bytes:
 def change_saved(data: bytes, draw: random.Random) -> bytes:
     """Changes values of what torch.save wrote."""
     tree = torch.load(io.BytesIO(data), weights_only=True)
-    odd = (Evil(), torch.zeros(3), torch.zeros(0, dtype=torch.int64), {1: 2})
+    nested: Any = (1,)
+    for _ in range(60):  # each level is in the file once
+        nested = (nested, nested)
+    odd = (Evil(), torch.zeros(3), torch.zeros(0, dtype=torch.int64), {1: 2}, nested)
     tree, file = change_tree(tree, draw, *4 * odd), io.BytesIO()
     torch.save(tree, file)
+    return file.getvalue() if draw.random() < 0.8 else compressed(file, bytes(2**24))
+
+
+def compressed(archive: BinaryIO, more: bytes = b"") -> bytes:
+    """Packs what torch.save wrote anew, compressed, with more bytes behind the first member."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for number, name in enumerate(old.namelist()):
+            new.writestr(name, old.read(name) + (b"" if number else more))
     return file.getvalue()
 
 
 MEANT: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".json": change_json, ".safetensors": change_safetensors, ".bin": change_header,
-    ".pt": change_saved,
+    ".pt": change_saved, ".jinja": change_template,
 }  # fmt: skip
 """Suffix of a file -> how its content is changed."""
