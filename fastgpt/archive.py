@@ -46,6 +46,6 @@ def check_pickle(content: bytes) -> None:
         shared += step.name.endswith("GET") and given in containers
         if steps > STEPS or tuples > TUPLES or steps << shared > LARGEST:
             raise ValueError("its values are too many, or refer to each other too often")
-        if step.name == "GLOBAL" and given.endswith(" bytearray"):
+        if step.name == "GLOBAL" and str(given).endswith(" bytearray"):
             raise ValueError("it makes an array of bytes, which no model has")
         before = step.name

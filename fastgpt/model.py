@@ -192,7 +192,7 @@ class GPT(nn.Module):
         if self.split is not None and targets is None and cache is None:
             # logits are of whole sequences, and a rank may want them alone: with a cache, even one
             # that is used once, no rank waits for another
-            cache = Cache(self.config, *tokens.shape, tokens.device)
+            cache = Cache(self.config, len(tokens), tokens.shape[1], tokens.device)
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         doc_ids, weight = None, None
         if self.config.document_mask:

@@ -1,14 +1,33 @@
 """The engine's steps where memory runs out or numbers are not finite, simulated on a CPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from fastgpt import device
 from fastgpt.cli import parse
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError
 from fastgpt.trainer import Trainer
+
+
+def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
+    """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
+    events = []
+
+    def rehearse(_, tokens, *rest):
+        events.append(len(tokens))
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError
+
+    kind = replace(device.CPU, reset_peak_memory=lambda: events.append("reset"))
+    monkeypatch.setitem(device.KINDS, "cpu", kind)
+    monkeypatch.setattr("fastgpt.engine.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.engine.rehearse", rehearse)
+    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    assert events == [8, 4, "reset"]
 
 
 def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypatch):
