@@ -315,9 +315,10 @@ class StopSignal:
         self.requeue = False
         self.say = say
         numbers = [*self.DEFAULTS]
-        if hasattr(signal, "SIGUSR1"):  # not on Windows
-            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            numbers += [signal.SIGUSR1] if ignored else [signal.SIGUSR1, signal.SIGHUP]
+        for name in ("SIGUSR1", "SIGHUP"):  # Windows has neither
+            number = getattr(signal, name, signal.SIGTERM)
+            if name == "SIGUSR1" or signal.getsignal(number) != signal.SIG_IGN:
+                numbers.append(number)
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
