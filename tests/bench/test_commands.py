@@ -28,7 +28,7 @@ def test_wrong_arguments_get_one_line(name, argv, message):
     "name",
     [
         *("__main__", "convergence", "data", "host", "memory"),
-        *("race", "report", "reproduce", "scaling.__main__", "step"),
+        *("race", "report", "reproduce", "step"),
     ],
 )
 def test_every_flag_is_explained(name, capsys):
