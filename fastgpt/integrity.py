@@ -40,15 +40,15 @@ def check_replicas(engine: Engine) -> int:
         UserError: replicas differ; it names the ranks and the first such tensor.
     """
     weights = [x.detach() for x in engine.optimizers.parameters]
-    sums = torch.stack([_bits(part(x)).sum(dtype=torch.int64) for x in weights])
-    places = torch.tensor([_place(x) for x in weights], device=sums.device)
-    found = engine.world.gather(torch.stack((sums, places))[None]).tolist()
+    bits = [part(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
+    sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
+    found = engine.world.of_each(list(zip(map(_place, weights), sums)))
 
     def compare() -> int:
         shared = 0
-        for name, *ranks in zip(engine.names, *(zip(*pair) for pair in found), strict=True):
+        for name, *ranks in zip(engine.names, *found, strict=True):
             copies: dict[int, dict[int, int]] = {}
-            for rank, (checksum, place) in enumerate(ranks):
+            for rank, (place, checksum) in enumerate(ranks):
                 copies.setdefault(place, {})[rank] = checksum
             shared += any(len(same) > 1 for same in copies.values())
             for complaint in filter(None, map(odd_ones, copies.values())):
@@ -59,10 +59,6 @@ def check_replicas(engine: Engine) -> int:
         return shared
 
     return engine.world.on_main(compare)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
 def _place(x: Tensor) -> int:
@@ -110,12 +106,9 @@ def own_loss(engine: Engine) -> dict[str, Any]:
     """
     config = engine.config
     engine.model.eval()
+    batch, autocast = fixed_batch(config.model, engine.micro_batch), engine.autocast()
     loss, _ = mean_loss(
-        engine.loss,
-        [fixed_batch(config.model, engine.micro_batch)],
-        world=engine.world,
-        device=engine.device,
-        autocast=engine.autocast(),
+        engine.loss, [batch], world=engine.world, device=engine.device, autocast=autocast
     )
     engine.model.train()
     facts = [
