@@ -174,7 +174,7 @@ def _without_comments(function: Callable[..., object]) -> str:
     assert isinstance(definition, ast.FunctionDef)
     if ast.get_docstring(definition) is not None:
         del definition.body[0]
-    return ast.dump(tree)
+    return ast.unparse(tree)  # ast.dump differs between versions of Python
 
 
 # --- compile --------------------------------------------------------------------------------------
