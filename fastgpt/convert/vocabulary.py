@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
-from fastgpt.errors import UserError
+from fastgpt.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    huggingface_module,
+    load_tokenizer,
+)
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -31,14 +36,12 @@ def from_folder(path: Path, *, gpt2: bool) -> Tokenizer | None:
 
 def _of_merges(path: Path) -> Tokenizer:
     """Reads the two files of byte-level BPE that older models have."""
-    models = _package().models
-    from fastgpt.data.tokenizers.huggingface import JsonTokenizer, refusing
-
-    with refusing(f"{path}: vocab.json and merges.txt cannot be read"):
-        model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+    package = huggingface_module("a tokenizer.json")
+    with package.refusing(f"{path}: vocab.json and merges.txt cannot be read"):
+        model = package.models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
     vocabulary = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
     end = "<|endoftext|>"
-    return JsonTokenizer(_byte_level(model, [end] if end in vocabulary else [], words=True))
+    return package.JsonTokenizer(_byte_level(model, [end] if end in vocabulary else [], words=True))
 
 
 def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
@@ -68,7 +71,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     content = tokenizer.to_json()
     if "model" in json.loads(content):
         return content
-    models = _package().models
+    models = huggingface_module("a tokenizer.json").models
     if isinstance(tokenizer, ByteTokenizer):
         letters = _letters()
         return _byte_level(models.BPE({x: i for i, x in enumerate(letters)}, []), [], words=False)
@@ -81,18 +84,6 @@ def to_json(tokenizer: Tokenizer) -> str:
     pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
     model = models.BPE(vocabulary | {EOT: len(vocabulary)}, pairs)
     return _byte_level(model, [EOT], words=True)
-
-
-def _package() -> Any:
-    """Imports the package tokenizers, which is optional."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "a tokenizer.json needs the tokenizers package: install the extra `data`,"
-            " make setup EXTRAS=dev,data"
-        ) from error
-    return tokenizers
 
 
 def _byte_level(model: Any, special: Sequence[str], *, words: bool) -> str:

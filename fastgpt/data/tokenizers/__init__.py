@@ -7,6 +7,7 @@ imported on demand, because they need packages that are optional or slow to impo
 
 import json
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from fastgpt.storage import parse_json
 
 __all__ = [
     "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "IdTokenizer", "Tokenizer",
-    "check_kind", "load_tokenizer", "make_tokenizer", "same_tokenizer",
+    "check_kind", "huggingface_module", "load_tokenizer", "make_tokenizer", "same_tokenizer",
 ]  # fmt: skip
 
 KINDS = ("bytes", "chars", "gpt2", "bpe", "wordpiece")
@@ -35,7 +36,7 @@ def check_kind(kind: str, vocab_size: int | None = None) -> None:
     if kind not in KINDS and not (kind and tokenizer_file(Path(kind).expanduser()).is_file()):
         raise unknown_name("tokenizer", kind, KINDS, also=path)
     if kind in SIZED:
-        _huggingface(f"the {kind} tokenizer")
+        huggingface_module(f"the {kind} tokenizer")
     if vocab_size is None:
         return
     if kind not in SIZED:
@@ -77,7 +78,7 @@ def make_tokenizer(
         raise UserError(f"the {kind} tokenizer needs a text to train on")
     if kind == "chars":
         return CharTokenizer.train(texts())
-    module = _huggingface(kind)
+    module = huggingface_module(kind)
     train = module.train_bpe if kind == "bpe" else module.train_wordpiece
     return train(texts, vocab_size or DEFAULT_VOCAB_SIZE)
 
@@ -95,7 +96,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         content = path.read_text(encoding="utf-8")
         saved = parse_json(content)
         if "kind" not in saved and "model" in saved:
-            return _huggingface("a tokenizer.json").JsonTokenizer(content)
+            return huggingface_module("a tokenizer.json").JsonTokenizer(content)
         return _restore(saved)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such tokenizer file") from error
@@ -136,9 +137,14 @@ def _restore(saved: dict[str, Any]) -> Tokenizer:
     raise unknown_name("tokenizer", str(kind), ("bytes", "chars", "gpt2", "ids"))
 
 
-def _huggingface(what: str) -> ModuleType:
+def huggingface_module(what: str) -> ModuleType:
+    """Imports `fastgpt.data.tokenizers.huggingface`.
+
+    Raises:
+        UserError: `what` needs the package tokenizers, which is optional and missing.
+    """
     try:
-        from fastgpt.data.tokenizers import huggingface
+        return import_module("fastgpt.data.tokenizers.huggingface")
     except ModuleNotFoundError as error:
         if error.name != "tokenizers":
             raise
@@ -146,4 +152,3 @@ def _huggingface(what: str) -> ModuleType:
             f"{what} needs the tokenizers package: install the extra `data`,"
             " make setup EXTRAS=dev,data"
         ) from error
-    return huggingface

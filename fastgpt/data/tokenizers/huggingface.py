@@ -7,11 +7,11 @@ thread, without the GIL. Calls from several threads thus run in parallel, and no
 compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
-import hashlib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import tokenizers
@@ -33,8 +33,6 @@ EOT_TOKENS = (
     "[SEP]",  # BERT
 )
 """Usual names of the token that ends a text; the first that a vocabulary has is its `eot_id`."""
-_tried: set[str] = set()
-"""Sha256 of the files that passed their trial in this process."""
 
 
 @contextmanager
@@ -53,13 +51,11 @@ def refusing(what: str) -> Iterator[None]:
 UNREADABLE = "not a tokenizer that the tokenizers package can read"
 
 
+@lru_cache(maxsize=8)
 def _try_once(content: str) -> None:
     """Reads and uses a foreign tokenizer in a process with limits of time and memory."""
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    if digest not in _tried:
-        with refusing(UNREADABLE):
-            confined.call("the tokenizer", try_out, content)
-        _tried.add(digest)
+    with refusing(UNREADABLE):
+        confined.call("the tokenizer", try_out, content)
 
 
 class JsonTokenizer(Tokenizer):
