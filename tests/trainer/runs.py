@@ -144,6 +144,11 @@ def assert_same_up_to_rounding(run, expected):
         load_file(checkpoint.steps_on_disk(path / "checkpoints")[-1] / "model.safetensors")
         for path in (run, expected)
     )
+    for name in [name for name in weights if name.endswith("c_attn.bias")]:
+        # the keys' biases change no attention: AdamW makes steps of the rounding of their gradients
+        weights[name], wanted[name] = (
+            torch.stack(x[name].chunk(3))[[0, 2]] for x in (weights, wanted)
+        )
     torch.testing.assert_close(weights, wanted, rtol=1e-3, atol=1e-5)
 
 
