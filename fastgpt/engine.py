@@ -112,7 +112,7 @@ class Engine:
         self.names = [name for name, _ in self.model.named_parameters()]
         self.resumed_from: Path | None = None
         self.recorded_loss: dict[str, Any] | None = None
-        """Of the checkpoint resumed, what `fastgpt.integrity.own_loss` returned."""
+        """Record of `fastgpt.integrity.own_loss` in the checkpoint that was resumed, if any."""
         self.doing: Callable[[str, str], None] = _say_nothing
         """Called with each phase of a step, and with its step and micro-step."""
         self.changes: list[str] = []

@@ -14,7 +14,7 @@ from fastgpt.storage import sync, write_atomically
 WRITTEN = re.compile(
     r"\.lock|\.holder|checkpoints|(config|manifest)\.json|metrics\.jsonl|.*\.(txt|png)"
 )
-"""What a run writes under names that are known before."""
+"""Names of files and folders in a run that are known before it writes them."""
 
 
 class RunLock:

@@ -1,4 +1,4 @@
-"""What a file of others holds takes neither much memory nor time, and ends in one line."""
+"""Foreign files take neither much memory nor time, and what is wrong with them is one line."""
 
 import faulthandler
 import io
