@@ -16,8 +16,8 @@ STEPS, TUPLES = 2**19, 2**16
 """Most steps of the pickle, of which a tensor takes 35, and tuples that it makes."""
 LARGEST = 2**27
 """Most steps, doubled for each place that refers to a container which another place has as well."""
-PLAIN = {"BINUNICODE", "SHORT_BINSTRING", "GLOBAL", "LONG1", "BINPERSID"}
-"""Steps that make what contains nothing."""
+PLAIN = {"BINUNICODE", "SHORT_BINSTRING", "GLOBAL", "LONG1", "BINPERSID", "PAIR"}
+"""Steps that make what contains nothing, or a pair of numbers, such as AdamW's betas."""
 
 
 def check_archive(path: Path) -> None:
@@ -28,7 +28,7 @@ def check_archive(path: Path) -> None:
         end = file.read()
     directory = end[40:48] if end[56:60] == b"PK\6\7" else end[-10:-6]  # over 4 GiB, or less
     if end[-22:-18] != b"PK\5\6" or int.from_bytes(directory, "little") > DIRECTORY:
-        raise ValueError("it is no archive, or has too many members")
+        raise ValueError("it is no archive as torch.save writes since 1.6, or has too many members")
     with zipfile.ZipFile(path) as archive:
         if sum(info.file_size for info in archive.infolist()) > size:
             raise ValueError("its members are compressed")
@@ -38,7 +38,7 @@ def check_archive(path: Path) -> None:
 
 def check_pickle(content: bytes) -> None:
     """Raises ValueError if the values of a pickle, which is not loaded, may be huge."""
-    containers, tuples, shared, before = set(), 0, 0, ""
+    containers, tuples, shared, earlier, before = set(), 0, 0, "", ""
     for steps, (step, given, _) in enumerate(pickletools.genops(content)):
         tuples += step.name.startswith("TUPLE")
         if step.name.endswith("PUT") and before not in PLAIN:
@@ -46,6 +46,7 @@ def check_pickle(content: bytes) -> None:
         shared += step.name.endswith("GET") and given in containers
         if steps > STEPS or tuples > TUPLES or steps << shared > LARGEST:
             raise ValueError("its values are too many, or refer to each other too often")
+        pair = step.name == "TUPLE2" and before == "BINFLOAT" == earlier
         if step.name == "GLOBAL" and str(given).endswith(" bytearray"):
             raise ValueError("it makes an array of bytes, which no model has")
-        before = step.name
+        earlier, before = before, "PAIR" if pair else step.name

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
 from fastgpt.shard_files import SHARDS, STATE, Shards, read_state
 from fastgpt.storage import parse_json, sync_directory
 
+T = TypeVar("T")
 FORMAT_VERSION = 2
 RECORD = "checkpoint.json"
 STEP = re.compile(r"step_\d{8,}")
@@ -227,19 +228,42 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         UserError: a file is missing, altered or of an unknown format, or the ranks load different
             checkpoints.
     """
-    record, damage = {}, None
+    record = _together(path, world, lambda: _verified(path, world))
+    return _together(path, world, lambda: _read(path, record, state))
+
+
+def _together(path: Path, world: World, work: Callable[[], T]) -> T:
+    """Returns the result of `work`; an error of one rank is raised on all, which wait for it."""
+    result, problem = None, None
     try:
-        record = read_record(path)
-        own = list(record["sha256"])[world.local_rank :: world.local_size]
-        damage = _damage(path, record["sha256"], own)
-    except (UserError, OSError) as error:  # the ranks raise it together, or none of them
-        damage = str(error)
-    found = world.of_each((path.name, damage))
+        result = work()
+    except (UserError, OSError) as error:
+        problem = str(error)
+    found = world.of_each((path.name, problem))
     if others := {name for name, _ in found} - {path.name}:
         raise UserError(f"the ranks see different checkpoints: {path.name}, {min(others)}")
-    for _, damage in found:
-        if damage is not None:
-            raise UserError(damage)
+    for _, problem in found:
+        if problem is not None:
+            raise UserError(problem)
+    return cast(T, result)
+
+
+def _verified(path: Path, world: World) -> dict[str, Any]:
+    """Returns the record of a checkpoint, of whose files this rank reads its share."""
+    record = read_record(path)
+    own = list(record["sha256"])[world.local_rank :: world.local_size]
+    for name, expected in record["sha256"].items():
+        if not (path / name).is_file():
+            raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
+        if name in own and (found := sha256(path / name)) != expected:
+            raise UserError(
+                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
+                f"expected {str(expected)[:16]}..."
+            )
+    return record
+
+
+def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
     if STATE in record["sha256"]:
         strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
         if strange:
@@ -250,19 +274,6 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         values, shards = _state(path) if state else {}, None
         weights = tensors.read(path / WHOLE[0])
     return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
-
-
-def _damage(path: Path, hashes: Mapping[str, str], own: list[str]) -> str | None:
-    """Returns what is wrong with a checkpoint's files, of which those in `own` are read."""
-    for name, expected in hashes.items():
-        if not (path / name).is_file():
-            return f"checkpoint {path} is incomplete: {name} is missing"
-        if name in own and (found := sha256(path / name)) != expected:
-            return (
-                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
-                f"expected {str(expected)[:16]}..."
-            )
-    return None
 
 
 def _state(path: Path) -> dict[str, Any]:

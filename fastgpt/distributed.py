@@ -314,11 +314,10 @@ class StopSignal:
         self.received: signal.Signals | None = None
         self.requeue = False
         self.say = say
-        numbers = [*self.DEFAULTS]
-        for name in ("SIGUSR1", "SIGHUP"):  # Windows has neither
-            number = getattr(signal, name, signal.SIGTERM)
-            if name == "SIGUSR1" or signal.getsignal(number) != signal.SIG_IGN:
-                numbers.append(number)
+        more = [getattr(signal, x) for x in ("SIGUSR1", "SIGHUP") if hasattr(signal, x)]
+        if more and signal.getsignal(more[-1]) == signal.SIG_IGN:
+            more.pop()
+        numbers = [*self.DEFAULTS, *more]
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -392,7 +392,9 @@ class Engine:
         """
         if not self.sharded:
             return self.model.state_dict(), self.state()
-        weights = {name: in_model_order(x.detach(), x) for name, x in self.model.named_parameters()}
+        # not the model's own: FSDP puts whole weights in their place between two forwards
+        own = zip(self.names, self.optimizers.parameters)
+        weights = {name: in_model_order(x.detach(), x) for name, x in own}
         rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
         return weights, self.state() | {"rows": rows}
 

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgpt import device
+from fastgpt.commands import installed
 from fastgpt.engine import Engine
 from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss
@@ -23,7 +25,6 @@ from fastgpt.tensor_parallel import is_sharded
 
 MOST_COST = 0.01
 """Largest share of a run's computing that the losses of checkpoints take by default."""
-PACKAGE = Path(__file__).parent
 
 # --- replicas -------------------------------------------------------------------------------------
 
@@ -74,12 +75,13 @@ def _place(x: Tensor) -> int:
 
 def odd_ones(checksums: Mapping[int, int]) -> str:
     """Names the ranks whose checksum is not that of most, of equally many not the first's."""
-    [(usual, _), *others] = Counter(checksums.values()).most_common()
+    [(usual, most), *others] = Counter(checksums.values()).most_common()
     odd, rest = (
         ", ".join(str(rank) for rank, x in checksums.items() if (x == usual) is same)
         for same in (False, True)
     )
-    return f"rank {odd} against rank {rest}" if others else ""
+    tie = ", of which either may be wrong" if others and others[0][1] == most else ""
+    return f"rank {odd} against rank {rest}{tie}" if others else ""
 
 
 # --- the loss of a checkpoint's weights -----------------------------------------------------------
@@ -117,12 +119,22 @@ def own_loss(engine: Engine) -> dict[str, Any]:
         engine.micro_batch, engine.precision, config.train.tf32, config.train.residual,
         engine.compiled, engine.ops.names,
     ]  # fmt: skip
-    setup = hashlib.sha256(json.dumps(facts).encode())
-    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
-        setup.update(path.read_bytes())
+    setup = hashlib.sha256(json.dumps([*facts, installed("triton"), sources()]).encode())
     # TF32 rounds to as many bits as fp16
     precision = "fp16" if config.train.tf32 and engine.precision == "fp32" else engine.precision
     return {"loss": loss, "precision": precision, "setup": setup.hexdigest()}
+
+
+@cache
+def sources() -> str:
+    """Returns a hash of the package's code and tables, as they are when this is first called."""
+    found, package = hashlib.sha256(), Path(__file__).parent
+    for path in sorted([*package.rglob("*"), *(package / "kernels").rglob("*")]):
+        if (
+            path.suffix in (".py", ".json") and path.is_file()
+        ):  # an editor's lock is a dangling link
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def fixed_batch(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
@@ -143,6 +155,7 @@ def check_recorded_loss(engine: Engine) -> None:
         UserError: with the same setup their bits differ; with another one more than
             `fastgpt.kernels.parity` allows in the coarser of both precisions.
     """
+    sources()  # now: they may be edited while the run goes on
     recorded, path = engine.recorded_loss, engine.resumed_from
     if recorded is None or engine.config.train.resume_check == "off":
         return
@@ -158,7 +171,11 @@ def check_recorded_loss(engine: Engine) -> None:
     coarser = max(dtypes, key=lambda x: torch.finfo(x).eps)
     wrong = parity.complaints(after, before, before, coarser, longest)
     if (recorded["loss"] != now["loss"]) if same else wrong:
-        why = "the same bits, as nothing else differs" if same else f"less ({'; '.join(wrong)})"
+        why = (
+            "the same bits, with the same software, device and settings"
+            if same
+            else f"less ({'; '.join(wrong)})"
+        )
         raise UserError(
             f"{path}: its weights had a loss of {recorded['loss']!r} on a fixed batch when it was"
             f" written, and have {now['loss']!r} now; expected {why}. This machine or version"

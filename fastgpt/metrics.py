@@ -156,7 +156,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _is_whole(record: dict[str, Any]) -> bool:
     """Returns True if a record is one that `MetricsLog` wrote: numbers of a step."""
     kinds = {type(value) for value in record.values()}
-    return type(record.get("step")) is int and kinds <= {int, float, list, type(None)}
+    counts = {type(record.get(name)) for name in ("step", "tokens")}
+    figures = [record.get("val_loss", 1.0), record.get("tok_per_s", 1.0)]
+    fine = counts == {int} and {type(x) for x in figures} <= {int, float} and figures[1] > 0
+    return fine and kinds <= {int, float, list, type(None)}
 
 
 # --- the plot -------------------------------------------------------------------------------------

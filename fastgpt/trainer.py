@@ -323,6 +323,8 @@ class Trainer:
         self._doing("saving")
         engine.finite_loss()
         engine.check_weights()
+        if self.config.train.verify_every:  # a checkpoint must not hold what the next one finds
+            check_replicas(engine)
         if engine.spikes is not None:  # a run that resumes here has the same
             engine.spikes.keep(engine.step)
         weights, state = engine.snapshot()

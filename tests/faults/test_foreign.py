@@ -60,7 +60,7 @@ ARCHIVES = {
     "a few": (lambda: saved(nested(tuple, 5)), "it holds a value of type tuple and length 2, not"),
     "zeros": (lambda: io.BytesIO(compressed(saved([1]), bytes(2**26))), ": its members are compr"),
     "bytes": (lambda: saved(bytearray(9)), ": it makes an array of bytes"),
-    "members": (lambda: packed(b"N.", 9000), ": it is no archive, or has too many members"),
+    "members": (lambda: packed(b"N.", 9000), ": it is no archive as .* too many members"),
 }
 
 
@@ -73,7 +73,8 @@ def test_what_would_unpack_to_more_than_it_is_is_refused(name, tmp_path):
 
 
 def test_what_torch_saves_is_read(tmp_path):
-    groups = [{"betas": (0.9, 0.95), "params": list(range(9))}] * 3
+    betas = (0.9, 0.95)
+    groups = [{"betas": betas, "params": [i]} for i in range(60)]
     state = {i: {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)} for i in range(900)}
     torch.save({"state": state, "param_groups": groups}, tmp_path / "state.pt")
     assert unpickle(tmp_path / "state.pt")["param_groups"] == groups

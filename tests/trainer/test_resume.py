@@ -240,7 +240,9 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     before = read_records(metrics)
     assert before[-1]["step"] == 7
     with metrics.open("ab") as file:
-        file.write(b'[1]\n7\n{"train_loss": 1}\n{"step": 2, "val_loss": "\xff"}\n{"step": 8, "tr')
+        file.write(b'[1]\n7\n{"train_loss": 1}\n{"step": 2, "tokens": 9, "val_loss": "\xff"}\n')
+        file.write(b'{"step": 4, "tokens": 9, "val_loss": null}\n{"step": 3, "val_loss": 1.0}\n')
+        file.write(b'{"step": 3, "tokens": 9, "tok_per_s": 0}\n{"step": 8, "tr')
     (tmp_path / "run" / "manifest.json").write_text("[1]")
     time.sleep(1 - time.time() % 1)  # TensorBoard sorts event files by the second in their names
     run = fit(STEPS, "--resume auto")
