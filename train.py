@@ -1,6 +1,6 @@
 """Trains a GPT: `python train.py [RECIPE] [--FLAG VALUE ...]`, alone or under torchrun."""
 
-from fastgpt.interpreter import require_torch
+from fastgpt.require_torch import require_torch
 
 require_torch()
 

@@ -18,7 +18,8 @@ from rich.progress import track
 from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
-from fastgpt import device, flags
+from fastgpt.config import flags
+from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import peers
 from bench.peers import Maker, compiled, flash_attn_decoding, liger
-from fastgpt.device import DTYPES, has_fast_bf16
+from fastgpt.device.device import DTYPES, has_fast_bf16
 from fastgpt.errors import UserError
 from fastgpt.kernels.runtime import INTERPRETING
 from fastgpt.kernels.spec import Problem, Spec, Work

@@ -25,11 +25,11 @@ from bench import parts
 from bench.measure import in_one_line, resident_peak
 from bench.timing import quantiles
 from bench.trainers import GELUS, nanogpt_step, plain_step
-from fastgpt import device
-from fastgpt.config import Config, OpsConfig
-from fastgpt.engine import Engine
+from fastgpt.config.config import Config, OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
+from fastgpt.train.engine import Engine
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""

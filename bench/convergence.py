@@ -14,12 +14,13 @@ import torch
 
 from bench import records
 from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
-from fastgpt import device, flags
-from fastgpt.config import Config, DataConfig, OptimConfig, TrainConfig
-from fastgpt.engine import Engine
+from fastgpt.config import flags
+from fastgpt.config.config import Config, DataConfig, OptimConfig, TrainConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
-from fastgpt.model_config import ModelConfig
+from fastgpt.train.engine import Engine
 
 LAST = 20
 """Number of last steps whose mean losses are compared."""

@@ -18,14 +18,14 @@ import numpy as np
 
 from bench import records
 from bench.timing import quantiles, time_process
-from fastgpt import flags
+from fastgpt.config import flags
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.prepare import open_corpus
 from fastgpt.data.prepare.documents import read_pieces
 from fastgpt.data.prepare.sources import find_source
 from fastgpt.errors import run_command
-from fastgpt.storage import data_dir
+from fastgpt.files import data_dir
 
 DOCUMENT = 4000
 LOADER_SHAPES = ((64, 1024), (16, 1024), (64, 256))

@@ -19,14 +19,15 @@ from bench import records
 from bench.contenders import expect_gpt2
 from bench.timing import Timed, Timer, quantiles
 from bench.trainers import nanogpt_module
-from fastgpt import device, flags
-from fastgpt.config import OpsConfig
+from fastgpt.config import flags
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
+from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.generation import generate
-from fastgpt.lecture import build_model
-from fastgpt.model_config import ModelConfig
-from fastgpt.ops import select
-from fastgpt.recipes import RECIPES
+from fastgpt.model.build import build_model
+from fastgpt.model.generation import generate
+from fastgpt.ops.tables import select
 
 VOCABULARY = 65
 """Tiny shakespeare's vocabulary, for recipes that take theirs from the text."""

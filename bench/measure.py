@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.cases import Case, Inputs
 from bench.peers import MissingError
 from bench.timing import Timed, Timer, limit, quantiles
-from fastgpt.device import DTYPES
+from fastgpt.device.device import DTYPES
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 LENIENT = 0.02

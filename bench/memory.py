@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench import records
-from fastgpt import flags, ops
-from fastgpt.config import OpsConfig, Recompute
+from fastgpt.config import flags
+from fastgpt.config.config import OpsConfig, Recompute
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import chunks
 from fastgpt.kernels.runtime import Launch, recording
-from fastgpt.model import GPT
-from fastgpt.model_config import ModelConfig
-from fastgpt.recipes import RECIPES
+from fastgpt.model.gpt import GPT
+from fastgpt.ops import tables
 
 
 class LiveBytes(TorchDispatchMode):
@@ -98,7 +99,7 @@ def account(
         FakeTensorMode(),
         LiveBytes(launches) as live,
     ):
-        model = GPT(config, ops.select(asked, "cpu", compiled=False), recompute=recompute)
+        model = GPT(config, tables.select(asked, "cpu", compiled=False), recompute=recompute)
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
         gc.collect()

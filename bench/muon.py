@@ -13,14 +13,14 @@ from torch import nn
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
-from fastgpt import flags
-from fastgpt.config import OpsConfig
-from fastgpt.distributed import World
+from fastgpt.config import flags
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.lecture import build_model
-from fastgpt.muon import Muon
-from fastgpt.ops import select
-from fastgpt.recipes import RECIPES
+from fastgpt.model.build import build_model
+from fastgpt.ops.tables import select
+from fastgpt.parallel.distributed import World
+from fastgpt.train.muon import Muon
 
 VOCABULARY = 256
 """Size of the vocabulary: Muon has no part in the embeddings."""

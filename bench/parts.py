@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from bench.timing import limit
+from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model_config import ModelConfig
 
 PARTS: tuple[str, ...] = (
     "GEMM",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from fastgpt.device import has_compiler
+from fastgpt.device.device import has_compiler
 
 Maker = Callable[[str], Callable[..., Any]]
 

@@ -24,8 +24,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastgpt import device, run
 from fastgpt.commands import installed
+from fastgpt.device import device
+from fastgpt.run import manifest
 
 RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
@@ -71,7 +72,7 @@ def _nvidia_smi() -> dict[str, str]:
 @functools.cache
 def described(on: str) -> dict[str, Any]:
     """Returns device, driver, versions and commit, which every line carries."""
-    facts = run.provenance()
+    facts = manifest.provenance()
     commit = facts["commit"] or "unknown"
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
     peers = {name: version for name in PEERS if (version := installed(name)) is not None}

@@ -19,9 +19,9 @@ from bench import records
 from bench.cases import Case, cases
 from bench.measure import timed_pass
 from bench.peers import MissingError
-from fastgpt import device
+from fastgpt.device import device
 from fastgpt.errors import run_command
-from fastgpt.storage import cache_dir
+from fastgpt.files import cache_dir
 
 SLOWER = "min:10%"
 ROUNDS, WARMUP_ROUNDS = 40, 3

@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bench import records
-from fastgpt import checkpoint, distributed, flags
+from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.distributed import World
+from fastgpt.config import flags
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.recipes import RECIPES
-from fastgpt.sharding import part
-from fastgpt.trainer import Trainer
+from fastgpt.parallel import distributed
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import part
+from fastgpt.train.trainer import Trainer
 
 FLAGS = (
     "--steps 1 --data.source builtin --data.tokenizer bytes --model.vocab-size 50257"

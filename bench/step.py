@@ -22,12 +22,13 @@ from bench.contenders import TINY, Contender, Plan
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
-from fastgpt import device, flags
-from fastgpt.config import Config, DataConfig
+from fastgpt.config import flags
+from fastgpt.config.config import Config, DataConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.data.prepare import open_corpus
+from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.metrics import MFU_CONVENTION, flops_per_token
-from fastgpt.recipes import RECIPES
+from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 
 BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
 """Batch sizes in sequences, most important first; 0: the largest that fits, on a CPU the

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastgpt.device import DTYPES, measured_peak
+from fastgpt.device.device import DTYPES, measured_peak
 from fastgpt.errors import UserError
 
 ROOT = Path(__file__).parents[1]

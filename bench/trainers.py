@@ -22,10 +22,10 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
 from bench.timing import quantiles
-from fastgpt import device
-from fastgpt.config import Config
+from fastgpt.config.config import Config
+from fastgpt.config.model import ModelConfig
+from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
 
 Batches = Callable[[], tuple[Tensor, Tensor]]
 """Function that returns x and y, (B, T) each, on the device."""

@@ -11,40 +11,40 @@ if not Path(__file__).with_name("kernels").is_dir():  # checked out without symb
     __path__.append(str(Path(__file__).parents[1]))  # where kernels/ itself is
 
 if sys.argv[:1] == ["-m"]:  # a module of this package, or of bench, is about to run as a command
-    from fastgpt.interpreter import require_torch
+    from fastgpt.require_torch import require_torch
 
     require_torch()
 
 if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
-    from fastgpt.config import Config as Config
-    from fastgpt.config import OpsConfig as OpsConfig
+    from fastgpt.config.config import Config as Config
+    from fastgpt.config.config import OpsConfig as OpsConfig
+    from fastgpt.config.model import ModelConfig as ModelConfig
+    from fastgpt.config.recipes import RECIPES as RECIPES
+    from fastgpt.convert.load import load as load
     from fastgpt.data.items import Data as Data
     from fastgpt.errors import UserError as UserError
-    from fastgpt.evaluate.validation import encode_prompt as encode_prompt
-    from fastgpt.evaluate.validation import sample_text as sample_text
-    from fastgpt.generation import generate as generate
-    from fastgpt.lecture import build_model as build_model
-    from fastgpt.loading import load as load
-    from fastgpt.model import GPT as GPT
-    from fastgpt.model_config import ModelConfig as ModelConfig
-    from fastgpt.recipes import RECIPES as RECIPES
-    from fastgpt.trainer import Trainer as Trainer
+    from fastgpt.model.build import build_model as build_model
+    from fastgpt.model.generation import generate as generate
+    from fastgpt.model.gpt import GPT as GPT
+    from fastgpt.sampling.text import encode_prompt as encode_prompt
+    from fastgpt.sampling.text import sample_text as sample_text
+    from fastgpt.train.trainer import Trainer as Trainer
 
 # Imported when first asked for: `import fastgpt` must not take the seconds that torch takes.
 _MODULES = {
-    "Config": "config",
+    "Config": "config.config",
     "Data": "data.items",
-    "GPT": "model",
-    "ModelConfig": "model_config",
-    "OpsConfig": "config",
-    "RECIPES": "recipes",
-    "Trainer": "trainer",
+    "GPT": "model.gpt",
+    "ModelConfig": "config.model",
+    "OpsConfig": "config.config",
+    "RECIPES": "config.recipes",
+    "Trainer": "train.trainer",
     "UserError": "errors",
-    "build_model": "lecture",
-    "encode_prompt": "evaluate.validation",
-    "generate": "generation",
-    "load": "loading",
-    "sample_text": "evaluate.validation",
+    "build_model": "model.build",
+    "encode_prompt": "sampling.text",
+    "generate": "model.generation",
+    "load": "convert.load",
+    "sample_text": "sampling.text",
 }
 
 

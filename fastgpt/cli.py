@@ -11,14 +11,17 @@ from pathlib import Path
 
 import torch
 
-from fastgpt import device, distributed, flags
-from fastgpt.config import Config
+from fastgpt.config import flags
+from fastgpt.config.config import Config
+from fastgpt.config.recipes import RECIPES
+from fastgpt.config.saved import CONVERTED, saved_config
+from fastgpt.device import device
 from fastgpt.display import command, duration
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
-from fastgpt.metrics import flops_per_token
-from fastgpt.recipes import RECIPES
-from fastgpt.run import CONVERTED, find_run, saved_config
-from fastgpt.storage import cache_dir
+from fastgpt.files import cache_dir
+from fastgpt.model.flops import flops_per_token
+from fastgpt.parallel import failure, signals
+from fastgpt.run.directory import find_run
 from fastgpt.terminal import print_text
 
 FIRST = (
@@ -35,10 +38,10 @@ speed is not measured first."""
 
 def main() -> None:
     """Runs train.py with the arguments of this process."""
-    with distributed.ending_together(), shown_in_one_line():
+    with failure.abort_all_ranks(), shown_in_one_line():
         config = parse(sys.argv[1:])
         check_duration(config)
-        from fastgpt.trainer import Trainer  # slow to import: not for --help or wrong flags
+        from fastgpt.train.trainer import Trainer  # slow to import: not for --help or wrong flags
 
         trainer = Trainer(config)
         trainer.fit()
@@ -46,9 +49,9 @@ def main() -> None:
         if trainer.requeue:  # torchrun sends SIGTERM as soon as one rank has left with that status
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             trainer.world.barrier()
-            tell_torchrun(f"stopped by SIGUSR1 and saved: exit status {distributed.REQUEUE}")
+            tell_torchrun(f"stopped by SIGUSR1 and saved: exit status {signals.REQUEUE}")
     if trainer.requeue:
-        sys.exit(distributed.REQUEUE)
+        sys.exit(signals.REQUEUE)
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -87,7 +90,7 @@ def _new_run(recipe: str, init_from: str | None, given: list[str], asked: list[s
     init_from = default.init_from if init_from is None else init_from
     if init_from in (None, "None") or asked:
         return _flags(default, [*asked, *given], of)
-    from fastgpt.initial import check_architecture, with_architecture  # slow to import
+    from fastgpt.train.init_from import check_architecture, with_architecture  # slow to import
 
     default = with_architecture(default, init_from)
     config = _flags(default, given, of)

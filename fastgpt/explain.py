@@ -14,13 +14,14 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from fastgpt import flags, ops
-from fastgpt.checks import INT64, check
-from fastgpt.config import OpsConfig
+from fastgpt.config import flags
+from fastgpt.config.checks import INT64, check
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
-from fastgpt.lecture import build_model
-from fastgpt.model_config import ModelConfig
+from fastgpt.model.build import build_model
+from fastgpt.ops import tables
 
 T, D = 6, 16
 """Number of tokens and head size in the examples."""
@@ -184,7 +185,7 @@ def untrained_bigram() -> None:
     title("7. An untrained bigram model")
     V = 65
     config = ModelConfig(architecture="bigram", vocab_size=V, activation="relu", init="torch")
-    model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False)).eval()
+    model = build_model(config, tables.select(OpsConfig(), "cpu", compiled=False)).eval()
     tokens, targets = torch.randint(V, (2, 500, 8))
     with torch.no_grad():
         loss = model(tokens, targets).item()

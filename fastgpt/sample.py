@@ -9,15 +9,16 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from fastgpt import device, flags
-from fastgpt.chat import talk, template_of
-from fastgpt.checks import INT64, check
-from fastgpt.choose import require_toolchain
-from fastgpt.config import MOST_TOKENS, OpsConfig
+from fastgpt.autotune.choose import require_toolchain
+from fastgpt.config import flags
+from fastgpt.config.checks import INT64, check
+from fastgpt.config.config import MOST_TOKENS, OpsConfig
+from fastgpt.convert.load import open_model
+from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.evaluate.validation import encode_prompt, sample_text, warn_if_cut
-from fastgpt.loading import open_model
+from fastgpt.sampling.chat import talk, template_of
+from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.terminal import print_line, print_text, replaced_note
 
 FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")

@@ -14,13 +14,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PARTS = {
     "A run, from the command line to the last checkpoint": (
-        "train", "fastgpt/cli", "fastgpt/config", "fastgpt/recipes", "fastgpt/trainer",
-        "fastgpt/engine", "fastgpt/distributed",
+        "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
+        "fastgpt/train/trainer", "fastgpt/train/engine", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (
-        "fastgpt/model_config", "fastgpt/model", "fastgpt/block", "fastgpt/layers",
-        "fastgpt/positions", "fastgpt/ops", "fastgpt/torch_ops",
-        "fastgpt/optim", "fastgpt/schedule",
+        "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block", "fastgpt/model/layers",
+        "fastgpt/model/positions",
+        "fastgpt/ops/protocols", "fastgpt/ops/tables", "fastgpt/ops/torch_ops",
+        "fastgpt/train/optim", "fastgpt/train/schedule",
     ),
     "The kernels: attention stands for the others": (
         "kernels/runtime", "kernels/attention/op",
@@ -28,8 +29,8 @@ PARTS = {
     ),
     "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
     "What a run leaves behind": (
-        "fastgpt/checkpoint", "fastgpt/run", "fastgpt/metrics", "fastgpt/evaluate/validation",
-        "fastgpt/generation",
+        "fastgpt/checkpoint/checkpoint", "fastgpt/run/directory", "fastgpt/train/metrics",
+        "fastgpt/evaluate/validation", "fastgpt/model/generation",
     ),
 }  # fmt: skip
 CORE = [name for names in PARTS.values() for name in names]

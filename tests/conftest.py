@@ -152,7 +152,7 @@ def tiny(
     In this process the machine's peak is not measured, because that takes time and other workers
     disturb it.
     """
-    monkeypatch.setattr("fastgpt.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: (1e11, 1.0))
 
     def argv(*flags: str) -> list[str]:
         place = ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]
@@ -167,7 +167,7 @@ def fit(tiny: Callable[..., list[str]]) -> Callable[..., Path]:
 
     def run(*flags: str) -> Path:
         from fastgpt.cli import parse
-        from fastgpt.trainer import Trainer
+        from fastgpt.train.trainer import Trainer
 
         config = parse(tiny(*flags))
         Trainer(config).fit()

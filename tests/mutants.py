@@ -29,12 +29,13 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
     "launchers": r"kernels/.*",
     "data": r"fastgpt/data/(loader|order|shards|dataset|batches)\.py.*",
-    "checkpoint": r"fastgpt/(checkpoint|storage)\.py.*",
-    "engine": r"fastgpt/(engine|optim|distributed)\.py.*",
+    "checkpoint": r"fastgpt/(checkpoint/checkpoint|files)\.py.*",
+    "engine": r"fastgpt/(train/(engine|optim)|parallel/(distributed|failure|signals))\.py.*",
 }
 # Never drawn: tools that prove kernels and run none, what they compile, command lines.
 LEFT_OUT = r"kernels/(aot|sass|tune|predict|parity|proof|\w*/?spec)|.*\b(main|parse|\w*cases?)\b"
@@ -180,7 +181,7 @@ def own_tests(path: str) -> list[str]:
     top, folder, *_ = Path(path).with_suffix("").parts
     if top == "kernels":
         return ["tests/kernels", "-k", folder]
-    return ["tests/data" if folder == "data" else "tests/trainer"]
+    return [f"tests/{folder}" if (ROOT / "tests" / folder).is_dir() else "tests/train"]
 
 
 class Copy:
@@ -253,7 +254,7 @@ def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     add = parser.add_argument
-    add("--root", type=Path, default=Path(__file__).parents[1], help="checkout (this one)")
+    add("--root", type=Path, default=ROOT, help="checkout (this one)")
     add("--seed", type=int, default=0, help="seed of the draw")
     add("--count", type=int, default=40, help="mutants drawn (40)")
     add("--plan", type=Path, help="file of the mutants drawn: read if it is there, else written")

@@ -10,7 +10,11 @@ def test_the_page_is_current():
 
 
 def test_imports_of_the_core_are_seen():
-    found = architecture.imported("fastgpt/trainer")
-    assert {"fastgpt/engine", "fastgpt/checkpoint", "fastgpt/run"} <= found
+    found = architecture.imported("fastgpt/train/trainer")
+    assert {
+        "fastgpt/train/engine",
+        "fastgpt/checkpoint/checkpoint",
+        "fastgpt/run/directory",
+    } <= found
     assert architecture.imported("kernels/attention/forward") == {"kernels/runtime"}
     assert "kernels/attention/forward" in architecture.imported("kernels/attention/backward")

@@ -89,7 +89,7 @@ EXEMPT = {
     r"python -m fastgpt.prepare fineweb-edu": "downloads 10 billion tokens",
     r"python train.py (tinystories-char|pubmed)": "needs texts that are not here",
     r"python -m kernels.aot --record": "replaces the budget, for two versions of Triton",
-    r"torchrun --nnodes": "needs two machines: tests/trainer/test_elastic.py has two of them",
+    r"torchrun --nnodes": "needs two machines: tests/parallel/test_elastic.py has two of them",
     r"torchrun .* --no-python": "needs an installed package: tests/test_package.py installs one",
 }
 FOUND = commands()

@@ -1,8 +1,12 @@
-"""Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {train.py, bench} <- tests."""
+"""Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {train.py, bench} <- tests.
+
+Inside of fastgpt they go down the floors of `ROOMS`.
+"""
 
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,20 +23,42 @@ FIRST_PARTY = {
     "bench": {"bench", "fastgpt"},
     "tests": {"tests", "bench", "train", "fastgpt"},
 }
+# The rooms of fastgpt by floor: each imports of the floors above it in this list, and of itself.
+ROOMS = (
+    "kernels",
+    "commands files require_torch terminal",
+    "errors",
+    "config device display sandbox",
+    "data ops",
+    "model prepare",
+    "autotune explain parallel sampling",
+    "checkpoint",
+    "convert run",
+    "evaluate hf sample",
+    "train",
+    "cli",
+)
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 PROJECT = {"tests", "bench", "train", "fastgpt", "kernels"}
 KERNELS_THIRD_PARTY = {"torch", "triton", "numpy"}
 
 
-def imported_modules(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of each import, nested ones too; a relative one in full."""
+def imported_modules(path: Path, root: Path, names: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of each import, nested ones too; a relative one in full.
+
+    Args:
+        names: `from a import b` is a.b, not a.
+    """
     package = ["fastgpt" * (path.parts[0] == "kernels"), *path.parts[:-1]]
     for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
         match node:
-            case ast.Import(names=names):
-                yield from ((node.lineno, alias.name) for alias in names)
-            case ast.ImportFrom(module=module, level=level):
+            case ast.Import(names=aliases):
+                yield from ((node.lineno, alias.name) for alias in aliases)
+            case ast.ImportFrom(module=module, level=level, names=aliases):
                 above = package[: len(package) - level + 1] if level else []
-                yield node.lineno, ".".join([*filter(None, above), *filter(None, [module])])
+                base = ".".join([*filter(None, above), *filter(None, [module])])
+                for last in [alias.name for alias in aliases] if names else [""]:
+                    yield node.lineno, f"{base}.{last}".rstrip(".")
             case ast.Call(
                 func=ast.Name(id="__import__" | "import_module")
                 | ast.Attribute(attr="import_module"),
@@ -60,6 +86,75 @@ def violations(root: Path) -> list[str]:
 
 def test_imports_go_one_way():
     assert violations(ROOT) == []
+
+
+def room_violations(root: Path) -> list[str]:
+    """Lists the imports of fastgpt's rooms that go up, or across to another room of the floor."""
+    found = []
+    for path in sorted(root.glob("fastgpt/**/*.py")):
+        if path == root / "fastgpt" / "__init__.py" or "kernels" in path.parts:
+            continue  # the package's names are of all rooms
+        relative = path.relative_to(root)
+        room = relative.parts[1].removesuffix(".py")
+        for line, module in imported_modules(relative, root):
+            other = f"{module}.".split(".")[1]
+            if not module.startswith("fastgpt.") or other == room:
+                continue
+            if FLOOR[other] >= FLOOR[room]:
+                found.append(f"{relative}:{line} imports {module}")
+    return found
+
+
+def test_rooms_import_of_lower_floors_alone():
+    assert room_violations(ROOT) == []
+    inside = {path.stem for path in (ROOT / "fastgpt").glob("*.py")} - {"__init__"}
+    inside |= {path.parent.name for path in (ROOT / "fastgpt").glob("*/__init__.py")}
+    assert inside == {*FLOOR}
+
+
+def module_graph(package: str) -> dict[str, set[str]]:
+    """Returns the modules of fastgpt, or of its kernels, that each of them imports."""
+    paths = [p.relative_to(ROOT) for p in sorted((ROOT / package).rglob("*.py"))]
+    paths = [p for p in paths if (package == "kernels") == ("kernels" in p.parts)]
+    above = "fastgpt." * (package == "kernels")
+    modules = {
+        above + ".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in paths
+    }
+    return {
+        name: {
+            other
+            for _, module in imported_modules(path, ROOT, names=True)
+            for other in ((module if module in modules else module.rpartition(".")[0]),)
+            if other in modules and other != name
+        }
+        for name, path in modules.items()
+    }
+
+
+def test_no_modules_of_fastgpt_import_each_other_in_a_circle():
+    graph = module_graph("fastgpt")
+    del graph["fastgpt"]  # its names are of all rooms
+    order = [*TopologicalSorter(graph).static_order()]  # else CycleError, which names the circle
+    assert len(order) > 90
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "caught"),
+    [
+        (
+            "fastgpt/model/a.py",
+            "from fastgpt.parallel.world import World",
+            "fastgpt.parallel.world",
+        ),
+        ("fastgpt/convert/a.py", "def f():\n    import fastgpt.run.lock", "fastgpt.run.lock"),
+    ],
+)
+def test_a_seeded_import_of_a_higher_floor_is_caught(tmp_path, file, source, caught):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(f"import math\nfrom fastgpt.errors import UserError\n{source}\n")
+    line = source.count("\n") + 3
+    assert room_violations(tmp_path) == [f"{file}:{line} imports {caught}"]
 
 
 @pytest.mark.parametrize(

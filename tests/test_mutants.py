@@ -68,7 +68,7 @@ def test_a_change_is_found_in_the_file_that_its_function_moved_to():
 
 def test_a_modules_tests_lie_in_the_folder_of_its_name():
     assert own_tests("kernels/norm/device.py") == ["tests/kernels", "-k", "norm"]
-    assert own_tests(ORDER) + own_tests("fastgpt/engine.py") == ["tests/data", "tests/trainer"]
+    assert own_tests(ORDER) + own_tests("fastgpt/files.py") == ["tests/data", "tests/train"]
     assert all((ROOT / own_tests(mutant.path)[0]).is_dir() for mutant in find(ROOT))
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import fastgpt
-from fastgpt import commands, run
+from fastgpt import commands
+from fastgpt.run import manifest
 from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -221,9 +222,9 @@ def test_the_sample_command_works_from_anywhere(typed, version, said, monkeypatc
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):
-    monkeypatch.setattr(run, "__file__", str(ROOT / "docs" / "benchmarks" / "run.py"))
+    monkeypatch.setattr(manifest, "__file__", str(ROOT / "docs" / "kernels" / "run" / "manifest.py"))
     monkeypatch.setenv("FASTGPT_COMMIT", "abc")
-    assert run.provenance()["commit"] == "abc"
+    assert manifest.provenance()["commit"] == "abc"
 
 
 def test_names_for_type_checkers_are_those_that_are_there():

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fastgpt.config.model import ModelConfig
 from fastgpt.kernels.cross_entropy.chunks import chunk_on_gpu
-from fastgpt.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from typing import Any
 from bench.account.steps import TRAINERS, Part, Sizes, fastgpt, sizes_of
 from bench.parts import PARTS
 from bench.tune.predict import milliseconds
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 from fastgpt.kernels.attention.spec import SHAPES
 from fastgpt.kernels.proof.compile import Row, collect, compile_config
 from fastgpt.kernels.proof.sass import DEVICES, Device, ceiling
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model_config import ModelConfig
-from fastgpt.recipes import RECIPES
 
 RECIPE = "gpt2-124m"
 

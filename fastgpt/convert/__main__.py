@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 import tyro
 from safetensors import SafetensorError
 
-from fastgpt import flags
-from fastgpt.checks import POSITIVE, check
+from fastgpt.config import flags
+from fastgpt.config.checks import POSITIVE, check
 from fastgpt.convert import elsewhere
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
@@ -24,7 +24,7 @@ from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import DTYPES, write_folder, write_run
 from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
-from fastgpt.storage import temporary_name
+from fastgpt.files import temporary_name
 from fastgpt.terminal import print_line, print_text
 
 FILES = {"nanogpt": ".pt", "llmc": ".bin"}

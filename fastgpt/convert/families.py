@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import (
     GPT2_NEEDS,
     NONE_HAS,
@@ -15,7 +16,6 @@ from fastgpt.convert.family import (
     either,
 )
 from fastgpt.errors import UserError, shown
-from fastgpt.model_config import ModelConfig
 
 ACTIVATIONS: dict[str, Any] = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.checks import flag
+from fastgpt.config.checks import flag
+from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError, shown
-from fastgpt.model_config import ModelConfig
 
 Settings = dict[str, Any]
 """Content of a config.json of Hugging Face."""

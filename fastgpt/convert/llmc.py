@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpt.checkpoint.tensors import octets
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
-from fastgpt.tensors import octets
 
 MAGIC, NUMBERS = 20240326, 256
 STATE = [20240527, 1]

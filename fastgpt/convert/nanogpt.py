@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.checks import check_types
+from fastgpt.checkpoint.tensors import unpickle
+from fastgpt.config.checks import check_types
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError, brief, reason, shown
-from fastgpt.model_config import ModelConfig
-from fastgpt.tensors import unpickle
 
 PREFIX = "_orig_mod."
 """Prefix that torch.compile puts before the names of tensors."""

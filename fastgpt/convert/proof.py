@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgpt.checkpoint.tensors import octets
 from fastgpt.convert.source import Source, read
 from fastgpt.errors import UserError
-from fastgpt.generation import generate
-from fastgpt.tensors import octets
+from fastgpt.model.generation import generate
 
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of their largest magnitude."""

@@ -11,8 +11,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fastgpt import checkpoint, ops, tensors
-from fastgpt.config import OpsConfig
+from fastgpt.checkpoint import checkpoint, tensors
+from fastgpt.checkpoint.tensors import Weights
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.saved import saved_config
 from fastgpt.convert.families import GPT2, config_from, links_of
 from fastgpt.convert.family import Family, Links, Settings
 from fastgpt.convert.llmc import read_llmc
@@ -20,12 +23,10 @@ from fastgpt.convert.nanogpt import read_nanogpt
 from fastgpt.convert.vocabulary import from_folder
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason, shown
-from fastgpt.lecture import build_model
-from fastgpt.model import GPT
-from fastgpt.model_config import ModelConfig
-from fastgpt.run import saved_config
-from fastgpt.storage import parse_json
-from fastgpt.tensors import Weights
+from fastgpt.files import parse_json
+from fastgpt.model.build import build_model
+from fastgpt.model.gpt import GPT
+from fastgpt.ops import tables
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 """Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
@@ -62,7 +63,7 @@ class Source:
 
     def build(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
-        selected = ops.select(asked or OpsConfig(), device, compiled=False)
+        selected = tables.select(asked or OpsConfig(), device, compiled=False)
         model = build_model(self.config, selected)
         state = model.state_dict()
         with _reading(self.path):  # a training run may have removed the checkpoint
@@ -204,7 +205,7 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Returns the shapes of a model's weights, without padding of the vocabulary."""
     try:
         with torch.device("meta"):
-            model = build_model(config, ops.select(OpsConfig(), "cpu", compiled=False))
+            model = build_model(config, tables.select(OpsConfig(), "cpu", compiled=False))
     except RuntimeError as error:
         raise UserError(f"the model's sizes are too large: {reason(error)}") from error
     return {name: x.shape for name, x in model.state_dict().items()}

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastgpt import checkpoint, tensors
-from fastgpt.config import Config, TrainConfig, to_json
+from fastgpt.checkpoint import checkpoint, tensors
+from fastgpt.config.config import Config, TrainConfig, to_json
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.saved import CONVERTED
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, links_of, settings_for
 from fastgpt.convert.family import Links
 from fastgpt.convert.source import KEPT, Source, shapes
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
-from fastgpt.run import CONVERTED
-from fastgpt.storage import parse_json, write_atomically
+from fastgpt.files import parse_json, write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

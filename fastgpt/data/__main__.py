@@ -18,11 +18,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from fastgpt import flags
+from fastgpt.config import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_shard
 from fastgpt.errors import UserError, counted, shown_in_one_line
-from fastgpt.storage import cores
+from fastgpt.files import cores
 from fastgpt.terminal import one_line, printable
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)

@@ -25,7 +25,7 @@ from fastgpt.data.tokenizers import (
 from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
-from fastgpt.storage import parse_json
+from fastgpt.files import parse_json
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastgpt.config import DataConfig
+from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.prepare import Report, open_corpus

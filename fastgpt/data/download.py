@@ -11,7 +11,7 @@ from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 
 from fastgpt.errors import UserError, writing
-from fastgpt.storage import cache_dir, data_dir, write_atomically
+from fastgpt.files import cache_dir, data_dir, write_atomically
 
 LARGEST, PIECE = 2**28, 2**16
 """Bytes after which a body is cut off, however much the server sends, and bytes read at once."""

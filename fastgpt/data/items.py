@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastgpt.config import DataConfig
+from fastgpt.config.config import DataConfig
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.tokenizers import IdTokenizer, Tokenizer
 from fastgpt.errors import UserError

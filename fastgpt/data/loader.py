@@ -25,7 +25,7 @@ from torch import Tensor
 from fastgpt.data.items import IGNORED, Items, item_batches
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
-from fastgpt.device import kind_of
+from fastgpt.device.device import kind_of
 from fastgpt.errors import UserError, counted
 
 PREFETCHED = 4

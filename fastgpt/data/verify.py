@@ -21,7 +21,7 @@ import numpy as np
 
 from fastgpt.data.shards import HEADER_BYTES, Tokens, read_header
 from fastgpt.errors import UserError, counted
-from fastgpt.storage import cache_dir, cores, write_atomically
+from fastgpt.files import cache_dir, cores, write_atomically
 
 BLOCK_BYTES = 4 * 2**20
 """Number of bytes that one CRC covers, few enough to locate damage in a shard."""

@@ -8,16 +8,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fastgpt import device, flags
-from fastgpt.checks import POSITIVE, check
+from fastgpt.config import flags
+from fastgpt.config.checks import POSITIVE, check
+from fastgpt.convert.load import load
+from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import read_task, run_task, split_tasks, too_long
 from fastgpt.evaluate.text import read_text, score_text
-from fastgpt.loading import load
-from fastgpt.storage import write_atomically
+from fastgpt.files import write_atomically
 from fastgpt.terminal import print_text
 
 Row = tuple[str, str, float, int]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fastgpt.config import Config
+from fastgpt.config.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet
 from fastgpt.data.items import IGNORED, ItemCorpus, ItemSet
 from fastgpt.data.loader import EvalBatches, eval_batches, random_batches
-from fastgpt.distributed import World
+from fastgpt.parallel.distributed import World
 
 
 def validation_batches(

@@ -12,7 +12,7 @@ import torch
 from fastgpt.errors import UserError, reason
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.text import loss_of
-from fastgpt.evaluate.validation import encode_prompt, sample_text
+from fastgpt.sampling.text import encode_prompt, sample_text
 
 
 class Answers:

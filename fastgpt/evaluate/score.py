@@ -8,9 +8,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.distributed import Agreed, Stopped, StopSignal, World
 from fastgpt.errors import UserError
-from fastgpt.model import GPT
+from fastgpt.model.gpt import GPT
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
 
 Pair = tuple[list[int], list[int]]
 """Token ids of a context and of its continuation."""
@@ -26,7 +27,7 @@ class Scorer:
     """Number of texts computed at once."""
     device: str
     autocast: AbstractContextManager
-    stop: StopSignal | Agreed | None = None
+    stop: StopSignal | SyncedStop | None = None
     """Checked before each batch."""
     doing: Callable[[str], None] | None = None
     """Called before each batch."""

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from fastgpt.distributed import Stopped, World
 from fastgpt.errors import UserError, counted, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
 from fastgpt.evaluate.validation import perplexity
-from fastgpt.storage import parse_json
+from fastgpt.files import parse_json
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.signals import Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from fastgpt.data.prepare.documents import read_pieces
 from fastgpt.data.prepare.sources import find_source
 from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import same_tokenizer
-from fastgpt.distributed import World
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.validation import mean_loss, perplexity
+from fastgpt.parallel.distributed import World
 
 
 def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:

@@ -1,7 +1,7 @@
 """`patch` puts our kernels into a GPT-2, Llama or Qwen3 of transformers, `unpatch` takes them out.
 
 Only what passes its trial on the model's device is put in: the trials are those of
-`fastgpt.choose`, in the forms in which transformers calls the ops. A forward of ours is an
+`fastgpt.autotune.choose`, in the forms in which transformers calls the ops. A forward of ours is an
 attribute of the module that hides its class's; `unpatch` deletes it.
 """
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from fastgpt import choose
+from fastgpt.autotune import choose
+from fastgpt.autotune.trials import TRIALS, Sizes
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import ACTIVATIONS
-from fastgpt.device import DTYPES, kind_of, missing_for_triton
+from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards
 from fastgpt.kernels.runtime import INTERPRETING, autocast_dtype, runs_kernels
-from fastgpt.model_config import ModelConfig
 from fastgpt.terminal import print_line
-from fastgpt.trials import TRIALS, Sizes
 
 CLASSES = (
     "GPT2LMHeadModel", "GPT2Model", "LlamaForCausalLM", "LlamaModel", "Qwen3ForCausalLM",

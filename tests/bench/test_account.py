@@ -12,11 +12,11 @@ from bench.account.__main__ import PAGE, beside, show_beside
 from bench.account.steps import TRAINERS, sizes_of
 from bench.account.time import GPUS, account, floor, rate_of_tiles
 from bench.parts import PARTS
-from fastgpt.config import OpsConfig
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
-from fastgpt.lecture import build_model
-from fastgpt.ops import select
-from fastgpt.recipes import RECIPES
+from fastgpt.model.build import build_model
+from fastgpt.ops.tables import select
 from tests.processes import printed_by
 
 SMALL = replace(
@@ -49,13 +49,13 @@ import torch
 from collections import Counter
 from dataclasses import replace
 from bench.account.steps import fastgpt, sizes_of
-from fastgpt.config import OpsConfig
+from fastgpt.config.config import OpsConfig
 from fastgpt.kernels import runtime
 from fastgpt.kernels.proof.compile import collect, specialised
 from fastgpt.kernels.specs import SPECS
-from fastgpt.lecture import build_model
-from fastgpt.ops import select
-from fastgpt.recipes import RECIPES
+from fastgpt.model.build import build_model
+from fastgpt.ops.tables import select
+from fastgpt.config.recipes import RECIPES
 from tests.processes import printed_by
 
 config = replace(RECIPES["gpt2-124m"][1].model, num_layers=1)

@@ -150,7 +150,7 @@ def test_the_parity_stage_runs_every_test_of_cuda():
         if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(".mark.gpu")
     }
     assert marked == set(files)
-    assert files[0] == "tests/trainer/test_cuda.py"
+    assert files[0] == "tests/train/test_cuda.py"
 
 
 def test_a_figure_is_of_what_its_stage_has_recorded_and_not_run(rehearse, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from bench.memory import LiveBytes, account
-from fastgpt.model_config import ModelConfig
-from fastgpt.recipes import RECIPES
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 
 
 def test_bytes_live_from_allocation_to_last_reference():

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from bench import regress
-from fastgpt.storage import cache_dir
+from fastgpt.files import cache_dir
 
 
 @pytest.fixture

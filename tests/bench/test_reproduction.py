@@ -9,10 +9,10 @@ import pytest
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
+from fastgpt.config.recipes import EXPECTED, RECIPES, expected
 from fastgpt.display import duration
-from fastgpt.engine import Engine
 from fastgpt.errors import UserError
-from fastgpt.recipes import EXPECTED, RECIPES, expected
+from fastgpt.train.engine import Engine
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
 # published so early, are what the runs had that ended where the published ones end.
@@ -91,7 +91,7 @@ def test_a_run_begins_with_its_estimate(fit, capsys):
 
 
 def test_a_longer_run_is_told_a_range_of_time(fit, capsys, monkeypatch):
-    monkeypatch.setattr("fastgpt.device.peak_flops", lambda *_: (1e6, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.peak_flops", lambda *_: (1e6, 1.0))
     fit("--steps 8")
     assert "FLOPs, 4.9 min to 12.3 min (at an MFU of 50% to 20%); " in capsys.readouterr().out
 

@@ -11,13 +11,13 @@ import pytest
 
 from bench import contenders, parts, records, step, trainers
 from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
-from fastgpt.config import OpsConfig
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.lecture import build_model
-from fastgpt.model_config import ModelConfig
-from fastgpt.ops import select
-from fastgpt.recipes import RECIPES
+from fastgpt.model.build import build_model
+from fastgpt.ops.tables import select
 
 # A model.py with nanoGPT's interface and next to nothing in it; only the first that is built works.
 STAND_IN = """

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from bench.cases import cases
 from bench.parts import limits
 from bench.timing import limit
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model_config import ModelConfig
-from fastgpt.recipes import RECIPES
 
 ATTENTION = SPECS["attention"]
 A = {"B": 16, "T": 1024, "H": 12, "D": 64}

@@ -17,16 +17,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from fastgpt.checkpoint.tensors import Weights, in_memory
 from fastgpt.cli import parse
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.source import Source, read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.engine import Engine
 from fastgpt.errors import UserError
-from fastgpt.model import GPT
-from fastgpt.model_config import ModelConfig
-from fastgpt.tensors import Weights, in_memory
+from fastgpt.model.gpt import GPT
+from fastgpt.train.engine import Engine
 
 V, CONTEXT = 100, 40
 LLAMA3 = {

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from fastgpt.checkpoint.tensors import Weights
+from fastgpt.config.model import ModelConfig
+from fastgpt.convert.load import load
 from fastgpt.convert.source import Source, shapes
 from fastgpt.convert.target import write_run
-from fastgpt.loading import load
-from fastgpt.model_config import ModelConfig
-from fastgpt.tensors import Weights
 from tests.convert.models import converted
 
 

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 
 import fastgpt
 from fastgpt.cli import main, parse
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
-from fastgpt.engine import Engine
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
-from fastgpt.trainer import Trainer
+from fastgpt.train.engine import Engine
+from fastgpt.train.trainer import Trainer
+from tests import runs
 from tests.convert.models import CONTEXT, V, converted, refused, saved, saved_run, theirs
 from tests.data.sets import prepared, texts, tokenizer_of
-from tests.trainer import runs
 
 BYTES = 300
 """Vocabulary of models for the 256 bytes; 64 does not divide it."""

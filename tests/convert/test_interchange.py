@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastgpt
+from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.families import family_for, links_of
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
-from fastgpt.recipes import RECIPES
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,

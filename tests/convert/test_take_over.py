@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from fastgpt.cli import parse
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
-from fastgpt.engine import Engine
-from fastgpt.model_config import ModelConfig
-from fastgpt.trainer import Trainer
+from fastgpt.train.engine import Engine
+from fastgpt.train.trainer import Trainer
 from tests.convert.models import CONTEXT, refused, saved_run, theirs
-from tests.trainer.runs import series
+from tests.runs import series
 
 V, FLAGS = 300, "--data.tokenizer bytes --take-over --steps 20 "
 

@@ -9,7 +9,7 @@ from fastgpt.data.__main__ import main
 from fastgpt.data.prepare import open_corpus, prepare
 from tests.data.sets import flip, prepared, same_times, texts, write_shard
 from tests.processes import python
-from tests.trainer.runs import assert_shows_two_curves, one_line_error
+from tests.runs import assert_shows_two_curves, one_line_error
 
 TEXTS = texts(120, longest=30)
 

@@ -11,17 +11,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastgpt.config import DataConfig, TrainConfig
+from fastgpt.config.config import DataConfig, TrainConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.data import prepare as preparing
 from fastgpt.data.prepare import open_corpus, prepare, sources
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
-from fastgpt.recipes import RECIPES, sample_prompt
-from fastgpt.storage import cache_dir
+from fastgpt.files import cache_dir
+from fastgpt.train.data import sample_prompt
 from tests.data.sets import read_ids, write_shard
 from tests.processes import python
-from tests.trainer.runs import before_each
+from tests.runs import before_each
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
 

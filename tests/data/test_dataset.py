@@ -7,14 +7,14 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastgpt.config import DataConfig
+from fastgpt.config.config import DataConfig
 from fastgpt.data.dataset import open_data
 from fastgpt.data.order import Mixture
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
-from fastgpt.metrics import read_records
+from fastgpt.train.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
-from tests.trainer.runs import before_each, series
+from tests.runs import before_each, series
 
 
 @pytest.fixture

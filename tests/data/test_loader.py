@@ -12,7 +12,7 @@ import torch
 from fastgpt.data.loader import IGNORED, Loader
 from fastgpt.data.order import SAMPLINGS, Mixture, SampleOrder
 from fastgpt.errors import UserError
-from tests.trainer.runs import before_each
+from tests.runs import before_each
 
 # As its own token, each position tells where a sample starts.
 POSITIONS = np.arange(5_000)

@@ -15,7 +15,7 @@ from fastgpt import display, prepare
 from fastgpt.data.prepare import batches, files, open_corpus
 from tests.data.sets import contents, gpt2_files, split_ids, texts, write_documents
 from tests.processes import ROOT, python
-from tests.trainer.runs import one_line_error
+from tests.runs import one_line_error
 
 TEXT = "One two three, four five six.\n" * 20
 

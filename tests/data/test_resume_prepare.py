@@ -11,7 +11,7 @@ from fastgpt.data.prepare.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.data.sets import contents, write_documents
 from tests.processes import python
-from tests.trainer.runs import before_each, files_of_at_most, raised_at_line
+from tests.runs import before_each, files_of_at_most, raised_at_line
 
 DOCUMENTS = [f"Document {i}: naïve {'and so on ' * (i % 9)}" for i in range(150)]
 NEVER = 1e9

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fastgpt.data import shards
 from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError
-from fastgpt.storage import write_atomically
+from fastgpt.files import write_atomically
 from tests.data.sets import FORMATS, shard_bytes, write_shard
 from tests.processes import python
-from tests.trainer.runs import before_each
+from tests.runs import before_each
 
 # --- one shard ------------------------------------------------------------------------------------
 

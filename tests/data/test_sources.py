@@ -7,7 +7,7 @@ from fastgpt.data.prepare import sources
 from fastgpt.data.prepare.files import File
 from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
-from fastgpt.storage import cache_dir, data_dir
+from fastgpt.files import cache_dir, data_dir
 from tests.data.sets import write_documents
 
 

@@ -14,7 +14,7 @@ from fastgpt.data.shards import Tokens
 from fastgpt.data.verify import Shard, check_once, check_shard, checksums, document_starts
 from fastgpt.errors import UserError
 from tests.data.sets import FORMATS, flip, same_times, write_shard
-from tests.trainer.runs import before_each
+from tests.runs import before_each
 
 BLOCK = 2048
 """Block size of the checksums in these tests, so that a file of 9 KB has five blocks."""

@@ -16,7 +16,7 @@ from fastgpt.data.shards import LARGE, SMALL, read_header
 from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError
 from tests.data.sets import contents, gpt2_files, read_ids, split_ids, write_documents
-from tests.trainer.runs import before_each
+from tests.runs import before_each
 
 # None is alike, or their hashes would keep them together; some are long, some in other scripts.
 DOCUMENTS = [

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from fastgpt.convert.load import load
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError, run_command
 from fastgpt.evaluate import __main__ as command
-from fastgpt.loading import load
-from fastgpt.metrics import read_records
+from fastgpt.train.metrics import read_records
 from tests.convert.models import saved_run
 from tests.data.sets import prepared, texts
 from tests.evaluate.conftest import write
-from tests.trainer.runs import finish, one_line_error, torchrun_in_turn
+from tests.runs import finish, one_line_error, torchrun_in_turn
 
 
 def results(run, *flags):

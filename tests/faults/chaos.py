@@ -27,12 +27,14 @@ import torch
 import torch._dynamo
 import tyro
 
-from fastgpt import checkpoint, cli, prepare, trainer  # noqa: F401 - as above
+from fastgpt import cli, prepare
+from fastgpt.checkpoint import checkpoint
 from fastgpt.data.corpus import MANIFEST, open_shards
-from fastgpt.metrics import read_records
+from fastgpt.train import trainer  # noqa: F401 - as above
+from fastgpt.train.metrics import read_records
 from tests.data.sets import texts, write_documents
 from tests.processes import ROOT
-from tests.trainer.runs import outcome
+from tests.runs import outcome
 
 RECORD = ROOT / "docs" / "chaos.json"
 PATIENCE_S = 60.0

@@ -30,23 +30,24 @@ from typing import Any
 import torch
 import tyro
 
-from fastgpt import checkpoint, initial
-from fastgpt.chat import template_of
-from fastgpt.config import Config, DataConfig
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.tensors import octets
+from fastgpt.config.config import Config, DataConfig
+from fastgpt.config.saved import saved_config
+from fastgpt.convert.load import open_model
 from fastgpt.convert.source import KEPT
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
 from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer, load_tokenizer
 from fastgpt.errors import LONGEST, UserError
-from fastgpt.loading import open_model
-from fastgpt.run import saved_config
-from fastgpt.templating import CHATML
-from fastgpt.tensors import octets
+from fastgpt.sampling.chat import template_of
+from fastgpt.sampling.templating import CHATML
+from fastgpt.train import init_from
+from tests.checkpoint.test_sharded import written_by_ranks
 from tests.convert.models import OURS, converted, saved_run
 from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
-from tests.trainer.test_shard_files import written_by_ranks
 
 RECORD = ROOT / "docs" / "reliability.json"
 CPU_S, SPACE = 2.0, 2**29
@@ -101,7 +102,7 @@ def load_tokenizers(path: Path) -> object:
 
 def load_template(path: Path) -> object:
     config = Config(data=DataConfig(chat_template=str(path / "chat.jinja")))
-    return [*initial.chat_template(config, None).pieces(TALK)]
+    return [*init_from.chat_template(config, None).pieces(TALK)]
 
 
 TALK = [{"role": "user", "content": "the cat sat?"}, {"role": "assistant", "content": "on a mat"}]

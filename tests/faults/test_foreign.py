@@ -8,12 +8,12 @@ import zipfile
 import pytest
 import torch
 
-from fastgpt.chat import Template, template_of
+from fastgpt.checkpoint.tensors import LONGEST_HEADER, read, unpickle
+from fastgpt.config.model import ModelConfig
 from fastgpt.convert.nanogpt import read_nanogpt
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
-from fastgpt.model_config import ModelConfig
-from fastgpt.tensors import LONGEST_HEADER, read, unpickle
+from fastgpt.sampling.chat import Template, template_of
 from tests.data.sets import tokenizer_of
 from tests.faults.hostile import TALK, cpu_s
 from tests.faults.mutations import PIECES, compressed

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from fastgpt import checkpoint, cli
+from fastgpt import cli
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.tensors import unpickle
 from fastgpt.errors import UserError
-from fastgpt.tensors import unpickle
 from tests.faults.hostile import resealed
 from tests.faults.mutations import Evil
 from tests.processes import ROOT
@@ -32,8 +33,8 @@ def test_text_is_printed_through_the_filter_alone():
     """Generated text and names of files may hold escape sequences for the terminal."""
     writes = re.compile(r"(?<![\w.])print\(|sys\.std(out|err)\.write\(")
     found = {p.name for p in (ROOT / "fastgpt").rglob("*.py") if writes.search(p.read_text())}
-    # explain.py and choose.py print no foreign text, confined.py writes into pipes
-    assert found == {"terminal.py", "explain.py", "choose.py", "confined.py"}
+    # explain.py and choose.py print no foreign text, sandbox.py writes into pipes
+    assert found == {"terminal.py", "explain.py", "choose.py", "sandbox.py"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 import transformers
 from torch import Tensor
 
-from fastgpt import choose, kernels
+from fastgpt import kernels
+from fastgpt.autotune import choose
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards, patch, unpatch
 from fastgpt.kernels import runtime
@@ -280,7 +281,7 @@ def test_force_still_checks_that_kernels_are_correct(monkeypatch, family):
     )
     monkeypatch.setattr(kernels, "attention", lambda q, k, v, **_: 1.01 * v)
     monkeypatch.setitem(choose.TRIALS, "norm", choose.TRIALS["activation"])
-    monkeypatch.setattr("fastgpt.trials.bias_act", lambda x, bias, kind: 1.01 * x)
+    monkeypatch.setattr("fastgpt.autotune.trials.bias_act", lambda x, bias, kind: 1.01 * x)
     report = patch(theirs("gpt2"), force=True, length=8)
     assert list(report.patched) == ["attention", "loss"]
     assert report.skipped["norm"].startswith("output 0")

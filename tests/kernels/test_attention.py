@@ -18,7 +18,7 @@ from fastgpt.kernels.attention.dropout import philox
 from fastgpt.kernels.attention.op import attention_mask, attention_ref
 from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, eager, forms
 from fastgpt.kernels.runtime import family
-from fastgpt.torch_ops import sdpa
+from fastgpt.ops.torch_ops import sdpa
 from tests.kernels import common, conformance
 from tests.parity import (
     assert_kernel_parity,

@@ -39,7 +39,7 @@ from fastgpt.data.prepare.write import Report, write_directory
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
 from fastgpt.errors import UserError, counted, writing
-from fastgpt.storage import cache_dir, data_dir, sync_directory
+from fastgpt.files import cache_dir, data_dir, sync_directory
 
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
 """Default fractions held out of a text, and of a set of documents."""

@@ -19,7 +19,7 @@ from fastgpt.data.prepare.files import File, folder_files, named_files
 from fastgpt.data.prepare.hub import hub_files
 from fastgpt.data.prepare.text import UTF_8, text_encoding
 from fastgpt.errors import UserError, counted, unknown_name
-from fastgpt.storage import data_dir
+from fastgpt.files import data_dir
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

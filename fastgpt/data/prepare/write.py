@@ -43,7 +43,7 @@ from fastgpt.data.tokenizers import (
 )
 from fastgpt.data.verify import checksums
 from fastgpt.errors import UserError, counted, writing
-from fastgpt.storage import cores, sync, write_atomically
+from fastgpt.files import cores, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8

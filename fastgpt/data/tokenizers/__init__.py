@@ -15,7 +15,7 @@ from typing import Any
 from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
 from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer, IdTokenizer
 from fastgpt.errors import UserError, brief, unknown_name
-from fastgpt.storage import parse_json
+from fastgpt.files import parse_json
 
 __all__ = [
     "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "IdTokenizer", "Tokenizer",

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from fastgpt.data.shards import token_dtype
-from fastgpt.storage import write_atomically
+from fastgpt.files import write_atomically
 
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from fastgpt import confined
+from fastgpt import sandbox
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array, replace_surrogates
 from fastgpt.data.tokenizers.trial import opened, try_out
@@ -55,7 +55,7 @@ UNREADABLE = "not a tokenizer that the tokenizers package can read"
 def _try_once(content: str) -> None:
     """Reads and uses a foreign tokenizer in a process with limits of time and memory."""
     with refusing(UNREADABLE):
-        confined.call("the tokenizer", try_out, content)
+        sandbox.call("the tokenizer", try_out, content)
 
 
 class JsonTokenizer(Tokenizer):

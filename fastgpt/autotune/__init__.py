@@ -1,0 +1,1 @@
+"""Timed trials that choose the implementation of each op."""

@@ -1,0 +1,326 @@
+"""Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
+
+Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
+PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with PyTorch's
+ops, with the chosen ones and with all of ours that are correct, and the fastest set is used: ops
+that win alone may lose together. The result is cached by GPU, versions, kernel sources and sizes.
+
+The trial runs in a child process (`python -m fastgpt.autotune.choose`, settings on stdin), so that
+a kernel that crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is
+used instead.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgpt.autotune.trials import TRIALS, Inputs, Sizes, Trial, layer
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.device import device
+from fastgpt.errors import UserError
+from fastgpt.files import cache_dir, write_atomically
+from fastgpt.kernels import parity, runtime
+
+ROOT = Path(__file__).parents[2]
+KERNELS = Path(runtime.__file__).parent
+BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
+"""Names in the kernels' folder that do not affect a run."""
+TIMEOUT = 600.0
+"""Time limit in seconds for the trials of all ops."""
+CHECKED = 1024
+"""Largest number of tokens in a correctness check: the reference stores all attention scores."""
+CHILD = ["-m", "fastgpt.autotune.choose"]
+LAYER = "layer "
+"""Beginning of a trial's name, before the sets of ops to compare, as JSON."""
+SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
+IN_LAYER = ("attention", "norm", "rotary", "activation")
+
+Timer = Callable[[Callable[[], object]], float]
+Verdict = dict[str, Any]
+"""Result of a trial: `chosen`, an implementation; `complaints`, the errors found in ours; and
+`milliseconds` of each implementation."""
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
+    """Checks and times one op, and chooses our implementation if it is correct and fast enough."""
+    wrong = faults(trial, sizes)
+    timed = () if wrong else (trial.plain, trial.ours)
+    times = _milliseconds({name: trial.ops[name] for name in timed}, trial.inputs, sizes, on, timer)
+    mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
+    fast = mine < float("inf") and mine <= trial.worth * theirs
+    chosen = trial.ours if fast and not wrong else trial.plain
+    return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
+
+
+def faults(trial: Trial, sizes: Sizes) -> list[str]:
+    """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
+    length = min(sizes.model.context, CHECKED)
+    dtypes = {torch.float32, device.DTYPES[sizes.precision]}
+    return [line for dtype in dtypes for line in _complaints(trial, length, dtype)]
+
+
+def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
+    torch.manual_seed(0)
+    inputs = {
+        name: x.to(dtype) if x.is_floating_point() else x
+        for name, x in trial.inputs(1, length).items()
+    }
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+
+    def draw(_: int, y: Tensor) -> Tensor:
+        # the same output gradient for all three, whatever their dtypes
+        return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+
+    got, torchs, truth = (
+        parity.outputs_and_gradients(op, inputs, of, draw)
+        for op, of in (
+            (trial.ops[trial.ours], dtype),
+            (trial.ops[trial.plain], dtype),
+            (trial.ref, wide),
+        )
+    )
+    return parity.complaints(got, torchs, truth, dtype)
+
+
+def judge_layer(sizes: Sizes, on: str, candidates: dict[str, OpsConfig], timer: Timer) -> Verdict:
+    """Times a layer with each candidate's ops, and chooses the fastest, the first of equals."""
+    layers, inputs = layer(sizes, on, device.DTYPES[sizes.precision], candidates)
+    times = _milliseconds(layers, inputs, sizes, on, timer)
+    chosen = min(times, key=lambda name: times[name], default="chosen")
+    return {"chosen": chosen, "complaints": [], "milliseconds": times}
+
+
+def _milliseconds(
+    both: dict[str, parity.Op], inputs: Inputs, sizes: Sizes, on: str, timer: Timer
+) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for name, op in both.items():
+        with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
+            times[name] = 1e3 * _seconds(op, inputs, sizes, on, timer)
+    return times
+
+
+def _seconds(op: parity.Op, make: Inputs, sizes: Sizes, on: str, timer: Timer) -> float:
+    inputs = make(sizes.batch, sizes.model.context)
+    wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    op = torch.compile(op) if sizes.compiled else op
+
+    def step() -> None:
+        with device.autocast(on, sizes.precision):
+            out = op(*inputs.values())
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        # randn_like would be timed, too
+        torch.autograd.grad(outs, wanted, [y if y.dim() else torch.ones_like(y) for y in outs])
+
+    return timer(step)
+
+
+def _do_bench(step: Callable[[], object]) -> float:
+    from triton.testing import do_bench  # flushes L2 between calls
+
+    return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
+    on = asked["device"]
+    for name in asked["ops"]:
+        if name.startswith(LAYER):
+            given = json.loads(name.removeprefix(LAYER))
+            candidates = {key: OpsConfig(**chosen) for key, chosen in given.items()}
+            verdict = judge_layer(sizes, on, candidates, _do_bench)
+        else:
+            trial = TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+            verdict = judge(trial, sizes, on, _do_bench)
+        print(json.dumps({name: verdict}), flush=True)
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = TRIALS) -> None:
+    """Raises `UserError` if Triton cannot build the kernels that `config` asks for on CUDA.
+
+    Args:
+        undecided: ops for which `auto` would try our kernels.
+    """
+    if not device.kind_of(on).kernels:
+        return
+    there = importlib.util.find_spec("triton") is not None  # without it `auto` is PyTorch's
+    asked = [
+        op
+        for op, name in asdict(config).items()
+        if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
+    ]
+    if asked and (missing := device.missing_for_triton()):
+        without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)
+        raise UserError(
+            f"{missing}; to run without our kernels, pass --train.compile off {without}"
+        )
+
+
+def choose(
+    config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
+) -> tuple[OpsConfig, dict[str, Verdict]]:
+    """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
+
+    Args:
+        on: device type; there are trials on CUDA only.
+        warn: called with one line for each error that a trial found.
+    """
+    asked = [name for name in TRIALS if getattr(config, name) == "auto"]
+    if sizes.model.position != "rotary":
+        asked = [name for name in asked if name != "rotary"]
+    if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
+        return config, {}
+    verdicts = remembered_or_tried(asked, sizes, on, warn)
+    for name, verdict in verdicts.items():
+        if verdict["complaints"]:
+            warn(
+                f"--ops.{name}: our kernels did not pass their trial on this device "
+                f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
+            )
+    sets = _sets(config, verdicts)
+    if sizes.model.architecture != "gpt" or len(sets) == 1:
+        return sets["chosen"], verdicts
+    asked = [LAYER + json.dumps({name: asdict(ops) for name, ops in sets.items()})]
+    [verdict] = remembered_or_tried(asked, sizes, on, lambda _: None).values()
+    times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
+    if verdict["chosen"] != "chosen":
+        reason = verdict["complaints"][0] if verdict["complaints"] else f"it takes {times}"
+        warn(
+            f"--ops: not what was faster op by op, but {SETS[verdict['chosen']]}, by the trial of a"
+            f" whole layer: {reason}"
+        )
+    return sets[verdict["chosen"]], {**verdicts, "layer": verdict}
+
+
+def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
+    """Returns sets of ops to time in a layer, of equal ones only the first."""
+    chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
+    tried = {name for name in verdicts if name in IN_LAYER}
+    plain = {name: "sdpa" if name == "attention" else "torch" for name in tried}
+    right = {name: "triton" for name in tried if not verdicts[name]["complaints"]}
+    sets: dict[str, OpsConfig] = {}
+    for key, names in (("chosen", {}), ("torch", plain), ("ours", plain | right)):
+        if (ops := replace(config, **chosen | names)) not in sets.values():
+            sets[key] = ops
+    return sets
+
+
+def remembered_or_tried(
+    asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
+) -> dict[str, Verdict]:
+    """Returns the verdict of each trial asked for, from the cache where it is known there."""
+    path = cache_dir() / "ops.json"
+    known: dict[str, dict[str, Verdict]] = {}
+    with suppress(OSError, ValueError):
+        known = dict(json.loads(path.read_text()))
+    key = _key(sizes, on)
+    verdicts = known.setdefault(key, {})
+    if missing := [name for name in asked if name not in verdicts]:
+        warn("checking and timing our kernels on this device, once; this takes a minute or two")
+        found, reasons = _tried(missing, sizes, on)
+        verdicts.update(found)
+        with suppress(OSError):  # a cache that cannot be written costs the trial next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
+        for name, reason in reasons.items():  # not cached: the next run tries again
+            verdicts[name] = {
+                "chosen": _plain(name, sizes), "complaints": [reason], "milliseconds": {}
+            }  # fmt: skip
+    return {name: verdicts[name] for name in asked}
+
+
+def _plain(name: str, sizes: Sizes) -> str:
+    if name.startswith(LAYER):
+        return "torch" if "torch" in json.loads(name.removeprefix(LAYER)) else "chosen"
+    return TRIALS[name](sizes, "cpu", torch.float32).plain
+
+
+def _key(sizes: Sizes, on: str) -> str:
+    """Cache key of a verdict: a hash of all that it depends on.
+
+    The kernels, their launchers and tuning tables are part of it. Files that only test, tune or
+    describe them are not, so that editing those invalidates no cached verdict.
+    """
+    paths = [
+        path
+        for path in KERNELS.rglob("*")
+        if path.suffix in (".py", ".json") and not BESIDE & {path.name, path.parent.name}
+    ]
+    package = Path(__file__).parents[1]
+    paths += [
+        package / f"{name}.py" for name in ("autotune/choose", "autotune/trials", "ops/tables")
+    ]
+    sources = hashlib.sha256()
+    for path in sorted(paths):
+        sources.update(path.read_bytes())
+    # not by its package, which has other names in some builds of torch
+    versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
+    facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], dict[str, str]]:
+    """Runs the trials; returns the verdicts, and for ops without one the reason.
+
+    A child that ends early failed at the first op without a verdict; another one tries the rest.
+    """
+    verdicts: dict[str, Verdict] = {}
+    reasons: dict[str, str] = {}
+    end = time.monotonic() + TIMEOUT
+    while left := [name for name in asked if name not in (verdicts | reasons)]:
+        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
+        verdicts |= found
+        if found.keys() != set(left):
+            reasons[next(name for name in left if name not in found)] = reason
+    return verdicts, reasons
+
+
+def _child(
+    asked: list[str], sizes: Sizes, on: str, seconds: float
+) -> tuple[dict[str, Verdict], str]:
+    """Runs one child process; returns its verdicts and how it ended."""
+    order = json.dumps({"ops": asked, "device": on, "sizes": asdict(sizes)})
+    command = [sys.executable, *CHILD]
+    try:
+        done = subprocess.run(
+            command, input=order, capture_output=True, text=True, timeout=seconds, cwd=ROOT
+        )
+        said, errors = done.stdout, done.stderr.strip().splitlines()
+        # the last line may be PyTorch's advice
+        named = [e for e in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)(:|$)", e)]
+        reason = f"the trial ended with code {done.returncode}" + "".join(
+            f": {line}" for line in (named or errors)[-1:]
+        )
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stdout or b"").decode()
+        reason = f"the trials did not end within {TIMEOUT:.0f} s"
+    verdicts: dict[str, Verdict] = {}
+    for line in said.splitlines():
+        with suppress(ValueError, TypeError):  # a line that a library printed
+            verdicts.update(json.loads(line))
+    return {name: verdicts[name] for name in asked if name in verdicts}, reason
+
+
+if __name__ == "__main__":
+    main()

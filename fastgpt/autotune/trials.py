@@ -1,0 +1,267 @@
+"""Trials of `fastgpt.autotune.choose`: our ops beside PyTorch's, with inputs of the run's sizes.
+
+Inputs and references come from each op's `Spec`; this module adds the options of the run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+from torch.func import functional_call
+
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.kernels import bias_act, parity
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels.runtime import with_gradient_of
+from fastgpt.kernels.spec import Problem, absorbing
+from fastgpt.kernels.specs import SPECS
+from fastgpt.model.block import Block
+from fastgpt.model.layers import Residual, norm_absorbs
+from fastgpt.model.positions import Rotary
+from fastgpt.ops import tables
+
+Inputs = Callable[[int, int], dict[str, Tensor]]
+"""Function that makes inputs from the number of sequences and their length."""
+WEIGHTS = ("weight", "bias", "input_bias")
+"""Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes and settings of a run that affect its trials."""
+
+    model: ModelConfig
+    batch: int
+    """Number of sequences in a micro-batch."""
+    precision: str
+    compiled: bool
+    narrow_residual: bool = False
+    """True if the residual stream has autocast's dtype instead of fp32."""
+    transformers: bool = False
+    """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
+    without the sum, activations after the bias, SwiGLU of two matrix products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Trial of one op: our implementation, PyTorch's, the reference and the inputs."""
+
+    plain: str
+    ours: str
+    ops: Mapping[str, parity.Op]
+    ref: parity.Op
+    inputs: Inputs
+    worth: float = 1.0
+    """Largest time of ours, relative to PyTorch's, at which ours is chosen."""
+
+
+def _inputs(
+    name: str, problem: Problem, on: str, dtype: torch.dtype, narrow_residual: bool = False
+) -> Inputs:
+    """Returns a function that makes the spec's inputs for B sequences of T tokens."""
+    wide = WEIGHTS if narrow_residual else (*WEIGHTS, "residual")
+
+    def make(*sizes: int, below: int = 0) -> Tensor:
+        if below:
+            return torch.randint(below, sizes, device=on)
+        return torch.randn(sizes, device=on)
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        made = SPECS[name].inputs({"B": B, "T": T, "M": (B, T), **problem}, make)
+        return {
+            name: x if name in wide or not x.is_floating_point() else x.to(dtype)
+            for name, x in made.items()
+        }
+
+    return inputs
+
+
+def _projected(model: ModelConfig, on: str, dtype: torch.dtype, *, biased: bool = False) -> Inputs:
+    """Returns a function that makes `qkv`, all heads of queries, keys and values in one tensor."""
+    problem = {"H": model.num_heads, "K": model.kv_heads, "D": model.head_dim}
+    return _inputs("attention_packed", {**problem, "input_bias": biased}, on, dtype)
+
+
+def _documents(model: ModelConfig, B: int, T: int, on: str) -> Tensor | None:
+    """Returns the ids of three documents in each row, if the model separates them."""
+    if not model.document_mask:
+        return None
+    return (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
+
+
+def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    """Makes the trial of what the model calls: one tensor of q, k and v, or its three parts.
+
+    Either way the gradient is one tensor again, which costs a concatenation of three.
+    """
+    model = sizes.model
+    heads = (model.num_heads, model.kv_heads, model.kv_heads)
+    apart = sizes.transformers or model.position == "rotary" or model.qk_norm
+    as_projected = not apart
+    biased = as_projected and model.bias_at("qkv")
+
+    def options(qkv: Tensor) -> dict[str, Any]:
+        ids = _documents(model, qkv.shape[0], qkv.shape[1], on)
+        return {"scale": model.attention_scale, "window": model.window, "doc_ids": ids}
+
+    def split(op: Callable[..., Tensor]) -> parity.Op:
+        def run(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
+            qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
+            return op(*qkv.split(heads, dim=2), **options(qkv))
+
+        return run
+
+    def packed(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
+        return tables.PACKED_ATTENTION["triton"](
+            qkv, model.num_heads, **options(qkv), input_bias=input_bias
+        )
+
+    ours = packed if as_projected else split(tables.ATTENTION["triton"])
+    both = {"sdpa": split(tables.ATTENTION["sdpa"]), "triton": ours}
+    ref = split(SPECS["attention"].ref)
+    return Trial("sdpa", "triton", both, ref, _projected(model, on, dtype, biased=biased))
+
+
+def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model = sizes.model
+    summed = not sizes.transformers
+    op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
+    options: dict[str, Any] = {"eps": model.epsilon}
+    if model.norm == "layernorm" and not model.bias:
+        options["bias"] = None
+    absorbs = norm_absorbs(model, tables.NORMS["triton"], "residual") and model.bias_at(
+        "projection"
+    )
+    absorbs = absorbs and summed
+    options["input_bias"] = absorbs
+    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": absorbs}
+    both = {
+        name: partial(absorbing(getattr(norms, op)), **options)
+        for name, norms in tables.NORMS.items()
+    }
+    ref = partial(SPECS[op].ref, **options)
+    inputs = _inputs(op, problem, on, dtype, sizes.narrow_residual)
+    return Trial("torch", "triton", both, ref, inputs)
+
+
+def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model = sizes.model
+    options = {"valid_vocab": model.vocab_size, "softcap": model.softcap}
+    problem = {"C": model.dim, "V": model.padded_vocab, "valid_vocab": model.vocab_size}
+    drawn = _inputs("linear_cross_entropy", problem, on, dtype)
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        made = drawn(B, T)
+        return {**made, "weight": made["weight"] * model.dim**-0.5}  # logits of about 1
+
+    both: dict[str, parity.Op] = {name: partial(op, **options) for name, op in tables.LOSS.items()}
+    ref = partial(SPECS["linear_cross_entropy"].ref, **options)
+    # it halves a step's memory, which is worth more than a twentieth of the loss's time
+    return Trial("torch", "chunked", both, ref, inputs, worth=1.05)
+
+
+def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    model, angles = sizes.model, Rotary(sizes.model).to(on)
+    heads = (model.num_heads, model.kv_heads, model.kv_heads)
+    projected = _projected(model, on, dtype)
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        q, k, _ = projected(B, T)["qkv"].split(heads, dim=2)  # views, as in the model
+        return {"q": q, "k": k}
+
+    def with_angles(op: parity.Op) -> parity.Op:
+        def run(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+            return tuple(op(q, k, *(x[: q.shape[1]] for x in (angles.cos, angles.sin))))
+
+        return run
+
+    both = {name: with_angles(op) for name, op in tables.ROTARY.items()}
+    return Trial("torch", "triton", both, with_angles(SPECS["rotary"].ref), inputs)
+
+
+def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    """Makes the trial with the matrix product before it, which adds PyTorch's bias at no cost."""
+    model, kind = sizes.model, sizes.model.activation
+    width = model.ffn_width * (2 if kind == "swiglu" else 1)
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        found = {
+            "x": torch.randn(B, T, model.dim, device=on, dtype=dtype),
+            "weight": torch.randn(width, model.dim, device=on) * model.dim**-0.5,
+        }
+        return {**found, "bias": torch.randn(width, device=on)} if model.bias else found
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ACTIVATIONS[kind](F.linear(x, weight, bias))
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return bias_act(F.linear(x, weight), bias, kind)
+
+    def gated(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = (F.linear(x, half) for half in weight.chunk(2))
+        return F.silu(gate) * up
+
+    def ours_after_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if kind == "swiglu":
+            halves = [F.linear(x, half) for half in weight.chunk(2)]
+            return bias_act(torch.cat(halves, -1), None, kind)
+        return bias_act(F.linear(x, weight, bias), None, kind)
+
+    if not sizes.transformers:
+        return Trial("torch", "triton", {"torch": plain, "triton": ours}, plain, inputs)
+    theirs = gated if kind == "swiglu" else plain
+    return Trial("torch", "triton", {"torch": theirs, "triton": ours_after_bias}, plain, inputs)
+
+
+def layer(
+    sizes: Sizes, on: str, dtype: torch.dtype, candidates: Mapping[str, OpsConfig]
+) -> tuple[dict[str, parity.Op], Inputs]:
+    """Returns a layer of the model with each candidate's ops, and a function that makes its inputs.
+
+    The weights are inputs, too, so that their gradients are computed.
+    """
+    model = sizes.model
+    layers = {
+        name: Block(model, tables.select(chosen, on, compiled=sizes.compiled)).to(on)
+        for name, chosen in candidates.items()
+    }
+    angles = Rotary(model).to(on) if model.position == "rotary" else None
+    pre_norm = model.norm_position == "pre"
+    weights = dict(next(iter(layers.values())).named_parameters())
+
+    def inputs(B: int, T: int) -> dict[str, Tensor]:
+        found = {"x": torch.randn(B, T, model.dim, device=on, dtype=dtype)}
+        if pre_norm:
+            residual = torch.randn(B, T, model.dim, device=on)
+            found["residual"] = residual.to(dtype) if sizes.narrow_residual else residual
+        return found | {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def op_of(block: Block) -> parity.Op:
+        def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            values = dict(zip(weights, rest[pre_norm:], strict=True))
+            # its own bias in place of that of the layer before, whose gradient is computed here
+            due = values.get("mlp.c_proj.bias") if block.mlp.c_proj.absorbed else None
+            residual = Residual(rest[0], due) if pre_norm else None
+            B, T = x.shape[:2]
+            cos_sin = None if angles is None else angles(slice(T))
+            args = (x, residual, cos_sin, _documents(model, B, T, on), None)
+            y, after = functional_call(block, values, args)
+            return (y,) if after is None else (y, after.stream)
+
+        return run
+
+    return {name: op_of(block) for name, block in layers.items()}, inputs
+
+
+TRIALS = {
+    "attention": _attention,
+    "norm": _norm,
+    "loss": _loss,
+    "rotary": _rotary,
+    "activation": _activation,
+}

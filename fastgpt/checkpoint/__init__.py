@@ -1,0 +1,1 @@
+"""Checkpoints: written atomically, whole or in parts, and verified when loaded."""

@@ -1,0 +1,378 @@
+"""Checkpoints: written atomically, verified when loaded, and resumed bit for bit.
+
+A checkpoint is a folder `step_00000500`:
+    model.safetensors   the weights under GPT-2's names, without the vocabulary's padding
+    state.pt            optimizer and loader state (read with weights_only=True)
+    config.json         the run's settings
+    tokenizer.json      so that a checkpoint can always decode its own output
+    huggingface.json    files of a converted model that fastgpt does not interpret; else missing
+    checkpoint.json     format version, step, and the sha256 of each file above; written last
+If ranks share the weights, `shard-*.safetensors` and `state.json` replace the first two; see
+`fastgpt.checkpoint.sharded`.
+It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
+complete.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from fastgpt.checkpoint import tensors
+from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state
+from fastgpt.commands import resume_command, same_command
+from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
+from fastgpt.files import parse_json, sync_directory
+from fastgpt.parallel.distributed import World
+
+T = TypeVar("T")
+FORMAT_VERSION = 2
+RECORD = "checkpoint.json"
+STEP = re.compile(r"step_\d{8,}")
+WHOLE = ("model.safetensors", "state.pt")
+REST = ("config.json", "tokenizer.json", "huggingface.json")
+"""A model that was converted may lack the second, and it alone has the third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was read back and verified."""
+
+    path: Path
+    step: int
+    weights: tensors.Weights
+    """They are read from the file when they are asked for."""
+    state: dict[str, Any]
+    shards: Shards | None
+    """Tensors that ranks wrote together: those that `state` names, and the weights."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    state: dict[str, Any],
+    **fixed: Any,
+) -> Path:
+    """Writes the checkpoint `folder/step_N` and removes old ones.
+
+    Args:
+        fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of `Draft.publish`, and of a
+            model that was converted `huggingface_json`, its `Source.kept`.
+
+    Raises:
+        UserError: the disk is full or cannot be written; no partial checkpoint is left.
+    """
+    draft = Draft(folder, step)
+    with draft.errors():
+        draft.begin()
+        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+        tensors.write(draft.path / WHOLE[0], plan, weights.values())
+        with (draft.path / WHOLE[1]).open("wb") as file:  # with a path, errors lack the reason
+            torch.save(state, file)
+        return draft.publish({name: sha256(draft.path / name) for name in WHOLE}, **fixed)
+
+
+class Draft:
+    """Checkpoint of a step that is being written, under a temporary name."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        self.path = folder / f".writing_{step:08d}"
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Removes it after an error in the context, which becomes a `UserError`."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UserError(_cannot_save(self.folder, self.step, error)) from error
+
+    def begin(self) -> None:
+        """Makes its folder, and removes what a process that was killed has left."""
+        for pattern in (".writing_*", ".removing_*", ".best"):
+            for left_over in self.folder.glob(pattern):
+                shutil.rmtree(left_over)
+        self.path.mkdir(parents=True)
+
+    def publish(
+        self,
+        hashes: Mapping[str, str],
+        *,
+        config_json: str,
+        save_tokenizer: Callable[[Path], None] | None,
+        keep: int,
+        keep_every: int = 0,
+        huggingface_json: str | None = None,
+    ) -> Path:
+        """Adds the other files, and gives it its name.
+
+        Args:
+            hashes: sha256 of each file that is there.
+            keep: number of newest checkpoints that are not removed.
+            keep_every: nor are those of steps that are multiples of it; 0: no others.
+        """
+        (self.path / "config.json").write_text(config_json)
+        if save_tokenizer is not None:
+            save_tokenizer(self.path / "tokenizer.json")
+        if huggingface_json is not None:
+            (self.path / "huggingface.json").write_text(huggingface_json)
+        rest = {x: sha256(self.path / x) for x in REST if (self.path / x).exists()}
+        record = {
+            "format_version": FORMAT_VERSION, "step": self.step, "sha256": {**hashes, **rest},
+        }  # fmt: skip
+        (self.path / RECORD).write_text(json.dumps(record, indent=1))
+        for name in (*record["sha256"], RECORD):
+            with (self.path / name).open("rb+") as file:
+                os.fsync(file.fileno())
+        sync_directory(self.path)
+        final = step_path(self.folder, self.step)
+        _remove(final)
+        self.path.rename(final)
+        sync_directory(self.folder)
+        for old in steps_on_disk(self.folder)[:-keep]:
+            if not keep_every or _step(old) % keep_every:
+                _remove(old)
+        return final
+
+
+def _cannot_save(folder: Path, step: int, error: Exception) -> str:
+    if is_disk_full(error):
+        return f"no space left on the disk of {folder}: the checkpoint of step {step} was not saved"
+    return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, renamed first: an interruption leaves no partial one of its name."""
+    if path.exists():
+        hidden = path.with_name(f".removing_{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # left by an interrupted removal
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns True if `path` is a checkpoint, even a damaged one."""
+    return (path / RECORD).exists() or (path.is_dir() and bool(STEP.fullmatch(path.name)))
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Returns the path of the checkpoint of `step`, which need not exist."""
+    return folder / f"step_{step:08d}"
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Copies `checkpoint` to the folder `best` beside it, with hard links if the disk has them.
+
+    Raises:
+        UserError: the disk is full or cannot be written.
+    """
+    best, temporary = checkpoint.parent / "best", checkpoint.parent / ".best"
+    with writing(best):
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(checkpoint, temporary, copy_function=_link)
+        _remove(best)
+        temporary.rename(best)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def kept_steps(folder: Path) -> set[int]:
+    """Returns the steps of the checkpoints in `folder`, including `best`."""
+    found = set()
+    for path in (*steps_on_disk(folder), folder / "best"):
+        with suppress(UserError):
+            found.add(read_record(path)["step"])
+    return found
+
+
+def steps_on_disk(folder: Path) -> list[Path]:
+    """Lists the paths of the checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
+
+
+def _step(path: Path) -> float:
+    """Returns the step in a checkpoint's name or record; infinity if the record is unreadable."""
+    try:
+        named = STEP.fullmatch(path.name)
+        return int(path.name[len("step_") :]) if named else read_record(path)["step"]
+    except UserError:
+        return float("inf")
+
+
+def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoint:  # noqa: B008
+    """Loads a checkpoint and verifies its checksums.
+
+    Args:
+        state: also loads the state of optimizer and data; else that is empty.
+        world: the ranks that load it together: those of each machine share the checksums' work.
+
+    Raises:
+        UserError: a file is missing, altered or of an unknown format, or the ranks load different
+            checkpoints.
+    """
+    record = _together(path, world, lambda: _verified(path, world))
+    return _together(path, world, lambda: _read(path, record, state))
+
+
+def _together(path: Path, world: World, work: Callable[[], T]) -> T:
+    """Returns the result of `work`; an error of one rank is raised on all, which wait for it."""
+    result, problem = None, None
+    try:
+        result = work()
+    except (UserError, OSError) as error:
+        problem = str(error)
+    found = world.of_each((path.name, problem))
+    if others := {name for name, _ in found} - {path.name}:
+        raise UserError(f"the ranks see different checkpoints: {path.name}, {min(others)}")
+    for _, problem in found:
+        if problem is not None:
+            raise UserError(problem)
+    return cast(T, result)
+
+
+def _verified(path: Path, world: World) -> dict[str, Any]:
+    """Returns the record of a checkpoint, of whose files this rank reads its share."""
+    record = read_record(path)
+    own = list(record["sha256"])[world.local_rank :: world.local_size]
+    for name, expected in record["sha256"].items():
+        if not (path / name).is_file():
+            raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
+        if name in own and (found := sha256(path / name)) != expected:
+            raise UserError(
+                f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
+                f"expected {str(expected)[:16]}..."
+            )
+    return record
+
+
+def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
+    if STATE in record["sha256"]:
+        strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
+        if strange:
+            raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
+        values, shards = read_state(path), Shards(path)
+        weights = shards.whole(values.get("rows", {}))
+    else:
+        values, shards = _state(path) if state else {}, None
+        weights = tensors.read(path / WHOLE[0])
+    return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state = tensors.unpickle(path / WHOLE[1])
+    if not isinstance(state, dict):
+        raise UserError(f"{path / WHOLE[1]} holds {shown(state)}: expected a dictionary")
+    return state
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
+    try:
+        record = parse_json((path / RECORD).read_text())
+        version = record["format_version"]
+        whole = version != FORMAT_VERSION or (
+            type(record["step"]) is int and record["step"] >= 0 and _are_all(set(record["sha256"]))
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
+    if not whole:
+        raise UserError(f"{path} is not a checkpoint: its checkpoint.json is damaged")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
+        )
+    if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
+        raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")
+    return record
+
+
+def _are_all(names: set[str]) -> bool:
+    """Returns True if these are the names of the files of a checkpoint."""
+    least = {"config.json", *WHOLE}
+    if STATE in names:
+        shards = {name for name in names if fnmatch(name, SHARDS) and Path(name).name == name}
+        least = {"config.json", STATE, *shards}
+    return len(least) > 2 and least <= names <= least | set(REST)
+
+
+def find(
+    resume: str,
+    *,
+    state: bool = True,
+    world: World = World(),  # noqa: B008
+) -> tuple[Checkpoint, list[str]]:
+    """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
+
+    Args:
+        resume: path of a checkpoint, or of a run, whose newest valid checkpoint is loaded.
+        state, world: as in `load`.
+
+    Raises:
+        UserError: there is no valid checkpoint.
+    """
+    path, complaints = Path(resume), []
+    if is_checkpoint(path):
+        try:
+            return load(path, state=state, world=world), []
+        except UserError as error:
+            raise UserError(f"{error}; {instead_of(path, state, world)}") from error
+    for candidate in reversed(steps_on_disk(path / "checkpoints")):
+        try:
+            return load(candidate, state=state, world=world), complaints
+        except UserError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise UserError("; ".join([f"{path} has no valid checkpoint", *complaints]))
+    if not path.exists():
+        raise UserError(f"RUN {resume!r} does not exist: expected the path of a run or checkpoint")
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"{path} has no checkpoint yet")
+    raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
+
+
+def instead_of(path: Path, state: bool, world: World) -> str:
+    """Returns a clause that names the newest valid checkpoint before `path`, and a command for it.
+
+    Args:
+        state: the command resumes from it; else it is that of this process with another path.
+    """
+    for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
+        with suppress(UserError):
+            load(earlier, state=state, world=world)
+            resume = f"; to resume there: {resume_command(earlier, world.size)}"
+            said = resume if state else same_command(path, earlier)
+            return f"the valid one before it is {earlier}{said}"
+    return "there is no valid one before it"
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames checkpoints later than `step` to `abandoned_*`: a resumed run writes its own."""
+    for path in (*steps_on_disk(folder), folder / "best"):
+        if path.exists() and _step(path) > step:
+            aside = path.with_name(f"abandoned_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def sha256(path: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,183 @@
+"""Tensors of which each rank holds a part, written by all ranks and read by any number of them.
+
+Each rank writes one file `shard-*.safetensors`, in the format of PyTorch's distributed checkpoints
+(DCP) for safetensors: the place of each part is in the file's header, as JSON, and no pickled
+metadata is needed. What is no tensor is `state.json`.
+
+DCP is imported when it is used: that takes a second.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastgpt.checkpoint.tensors import Weights, header_length
+from fastgpt.errors import UserError, brief
+from fastgpt.files import parse_json
+from fastgpt.ops.dtensor import is_sharded
+from fastgpt.parallel.fsdp import part, part_like
+
+STATE = "state.json"
+SHARDS = "shard-*.safetensors"
+MODEL = "model."
+"""Beginning of the names of weights; those of the state are places such as optimizers.0.step."""
+
+
+def apart(tree: Any, place: str, found: dict[str, Tensor]) -> Any:
+    """Returns `tree` as JSON, with {"tensor": NAME} for its tensors, which it adds to `found`."""
+    if isinstance(tree, Tensor):
+        found[place] = tree
+        return {"tensor": place}
+    if isinstance(tree, dict):
+        return {str(key): apart(x, f"{place}.{key}", found) for key, x in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [apart(x, f"{place}.{i}", found) for i, x in enumerate(tree)]
+    return tree
+
+
+def together(tree: Any, found: Mapping[str, Tensor]) -> Any:
+    """Undoes `apart`; keys that are numbers become ints again."""
+    if isinstance(tree, dict):
+        if tree.keys() == {"tensor"}:
+            return found[tree["tensor"]]
+        return {int(x) if x.isdecimal() else x: together(y, found) for x, y in tree.items()}
+    return [together(x, found) for x in tree] if isinstance(tree, list) else tree
+
+
+def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Writes this rank's parts of tensors into one file of `folder`; a collective operation.
+
+    Raises:
+        OSError: a rank cannot write; it is raised on all of them.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        cause = error.failures[min(error.failures)][0]
+        raise cause if isinstance(cause, OSError) else OSError(brief(cause)) from error
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Reads `state.json`, as `apart` returned it.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        state = parse_json((folder / STATE).read_text())
+        if type(state) is not dict:
+            raise TypeError(f"{type(state).__name__} in place of a dictionary")
+        if any(type(x) is not int or x < 1 for x in state["rows"].values()):
+            raise ValueError("the numbers of rows are damaged")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / STATE} cannot be read: {brief(error)}") from error
+    return state
+
+
+class Shards:
+    """The tensors in a folder's files of shards.
+
+    Raises:
+        UserError: a file is damaged, or a part of a tensor is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
+        try:
+            for file in folder.glob(SHARDS):
+                header_length(file)
+            read = self._reader.read_metadata()
+            self.plan = {name: _meta(name, x) for name, x in read.state_dict_metadata.items()}
+        except UserError:
+            raise
+        except Exception as error:  # damaged headers end in almost any
+            raise UserError(f"the shards in {folder} cannot be read: {brief(error)}") from error
+
+    def read_into(self, tensors: dict[str, Tensor], *, alone: bool) -> None:
+        """Fills tensors, plain ones or parts of shared ones.
+
+        Args:
+            alone: without the other ranks; else it is a collective operation.
+
+        Raises:
+            UserError: there is none of such a name or shape, or it cannot be read.
+        """
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            with warnings.catch_warnings():  # that it takes this for a single process
+                warnings.simplefilter("ignore")
+                load(tensors, storage_reader=self._reader, no_dist=alone)
+        except Exception as error:
+            raise UserError(f"the shards in {self._folder} do not fit: {brief(error)}") from error
+
+    def restore(
+        self, state: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Any:
+        """Reads a model's weights, and returns the state with its tensors.
+
+        Each is read as the weight it belongs to is laid out: whole, or the rank's part of it.
+
+        Args:
+            state: as `read_state` returned it.
+        """
+        wanted = {MODEL + name: weight.detach() for name, weight in model.named_parameters()}
+        for name, stored in self.plan.items():
+            if not name.startswith(MODEL):
+                wanted[name] = torch.zeros_like(stored, device="cpu")
+        for optimizer, saved in zip(optimizers, state["optimizers"]["optimizers"], strict=True):
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            for number, moments in saved["state"].items():
+                weight = weights[int(number)].detach()
+                for entry in moments.values():
+                    if self.plan[entry["tensor"]].shape == weight.shape:
+                        wanted[entry["tensor"]] = torch.zeros_like(weight)
+        self.read_into(wanted, alone=not any(map(is_sharded, wanted.values())))
+        for weight in model.parameters():
+            own = weight.detach()  # with rows in the model's order
+            part(own).copy_(part(part_like(own, weight)))
+        return together(state, wanted)
+
+    def whole(self, rows: Mapping[str, int]) -> Weights:
+        """Returns the whole weights, each read when it is asked for.
+
+        Args:
+            rows: number of rows to read of a weight, if not all of them.
+        """
+        rows = {MODEL + name: count for name, count in rows.items()}
+        every = Weights(self.plan, self._whole)
+        plan = {
+            name.removeprefix(MODEL): x[: rows.get(name)]
+            for name, x in self.plan.items()
+            if name.startswith(MODEL)
+        }
+        return Weights(plan, lambda name: every[MODEL + name][: rows.get(MODEL + name)])
+
+    def _whole(self, name: str) -> Tensor:
+        found = torch.zeros_like(self.plan[name], device="cpu")
+        self.read_into({name: found}, alone=True)
+        return found
+
+
+def _meta(name: str, stored: Any) -> Tensor:
+    """Returns a tensor on the device `meta` with the shape of one that is stored."""
+    found = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+    parts = sum(math.prod(part.sizes) for part in stored.chunks)
+    if parts != found.numel():
+        raise ValueError(f"{parts} of {found.numel()} numbers of {name} are there")
+    return found

@@ -1,0 +1,189 @@
+"""Settings of the model: its size and architecture; see `fastgpt.config.config`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from fastgpt.config.checks import FRACTION, LAYERS, POSITIVE, SIZE, check
+from fastgpt.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Model: its size and architecture."""
+
+    architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
+    """Model to build: a GPT, or one of the lecture's simpler models, which have no normalisation
+    layers (see fastgpt/model/build.py)."""
+    num_layers: int = 12
+    """Number of transformer blocks."""
+    num_heads: int = 12
+    """Number of attention heads; it must divide model.dim."""
+    num_kv_heads: int | None = None
+    """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
+    fewer give grouped-query attention."""
+    head_size: int | None = None
+    """Width of each attention head; by default model.dim / model.num-heads."""
+    dim: int = 768
+    """Width of the model, a multiple of model.num-heads. With model.head-size it may be any."""
+    ffn_dim: int | None = None
+    """Width of the feed-forward layers. By default 4 x model.dim; with SwiGLU 8/3 x model.dim
+    rounded up to a multiple of 64."""
+    context: int = 1024
+    """Longest sequence, in tokens."""
+    vocab_size: int | None = None
+    """Number of tokens in the vocabulary; by default the tokenizer's."""
+    vocab_multiple: int = 64
+    """Multiple to which the vocabulary is padded, for speed; padding tokens are never predicted."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation layer."""
+    norm_eps: float | None = None
+    """Epsilon of the normalisation layers and of model.qk-norm, added to the variance; by default
+    1e-5 for LayerNorm and 1e-6 for the others."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """Place of the normalisation: before each sub-layer, as in GPT-2, or after each residual sum,
+    as in the transformer of 2017."""
+    bias: bool = True
+    """Biases in the linear layers of the blocks and in LayerNorm."""
+    qkv_bias: bool | None = None
+    """Bias in the query, key and value projections: True or False; by default as model.bias."""
+    projection_bias: bool | None = None
+    """Bias in the output projection of attention: True or False; by default as model.bias."""
+    head_bias: bool = False
+    """Bias in the output head; it needs --model.no-tied."""
+    activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
+    """Activation function of the feed-forward layers; SwiGLU adds a gate."""
+    position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    """Position encoding: learned or sinusoidal embeddings, rotary, or none."""
+    rotary_base: float = 10_000.0
+    """Base of the rotary frequencies; larger ones suit longer contexts."""
+    rotary_scaling: tuple[float, float, float, int] | None = None
+    """Llama 3's change of the rotary frequencies for contexts longer than those trained on: factor,
+    low and high frequency factor, and the context trained on, for example 8 1 4 8192. By default
+    there is none."""
+    score_scale: Literal["head", "width"] = "head"
+    """Divisor of the attention scores: the square root of the head's dimension, or of the model's,
+    as in the lecture's first steps."""
+    qk_norm: bool = False
+    """RMS normalisation of queries and keys in each head."""
+    qk_norm_weight: bool = False
+    """Weights of that normalisation, which all heads of a layer share; it needs model.qk-norm."""
+    tied: bool = True
+    """Shared weight matrix for the token embedding and the output head."""
+    softcap: float | None = None
+    """Bound of the logits, which tanh squashes into (-softcap, softcap). By default there is
+    none."""
+    window: int | None = None
+    """Sliding attention window, in tokens: each token attends to itself and the tokens just before
+    it, this many in all. By default to all before it."""
+    document_mask: bool = False
+    """Mask that keeps attention within a document; the tokenizer needs an end-of-text token."""
+    eot_id: tyro.conf.Suppress[int | None] = None
+    """Id of the token that begins a document, for model.document-mask; the data's tokenizer sets
+    it."""
+    init: Literal["gpt2", "normal", "torch"] = "gpt2"
+    """Initialisation of the weights. gpt2: normal with standard deviation 0.02, residual
+    projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
+    PyTorch's default."""
+    dropout: float = 0.0
+    """Dropout probability; the default of the four dropout probabilities below."""
+    embedding_dropout: float | None = None
+    """Dropout probability after the sum of token and position embeddings; by default
+    model.dropout."""
+    attention_dropout: float | None = None
+    """Dropout probability of the attention weights; by default model.dropout."""
+    residual_dropout: float | None = None
+    """Dropout probability after attention's output projection; by default model.dropout."""
+    feed_forward_dropout: float | None = None
+    """Dropout probability after the feed-forward layers; by default model.dropout."""
+
+    def __post_init__(self) -> None:
+        layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
+        check(self, LAYERS, *layers)
+        check(self, SIZE, "model.num_heads", "model.num_kv_heads", "model.dim", "model.head_size")
+        check(self, SIZE, "model.ffn_dim", "model.context", "model.vocab_size")
+        check(self, SIZE, "model.vocab_multiple")
+        check(self, POSITIVE, "model.window", "model.rotary_base", "model.softcap")
+        check(self, POSITIVE, "model.norm_eps")
+        dropouts = (name for name in self.__slots__ if name.endswith("dropout"))
+        check(self, FRACTION, *(f"model.{name}" for name in dropouts))
+        if self.head_size is None and self.dim % self.num_heads:
+            raise UserError(
+                f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"
+                f" {self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"--model.num-heads is {self.num_heads}: expected a multiple of"
+                f" --model.num-kv-heads, {self.kv_heads}"
+            )
+        if self.head_size is not None and self.architecture != "gpt":
+            raise UserError("--model.head-size: only --model.architecture gpt has it")
+        if self.qk_norm_weight and not self.qk_norm:
+            raise UserError("--model.qk-norm-weight: there is no --model.qk-norm")
+        if self.position == "rotary":
+            self._check_rotary()
+        elif self.rotary_scaling is not None:
+            raise UserError("--model.rotary-scaling: --model.position is not rotary")
+        if self.position == "sinusoidal" and self.dim % 2:
+            raise UserError(f"--model.dim is {self.dim}: sinusoidal needs an even number")
+        if self.head_bias and self.tied:
+            raise UserError(
+                "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"
+            )
+
+    def _check_rotary(self) -> None:
+        if self.head_dim % 2:
+            given = self.head_size is not None
+            name = "--model.head-size" if given else "--model.dim / --model.num-heads"
+            raise UserError(f"{name} is {self.head_dim}: rotary needs an even number")
+        if self.rotary_scaling is not None:
+            factor, low, high, context = self.rotary_scaling
+            if not (factor >= 1 and 0 < low < high and context >= 1):
+                raise UserError(
+                    f"--model.rotary-scaling is {self.rotary_scaling}: expected a factor of 1 or"
+                    " more, a low factor above 0, a higher one, and a context of 1 or more"
+                )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the normalisation layers."""
+        own = {"layernorm": 1e-5, "rmsnorm": 1e-6}[self.norm]
+        return own if self.norm_eps is None else self.norm_eps
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores."""
+        return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
+
+    @property
+    def ffn_width(self) -> int:
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        if self.activation == "swiglu":
+            return -(-8 * self.dim // 3 // 64) * 64
+        return 4 * self.dim
+
+    @property
+    def padded_vocab(self) -> int:
+        assert self.vocab_size is not None
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def bias_at(self, place: str) -> bool:
+        """Returns True if the attention projection `place`, `qkv` or `projection`, has a bias."""
+        own = getattr(self, f"{place}_bias")
+        return self.bias if own is None else own
+
+    def dropout_at(self, place: str) -> float:
+        """Returns the dropout probability of embedding, attention, residual or feed_forward."""
+        own = getattr(self, f"{place}_dropout")
+        return self.dropout if own is None else own

@@ -1,0 +1,1 @@
+"""Devices: which one to use, its precision, speed and memory."""

@@ -1,0 +1,337 @@
+"""Kinds of devices and what each can do; precision, compilers and peak speed of this machine."""
+
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fastgpt.device.cuda_driver import why_no_cuda
+from fastgpt.errors import UserError, counted
+from fastgpt.files import write_atomically
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# --- kinds of devices -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Abilities of one kind of device in PyTorch, and which of them a run uses.
+
+    Functions are called when the answer is needed: they may initialize the device.
+    """
+
+    name: str
+    """Name in messages."""
+    is_there: Callable[[], bool]
+    device_name: Callable[[], str]
+    fast_bf16: Callable[[], bool]
+    """Returns True if the hardware multiplies bf16 natively, so that `auto` uses it."""
+    has_bf16: Callable[[], bool] = lambda: True
+    has_fp64: bool = True
+    compiles: Literal["by default", "on request", "never"] = "never"
+    """When a run uses torch.compile."""
+    kernels: bool = False
+    """True if our Triton kernels run there."""
+    pins: bool = False
+    """True if copies from pinned host memory do not block."""
+    backend: str | None = "gloo"
+    """Backends of collective operations; None: one process only."""
+    peak_memory: Callable[[], int] | None = None
+    """Returns the largest number of bytes that this process's tensors have taken."""
+    reset_peak_memory: Callable[[], object] = lambda: None
+    """Makes `peak_memory` begin anew, from the bytes that the tensors take now."""
+    free_memory: Callable[[], tuple[int, int]] | None = None
+    """Returns the bytes that no program uses, and those of the whole device."""
+
+
+def _cpu_name() -> str:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _cpu_has_fast_bf16() -> bool:
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
+
+
+def _gpu(name: str, module: Any, **rest: Any) -> Kind:
+    """Makes the kind of device whose module of torch has the functions of torch.cuda."""
+    return Kind(
+        name,
+        lambda: module.is_available(),
+        lambda: module.get_device_name(),
+        lambda: module.is_bf16_supported(including_emulation=False),
+        pins=True,
+        peak_memory=lambda: module.max_memory_allocated(),
+        reset_peak_memory=lambda: module.reset_peak_memory_stats(),
+        free_memory=lambda: module.mem_get_info(),
+        **rest,
+    )
+
+
+CPU = Kind("CPU", lambda: True, _cpu_name, _cpu_has_fast_bf16, compiles="on request")
+CUDA = _gpu("CUDA", torch.cuda, compiles="by default", kernels=True, backend="cpu:gloo,cuda:nccl")
+ROCM = replace(CUDA, name="ROCm", kernels=False)  # RCCL goes by the name of NCCL
+XPU = _gpu("XPU", torch.xpu, backend="cpu:gloo,xpu:xccl")
+MPS = Kind(
+    "MPS",
+    lambda: torch.backends.mps.is_available(),
+    lambda: torch.backends.mps.get_name(),
+    lambda: False,  # M1 and M2 emulate it, and PyTorch does not tell them from later ones
+    has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+    has_fp64=False,
+    backend=None,
+    # there is no figure of the peak: the driver keeps what was freed, until the cache is emptied
+    peak_memory=lambda: torch.mps.driver_allocated_memory(),
+)
+KINDS = {"cuda": CUDA, "xpu": XPU, "mps": MPS, "cpu": CPU}
+"""Kinds by the type that torch gives their devices, in the order in which `auto` looks for them."""
+
+
+def kind_of(device: torch.device | str) -> Kind:
+    """Returns the kind of a device; in builds of PyTorch for ROCm, `cuda` is an AMD GPU."""
+    type = torch.device(device).type
+    return ROCM if type == "cuda" and torch.version.hip is not None else KINDS[type]
+
+
+def pick_device(
+    asked: str, flag: str = "--train.device", among: Collection[str] = tuple(KINDS)
+) -> str:
+    """Returns the type of the device to run on.
+
+    Args:
+        asked: a type, or `auto` for the first of `KINDS` that is there.
+        flag: the flag that `asked` was given with.
+        among: types that the caller supports.
+
+    Raises:
+        UserError: the device asked for is missing, or `auto` would leave an NVIDIA GPU unused.
+    """
+    wanted = among if asked == "auto" else [asked]
+    found = next((type for type in KINDS if type in wanted and KINDS[type].is_there()), None)
+    why = why_no_cuda() if asked in ("auto", "cuda") and found in ("cpu", None) else None
+    if found is None:
+        raise UserError(
+            f"{flag} is {asked}, but torch {torch.__version__} sees no {KINDS[asked].name} device"
+            f" here: {why or 'expected one, its driver and a torch for it'}; or pass {flag} cpu"
+        )
+    if why:
+        raise UserError(f"{why}; or pass {flag} cpu to use the CPU")
+    return found
+
+
+def device_name(device: str) -> str:
+    """Returns the device's name, with the number of threads on a CPU."""
+    return kind_of(device).device_name()
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done all work that was queued."""
+    torch.get_device_module(device).synchronize()
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """Returns `peak_memory_gib`, the peak memory of tensors on this rank's GPU; empty on a CPU."""
+    peak = kind_of(device).peak_memory
+    return {} if peak is None else {"peak_memory_gib": round(peak() / 2**30, 3)}
+
+
+def check_free_memory(device: str, needed: int) -> None:
+    """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
+    memory = kind_of(device).free_memory
+    free, total = memory() if memory is not None else (needed, needed)
+    if free < needed:
+        raise UserError(
+            f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
+            f" weights, gradients and optimizer state of this model alone need"
+            f" {needed / 2**30:.1f}: end other programs on it (nvidia-smi shows them), pick"
+            " another GPU with CUDA_VISIBLE_DEVICES, or train a smaller model"
+        )
+
+
+def has_fast_bf16(device: str) -> bool:
+    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
+    return kind_of(device).fast_bf16()
+
+
+def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> str:
+    """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
+    kind = kind_of(device)
+    if asked == "auto":
+        return "bf16" if has_fast_bf16(device) else "fp32"
+    if asked == "fp16" and kind is CPU:
+        raise UserError(f"{flag} is fp16, which needs CUDA: expected fp32 or bf16")
+    if asked == "bf16" and not kind.has_bf16():
+        raise UserError(
+            f"{flag} is bf16, which this {kind.name} device lacks (Apple's needs macOS"
+            " 14): expected fp32 or fp16"
+        )
+    return asked
+
+
+def autocast(device: str, precision: str) -> AbstractContextManager:
+    """Returns an autocast context: matrix products in `precision`, weights and sums in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device, dtype=DTYPES[precision])
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def has_compiler() -> bool:
+    """Returns True if torch.compile finds a C++ compiler."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+
+
+def missing_for_triton() -> str:
+    """Names what Triton's kernels lack to run here; empty if nothing.
+
+    Triton builds their launchers in C when they first run, and looks for the compiler and for
+    Python.h where this function does (triton/runtime/build.py).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it is not made for Windows)"
+    given = os.environ.get("CC")
+    if not any(map(shutil.which, ["gcc", "clang"] if given is None else [given])):
+        where = "CC, gcc, clang" if given is None else f"CC is {given}"
+        return f"no C compiler was found ({where}): install gcc"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    if not header.exists():
+        python = f"python{sysconfig.get_python_version()}"
+        return f"{header} is missing: install it (apt install {python}-dev, dnf: {python}-devel)"
+    return ""
+
+
+def pick_compile(asked: str, device: str) -> tuple[bool, str]:
+    """Returns whether to use torch.compile, and a warning if it cannot be used as asked.
+
+    Raises:
+        UserError: it is asked for on a kind of device where it is never used.
+    """
+    kind = kind_of(device)
+    if asked == "on" and kind.compiles == "never":
+        raise UserError(f"--train.compile is on: expected auto or off on {kind.name}")
+    if asked == "off" or (asked == "auto" and kind.compiles != "by default"):
+        return False, ""
+    if not has_compiler():
+        return False, "no C++ compiler was found (CXX, g++, clang++): torch.compile is off"
+    if kind is not CPU and (missing := missing_for_triton()):
+        return False, f"{missing}; torch.compile is off"
+    return True, ""
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc's allocator to keep freed memory, so that the next step can reuse it.
+
+    By default it returns large blocks to the system, and getting them back costs page faults and
+    zeroing: a step of 6 layers of 384 (B=16, T=256, bf16, two AVX-512 cores) took 549 ms instead of
+    463 ms. The process then keeps its peak memory. With other allocators this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(M_TOP_PAD, 2**26)
+
+
+def shares(device: str, ranks: int) -> float:
+    """Returns the peak of `ranks` processes relative to one: a GPU each, or shared CPU cores."""
+    if device != "cpu":
+        return float(ranks)
+    return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
+
+
+def peak_flops(
+    device: str, precision: str, cache: Path, seconds: float = 1.0
+) -> tuple[float, float]:
+    """Measures the FLOP/s of a large square matrix product, the peak that MFU is relative to.
+
+    Other programs only make it slower, so the fastest of all measurements is cached.
+
+    Args:
+        cache: folder of the cache file, whose keys are device, threads, precision and torch
+            version.
+        seconds: duration of the first measurement; later ones take a quarter of it.
+
+    Returns:
+        tuple[float, float]: the peak, and the share of CPU time that this process's threads got
+        while measuring: well below 1 if other programs use the cores, always 1 on a GPU.
+    """
+    rounded = torch.get_float32_matmul_precision()  # TF32 or not
+    key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
+    path = cache / "peak_flops.json"
+    known = _remembered(path)
+    before = known.get(key, 0.0)
+    peak, share = measured_peak(device, DTYPES[precision], seconds / 4 if before else seconds)
+    if peak > before:
+        known[key] = peak
+        with suppress(OSError):  # a cache that cannot be written only makes the peak less exact
+            cache.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
+    return max(peak, before), share
+
+
+def _remembered(path: Path) -> dict[str, float]:
+    try:
+        known = dict(json.loads(path.read_text()))
+        return {key: float(value) for key, value in known.items() if float(value) > 0}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
+    """Measures what `peak_flops` returns, without the cache, and resets the peak memory."""
+    n, found = 1024 if device == "cpu" else 8192, None
+    while found is None:
+        with suppress(torch.OutOfMemoryError):
+            found = _measured_with(n, device, dtype, seconds)
+        n //= 2
+    kind_of(device).reset_peak_memory()
+    return found
+
+
+def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
+    """Measures what `peak_flops` returns with matrices (n, n)."""
+    from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
+
+    a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
+
+    def product_seconds() -> float:
+        start = time.perf_counter()
+        linear(a, b)
+        synchronize(device)
+        return time.perf_counter() - start
+
+    product_seconds()  # the first call initializes libraries, which can take longer than the rest
+    start, used = time.perf_counter(), time.process_time()
+    best = product_seconds()
+    while time.perf_counter() - start < seconds:
+        best = min(best, product_seconds())
+    if device != "cpu":
+        return 2 * n**3 / best, 1.0
+    wall, used = time.perf_counter() - start, time.process_time() - used
+    return 2 * n**3 / best, min(1.0, used / wall / torch.get_num_threads())

@@ -1,0 +1,1 @@
+"""The GPT: its layers, the ops they call, and text generation; it knows no ranks."""

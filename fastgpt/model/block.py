@@ -1,0 +1,220 @@
+"""Blocks of a GPT: attention and feed-forward layers, with the normalisation between them.
+
+Shapes
+    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastgpt.config.config import Recompute
+from fastgpt.config.model import ModelConfig
+from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.model.context_split import Split
+from fastgpt.model.layers import (
+    NORMS,
+    Dropout,
+    Projection,
+    Residual,
+    head_norm,
+    norm_absorbs,
+    normalised,
+)
+from fastgpt.ops.dtensor import linear, local
+from fastgpt.ops.kv_cache import LayerCache
+from fastgpt.ops.protocols import Ops
+
+
+class Attention(nn.Module):
+    """Causal self-attention; q, k and v are views of one packed projection, never copied."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, split: Split | None = None) -> None:
+        super().__init__()
+        H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
+        self.ops, self.split = ops, split
+        self.heads: tuple[int, ...] = (H, K, K)
+        self.head_dim = D
+        self.scale, self.window = config.attention_scale, config.window
+        self.p = config.dropout_at("attention")
+        self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
+        as_projected = not config.qk_norm and config.position != "rotary" and split is None
+        self.attention_packed = ops.attention_packed if as_projected else None
+        self.c_attn = Projection(
+            C,
+            (H + 2 * K) * D,
+            bias=config.bias_at("qkv"),
+            absorbed=self.attention_packed is not None,
+        )
+        self.c_proj = Projection(
+            H * D,
+            C,
+            bias=config.bias_at("projection"),
+            absorbed=norm_absorbs(config, ops.norms, "residual"),
+        )
+        self.dropout = Dropout(config.dropout_at("residual"), ops)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None,
+    ) -> Tensor:
+        return self.output(self.attend(self.projected(x), cos_sin, doc_ids, layer_cache))
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Projects x (B, T, C) to queries, keys and values (B, T, H + 2 K, D)."""
+        return self.c_attn(x).unflatten(-1, (-1, self.head_dim))
+
+    def output(self, y: Tensor) -> Tensor:
+        """Projects the heads' outputs y (B, T, H, D) back to (B, T, C)."""
+        return self.dropout(self.c_proj(y.flatten(2)))
+
+    def attend(
+        self,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None,
+    ) -> Tensor:
+        p = self.p if self.training else 0.0
+        if self.attention_packed is not None and layer_cache is None:
+            H = self.heads[0]
+            return self.attention_packed(
+                qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids,
+                input_bias=self.c_attn.due,
+            )  # fmt: skip
+        q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
+        if cos_sin is not None:
+            q, k = self.rotate(q, k, *cos_sin)
+        if layer_cache is not None:
+            layer_cache.extend(k, v)
+        if layer_cache is None or layer_cache.cache.fresh:
+            attention = self.ops.attention
+            if self.split is not None and layer_cache is None:
+                attention = partial(self.split.attend, attention)
+            return attention(
+                q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
+            )
+        keys, values = layer_cache.read()
+        return self.ops.decode(q, keys, values, layer_cache.cache, scale=self.scale)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates q and k by the angles of T positions, or of B T if each row has its own."""
+        if len(cos) == q.shape[1]:
+            return self.ops.rotary(q, k, cos, sin)
+        q_row, k_row = (t.flatten(0, 1)[None] for t in (q, k))  # all rows as a single long one
+        q_row, k_row = self.ops.rotary(q_row, k_row, cos, sin)
+        return q_row.reshape(q.shape), k_row.reshape(k.shape)
+
+
+class MLP(nn.Module):
+    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops, self.activation = ops, config.activation
+        width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
+        self.c_fc = Projection(config.dim, width, bias=config.bias, absorbed=False)
+        self.c_proj = Projection(
+            config.ffn_width,
+            config.dim,
+            bias=config.bias,
+            absorbed=norm_absorbs(config, ops.norms, "feed_forward"),
+        )
+        self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ops.activation is None:
+            y = ACTIVATIONS[self.activation](self.c_fc(x))
+        else:  # a kernel that adds the bias as well
+            y = linear(x, self.c_fc.weight)
+            y = self.ops.activation(y, local(self.c_fc.bias), self.activation)
+        return self.dropout(self.c_proj(y))  # (B, T, F) to (B, T, C)
+
+
+class Block(nn.Module):
+    """Transformer block: attention and feed-forward, each added to the residual stream.
+
+    With pre-norm (GPT-2), `x` is the output of the last sub-layer, not yet added to `residual`, so
+    that each sum and the normalisation after it are one op. With post-norm (the transformer of
+    2017), x = norm(x + attn(x)), then x = norm(x + mlp(x)), and the residual returned is None.
+
+    With `recompute` the backward computes activations again instead of keeping them: all of the
+    block (full), or what is before and after its attention (selective).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        recompute: Recompute = "none",
+        split: Split | None = None,
+    ) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.pre_norm = config.norm_position == "pre"
+        self.ln_1 = NORMS[config.norm](config, ops)
+        self.attn = Attention(config, ops, split)
+        self.ln_2 = NORMS[config.norm](config, ops)
+        self.mlp = MLP(config, ops)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Residual | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None,
+    ) -> tuple[Tensor, Residual | None]:
+        stream, due = residual or (None, None)
+        if self.training and self.recompute == "full":
+            x, total = _again(self.whole, x, stream, due, cos_sin, doc_ids)
+        elif self.training and self.recompute == "selective":
+            qkv, total = _again(self.before, x, stream, due)
+            y = self.attn.attend(qkv, cos_sin, doc_ids, None)
+            x, total = _again(self.after, y, total)
+        else:
+            x, total = self.whole(x, stream, due, cos_sin, doc_ids, layer_cache)
+        return x, None if total is None else Residual(total, self.mlp.c_proj.due)
+
+    def whole(
+        self,
+        x: Tensor,
+        stream: Tensor | None,
+        due: Tensor | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None,
+        layer_cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the block: its output, and with pre-norm the residual stream."""
+        qkv, total = self.before(x, stream, due)
+        return self.after(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
+
+    def before(self, x: Tensor, stream: Tensor | None, due: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes queries, keys and values, and what the attention's output is added to."""
+        total = x
+        if self.pre_norm:
+            x, total = self.ln_1(x, None if stream is None else Residual(stream, due))
+        return self.attn.projected(x), total
+
+    def after(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Computes the rest of the block from the heads' outputs y (B, T, H, D)."""
+        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.due)
+        if self.pre_norm:
+            x, total = self.ln_2(x, residual)
+            return self.mlp(x), total
+        x, _ = self.ln_1(x, residual)
+        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.due))
+        return x, None
+
+
+def _again(work: Callable[..., Any], *inputs: Any) -> Any:
+    """Calls `work` without keeping what its backward needs, which is computed again there."""
+    return checkpoint(work, *inputs, use_reentrant=False)

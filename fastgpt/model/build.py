@@ -1,0 +1,141 @@
+"""Models of the lecture: the steps from a bigram to a GPT, built from the GPT's own parts.
+
+A   Bigram             row t of one V x V table holds the logits of what follows token t
+B   HeadsBlock         token and position embeddings, one attention head, a linear output
+C   HeadsBlock         several heads side by side
+D   FeedForwardBlock   a feed-forward layer after the heads
+E   ResidualBlock      both with residual connections, so that blocks can be stacked
+F   block.Block        LayerNorm before each of them and at the end: from here on it is a GPT
+
+The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
+`-gpt` train them; docs/reproduction.md has the loss of each.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastgpt.config.model import ModelConfig
+from fastgpt.errors import UserError
+from fastgpt.model.block import MLP, Attention
+from fastgpt.model.gpt import GPT
+from fastgpt.ops.protocols import Ops
+from fastgpt.ops.torch_ops import cross_entropy
+
+
+class Bigram(GPT):
+    """A GPT with no layers, no positions and no head: its embeddings are the logits."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, **options: Any) -> None:
+        width = {"dim": config.vocab_size, "vocab_multiple": 1}  # lookups gain nothing from padding
+        bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
+        bare = replace(bare, position="none", tied=True, head_bias=False)
+        super().__init__(bare, ops, **options)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
+        return None
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        if targets is None:
+            return x
+        extra = (self.label_smoothing, self.z_loss) if self.training else ()
+        return cross_entropy(x, targets, *extra)
+
+
+class HeadsBlock(nn.Module):
+    """Attention alone: the heads' outputs side by side, with no projection after them."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.attn = Attention(config, ops)
+        self.attn.add_module("c_proj", nn.Identity())
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        return self.attn(x, *rest), residual
+
+
+class FeedForwardBlock(HeadsBlock):
+    """Attention, then one linear layer with a ReLU."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__(config, ops)
+        self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim), nn.ReLU())
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        x, _ = super().forward(x, residual, *rest)
+        return self.mlp(x), residual
+
+
+class ResidualBlock(nn.Module):
+    """Attention and feed-forward layers with residual connections, both ending in a projection."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.attn = Attention(config, ops)
+        self.mlp = MLP(config, ops)
+
+    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
+        x = x + self.attn(x, *rest)
+        return x + self.mlp(x), residual
+
+
+BLOCKS = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": ResidualBlock}
+
+
+class Unnormalised(GPT):
+    """Steps B to E: a GPT without normalisation layers, whose blocks are one of `BLOCKS`."""
+
+    def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
+        return BLOCKS[config.architecture](config, ops)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
+        return None
+
+
+_NORMS = ("norm", "norm_position", "norm_eps")
+_FEED_FORWARD = ("bias", "activation", "ffn_dim", "projection_bias", "feed_forward_dropout")
+_ATTENTION = (
+    "num_kv_heads", "qk_norm", "qk_norm_weight", "rotary_scaling", "window", "document_mask",
+    "attention_dropout",
+)  # fmt: skip
+_REST = ("position", "softcap", "dropout", "embedding_dropout", "residual_dropout")
+LACKS = {
+    "bigram": (*_NORMS, *_FEED_FORWARD, *_ATTENTION, *_REST),
+    "heads": (*_NORMS, *_FEED_FORWARD),
+    "feedforward": (*_NORMS, *_FEED_FORWARD),
+    "residual": _NORMS,
+}
+"""Options that have no effect in each architecture."""
+_PLAIN = ModelConfig(activation="relu")
+
+
+def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
+    """Builds the network that `config.architecture` names; the arguments are those of `GPT`.
+
+    Raises:
+        UserError: an option is set that has no effect in this network.
+
+    >>> config = fastgpt.ModelConfig(architecture="bigram", activation="relu", vocab_size=50)
+    >>> from fastgpt.ops.tables import select
+    >>> ops = select(fastgpt.OpsConfig(), "cpu", compiled=False)
+    >>> fastgpt.build_model(config, ops).num_params()
+    2500
+    """
+    if config.architecture == "gpt":
+        return GPT(config, ops, **options)
+    for name in LACKS[config.architecture]:
+        given, plain = getattr(config, name), getattr(_PLAIN, name)
+        off = name.endswith("dropout") and given == 0
+        if given != plain and not off:
+            raise UserError(
+                f"model.{name} is {given}: it has no effect in model.architecture"
+                f" {config.architecture}, expected {plain}"
+            )
+    if (recompute := options.get("recompute", "none")) != "none":
+        raise UserError(
+            f"--train.recompute is {recompute}: it has no effect in model.architecture"
+            f" {config.architecture}, expected none"
+        )
+    kind = Bigram if config.architecture == "bigram" else Unnormalised
+    return kind(config, ops, **options)

@@ -1,0 +1,147 @@
+"""Text generation: samples one token after another from the model's distribution."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt.config.model import ModelConfig
+from fastgpt.errors import UserError
+from fastgpt.ops.kv_cache import Cache
+
+
+class LanguageModel(Protocol):
+    """A model from tokens (B, T) to logits (B, T, V); see `GPT.forward`."""
+
+    config: ModelConfig
+    __call__: Any
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    vocab_size: int | None = None,
+    lengths: Tensor | None = None,
+    stop_id: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continues each row of `tokens`; the model sees the last `context` tokens.
+
+    While all tokens fit into the context, each is computed once, with a key/value cache. Beyond it
+    the window slides and changes every token's position, which makes the cache invalid: each step
+    then computes the whole window.
+
+    Args:
+        model: in evaluation mode.
+        tokens: (B, T) int64 prompts, T >= 1.
+        vocab_size: ids from this one on are never sampled (the tokenizer has no text for them);
+            None: the model's vocabulary.
+        lengths: (B,) int64 on the CPU, length of each prompt, 1 to T; tokens beyond it are ignored.
+            None: T.
+        stop_id: token that ends a row; generation stops early when all rows have ended.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from; None: all.
+        top_p: sample from the smallest set of tokens that reaches this probability (Holtzman et al.
+            2019); None: 1.
+        generator: on the CPU.
+
+    Returns:
+        Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with `stop_id`
+        (0 if None).
+
+    Raises:
+        UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary.
+
+    >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50).eval()
+    >>> tokens = torch.tensor([[1, 2], [3, 4]])
+    >>> fastgpt.generate(model, tokens, max_new_tokens=3, temperature=0.8, top_k=10).shape
+    torch.Size([2, 5])
+    """
+    check_tokens(tokens, model.config)
+    vocab_size = vocab_size or model.config.vocab_size
+    B, T = tokens.shape
+    context, device = model.config.context, tokens.device
+    filler = 0 if stop_id is None else stop_id
+    prompt = torch.full((B,), T) if lengths is None else lengths
+    over = torch.arange(T) >= prompt[:, None]
+    tokens = F.pad(tokens.masked_fill(over.to(device), filler), (0, max_new_tokens), value=filler)
+    rows, ended = torch.arange(B, device=device), torch.zeros(B, dtype=torch.bool)
+    prompt = prompt.to(device)
+    cache = None
+    if context >= T:
+        cache = Cache(model.config, B, min(context, T + max_new_tokens), device)
+    for step in range(max_new_tokens):
+        ends = prompt + step  # (B,), tokens in each row
+        if cache is None or T + step > context:
+            logits = _of_window(model, tokens[:, : T + step], ends)
+        elif step == 0:
+            logits = model(tokens[:, :T], cache=cache)[rows, prompt - 1]
+            cache.lengths = prompt
+        else:
+            logits = model(tokens[rows, ends - 1][:, None], cache=cache)[:, -1]
+        logits = logits[:, :vocab_size].float().cpu()
+        if temperature == 0:
+            drawn = logits.argmax(-1)
+        else:
+            kept = _nucleus(_top(logits / temperature, top_k), top_p)
+            drawn = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0]
+        drawn = drawn.masked_fill(ended, filler)
+        tokens[rows, ends] = drawn.to(device)
+        if stop_id is not None:
+            ended |= drawn == stop_id
+            if ended.all():
+                break
+    return tokens
+
+
+def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
+    """Raises `UserError` unless tokens are ids (B, T), T >= 1, of the model's vocabulary."""
+    if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            f"the tokens have the shape {tuple(tokens.shape)} and dtype {tokens.dtype}: expected"
+            " (batch, length), int64"
+        )
+    assert config.vocab_size is not None
+    if tokens.is_meta or not tokens.numel():
+        return
+    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        raise UserError(
+            f"the tokens reach from {int(tokens.min())} to {int(tokens.max())}: expected ids of the"
+            f" vocabulary, 0 to {config.vocab_size - 1}"
+        )
+
+
+def _of_window(model: LanguageModel, tokens: Tensor, ends: Tensor) -> Tensor:
+    """Returns the logits (B, V) after the first `ends` (B,) tokens of each row, without a cache."""
+    context = model.config.context
+    first = (ends - context).clamp(min=0)
+    window = first[:, None] + torch.arange(min(context, tokens.shape[1]), device=tokens.device)
+    seen = tokens.gather(1, window.clamp(max=tokens.shape[1] - 1))
+    return model(seen)[torch.arange(len(seen), device=tokens.device), ends - first - 1]
+
+
+def _top(logits: Tensor, k: int | None) -> Tensor:
+    """Sets all but the k largest of each row of logits (B, V) to -inf."""
+    if k is None or k >= logits.shape[-1]:
+        return logits
+    values, ids = logits.topk(k)  # exactly k even with ties, unlike a threshold
+    return torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
+
+
+def _nucleus(logits: Tensor, p: float | None) -> Tensor:
+    """Sets logits (B, V) outside the smallest set of tokens that reaches probability p to -inf."""
+    if p is None or p >= 1:
+        return logits
+    ordered, order = logits.sort(descending=True)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    rest = before >= p
+    rest[:, 0] = False  # the likeliest token always stays: in fp32 p may be 0
+    return logits.masked_fill(rest.gather(-1, order.argsort(-1)), float("-inf"))

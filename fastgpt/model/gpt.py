@@ -1,0 +1,266 @@
+"""GPT-2, with the changes that later GPTs made as options of `ModelConfig`.
+
+A model calls the implementations in `self.ops`; `fastgpt.ops.tables` defines what each computes.
+
+Shapes
+    B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
+    V vocabulary
+Source
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names are
+    GPT-2's.
+"""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor, nn
+
+from fastgpt.config.config import OpsConfig, Recompute
+from fastgpt.config.model import ModelConfig
+from fastgpt.errors import UserError
+from fastgpt.kernels.runtime import autocast_dtype
+from fastgpt.model.block import Block
+from fastgpt.model.context_split import Split
+from fastgpt.model.generation import check_tokens, generate
+from fastgpt.model.layers import (
+    NORMS,
+    Dropout,
+    Embedding,
+)
+from fastgpt.model.positions import POSITIONS, Rotary
+from fastgpt.ops.kv_cache import Cache
+from fastgpt.ops.protocols import Ops
+from fastgpt.ops.tables import select
+from fastgpt.ops.torch_ops import head_logits
+
+
+class GPT(nn.Module):
+    """GPT from tokens to logits, or with targets to the loss; `fastgpt.build_model` makes one.
+
+    Args:
+        config: `vocab_size` must be set.
+        ops: from `fastgpt.ops.tables.select`.
+        label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
+        z_loss: weight of the z-loss, used in training only.
+        narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
+        recompute: see `Block`.
+        split: this rank's part of each sequence when a loss is computed; None: all of it.
+
+    Raises:
+        UserError: the size of the vocabulary is missing.
+
+    >>> config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+    >>> from fastgpt.ops.tables import select
+    >>> model = fastgpt.GPT(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
+    >>> model.num_params()
+    20496
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        narrow_residual: bool = False,
+        recompute: Recompute = "none",
+        split: Split | None = None,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("vocab_size is missing: expected the number of tokens")
+        assert config.eot_id is not None or not config.document_mask
+        self.config, self.ops = config, ops
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.narrow_residual = narrow_residual
+        self.recompute: Recompute = recompute
+        self.split = split
+        self.wte = Embedding(config.padded_vocab, config.dim)
+        self.wpe = POSITIONS[config.position](config)
+        self.rotary = Rotary(config) if config.position == "rotary" else None
+        self.dropout = Dropout(config.dropout_at("embedding"), ops)
+        self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
+        self.ln_f = self.last_norm(config, ops)
+        self.lm_head = None
+        if not config.tied:
+            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.head_bias)
+        self._init_weights()
+        self.register_state_dict_post_hook(_cut_padding)
+        self.register_load_state_dict_pre_hook(restore_padding)
+
+    def generate(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Continues each row of tokens (B, T), in evaluation mode.
+
+        Args:
+            options: those of `fastgpt.generate`.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+        torch.Size([1, 5])
+        """
+        training = self.training
+        try:
+            return generate(self.eval(), tokens, **options)
+        finally:
+            self.train(training)
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig | None = None, *, device: str = "cpu", **settings: Any
+    ):
+        """Builds an untrained model, with the ops that suit the device.
+
+        Args:
+            config: settings of the model; by default those of GPT-2 with 124M parameters.
+            device: `cpu`, `cuda`, `xpu` or `mps`.
+            settings: fields of `ModelConfig` that differ, such as `num_layers=4`.
+
+        Raises:
+            UserError: the size of the vocabulary is missing, or settings do not go together.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> model(torch.zeros(1, 10, dtype=torch.long)).shape
+        torch.Size([1, 10, 50])
+        """
+        unknown = settings.keys() - {field.name for field in fields(ModelConfig)}
+        if unknown:
+            raise UserError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
+        config = replace(config or ModelConfig(), **settings)
+        if config.architecture != "gpt":
+            raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
+        ops = select(OpsConfig(), device, compiled=False)
+        return cls(config, ops).to(device)
+
+    def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
+        """Builds one layer."""
+        return Block(config, ops, self.recompute, self.split)
+
+    def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
+        """Builds the normalisation before the head; None with post-norm."""
+        return NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
+
+    def _init_weights(self) -> None:
+        init = self.config.init
+        if init != "torch":
+            for name, weight in self.named_parameters():
+                if weight.dim() == 2:
+                    scaled = init == "gpt2" and name.endswith("c_proj.weight")
+                    depth = 2 * self.config.num_layers if scaled else 1
+                    nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
+                elif name.endswith("bias"):
+                    nn.init.zeros_(weight)
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if name in VOCAB_TABLES:
+                    weight[self.config.vocab_size :] = 0
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """Computes the logits, or with targets the mean loss.
+
+        Args:
+            tokens: (B, T) int64, T at most the context.
+            targets: (B, T) int64, -100 where no loss is wanted.
+            cache: keys and values of earlier tokens, in evaluation; the new ones are added to it.
+
+        Returns:
+            Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
+
+        Raises:
+            UserError: there are more tokens than the context. On CPUs without targets also if they
+                are no ids of the vocabulary; elsewhere that would need a sync.
+
+        >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50)
+        >>> tokens = torch.zeros(1, 10, dtype=torch.long)
+        >>> model(tokens, targets=tokens).dtype
+        torch.float32
+        """
+        assert cache is None or not self.training
+        # a loss is computed of tokens that their loader has checked, and often
+        plain = type(tokens) is Tensor and not torch.compiler.is_compiling()
+        if targets is None and plain and tokens.is_cpu:
+            check_tokens(tokens, self.config)
+        if tokens.shape[1] > self.config.context:
+            raise UserError(
+                f"{tokens.shape[1]} tokens are longer than the model's context,"
+                f" {self.config.context}"
+            )
+        if self.split is not None and targets is None and cache is None:
+            # logits are of whole sequences, and a rank may want them alone: with a cache, even one
+            # that is used once, no rank waits for another
+            cache = Cache(self.config, len(tokens), tokens.shape[1], tokens.device)
+        positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+        doc_ids, weight = None, None
+        if self.config.document_mask:
+            doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
+        if self.split is not None and cache is None:
+            positions = self.split.positions(tokens.shape[1], tokens.device)
+            tokens = tokens[:, positions]
+            if targets is not None:
+                targets, weight = self.split.targets(targets, positions)
+        x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
+        if self.narrow_residual:
+            x = x.to(autocast_dtype(x))
+        cos_sin = None if self.rotary is None else self.rotary(positions)
+        residual = None
+        for i, block in enumerate(self.h):
+            layer_cache = None if cache is None else cache.layers[i]
+            x, residual = block(x, residual, cos_sin, doc_ids, layer_cache)
+        if self.ln_f is not None:
+            x, _ = self.ln_f(x, residual)
+        out = self.head(x, targets)
+        return out if weight is None else out * weight
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Computes logits or loss, as `forward`, from the normalised activations x (B, T, C)."""
+        config = self.config
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        bias = None if self.lm_head is None else self.lm_head.bias
+        if targets is None:
+            return head_logits(
+                x, weight, bias=bias, softcap=config.softcap, valid_vocab=config.vocab_size
+            )
+        return self.ops.loss(
+            x,
+            weight,
+            targets,
+            bias=bias,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
+            softcap=config.softcap,
+            valid_vocab=config.vocab_size,
+        )
+
+    def num_params(self) -> int:
+        """Counts the parameters, without the padding of the vocabulary."""
+        padding = self.config.padded_vocab - (self.config.vocab_size or 0)
+        return sum(
+            weight.numel() - (padding * weight.shape[1:].numel() if name in VOCAB_TABLES else 0)
+            for name, weight in self.named_parameters()
+        )
+
+
+VOCAB_TABLES = ("wte.weight", "lm_head.weight", "lm_head.bias")
+"""The parameters with a row for each token of the padded vocabulary."""
+
+
+def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    assert isinstance(model, GPT)
+    for name in VOCAB_TABLES:
+        if prefix + name in state:
+            state[prefix + name] = state[prefix + name][: model.config.vocab_size]
+
+
+def restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Pads the vocabulary of weights that were saved without its padding, in place."""
+    assert isinstance(model, GPT)
+    for name in VOCAB_TABLES:
+        table = state.get(prefix + name)
+        if table is not None and table.shape[0] == model.config.vocab_size:
+            missing = model.config.padded_vocab - table.shape[0]
+            state[prefix + name] = F.pad(table, (0, 0) * (table.dim() - 1) + (0, missing))

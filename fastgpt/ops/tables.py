@@ -1,0 +1,124 @@
+"""Implementations of a model's ops, and the choice between them.
+
+The tables map the names of `OpsConfig` to functions: `torch` is the plain form, `sdpa` PyTorch's
+fused attention, `flash_attn` that of the package flash-attn, `triton` our kernels, on CUDA (and for
+tests on CPUs, in Triton's interpreter); `blocked` and `lanes` are for CPUs; `chunked` is for both,
+with our kernels on CUDA. A name that cannot run on the device is an error, never a silent fallback;
+`auto` is resolved once, when the model is built, and the choice is written to the run's manifest.
+"""
+
+import importlib.util
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt import kernels
+from fastgpt.config.config import OpsConfig
+from fastgpt.device.device import kind_of
+from fastgpt.errors import UserError
+from fastgpt.kernels.runtime import runs_kernels
+from fastgpt.ops import torch_ops
+from fastgpt.ops.kv_cache import Cache
+from fastgpt.ops.protocols import (
+    ActivationOp,
+    AttentionOp,
+    DecodeOp,
+    DropoutOp,
+    LossOp,
+    Norms,
+    Ops,
+    PackedAttentionOp,
+    RotaryOp,
+)
+
+
+def decode_triton(
+    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
+) -> Tensor:
+    """`DecodeOp` by our kernels."""
+    return kernels.decode_attention(
+        q, keys, values, cache.lengths, starts=cache.starts, scale=scale
+    )
+
+
+ATTENTION: dict[str, AttentionOp] = {
+    "torch": kernels.attention_ref,
+    "sdpa": torch_ops.sdpa,
+    "blocked": kernels.attention_blocked,
+    "triton": kernels.attention,
+    "flash_attn": torch_ops.flash_attn,
+}
+PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
+DECODE: dict[str, DecodeOp] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
+ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
+NORMS = {
+    "torch": Norms(
+        torch_ops.layer_norm,
+        torch_ops.after_sum(torch_ops.layer_norm),
+        torch_ops.rms_norm,
+        torch_ops.after_sum(torch_ops.rms_norm),
+        absorb=False,
+    ),
+    "triton": Norms(
+        kernels.layer_norm,
+        kernels.add_layer_norm,
+        kernels.rms_norm,
+        kernels.add_rms_norm,
+        absorb=True,
+    ),
+}
+ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}
+LOSS: dict[str, LossOp] = {
+    "torch": torch_ops.linear_cross_entropy,
+    "chunked": kernels.linear_cross_entropy,
+}
+DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
+
+
+def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
+    """Resolves `auto`, and checks that the implementations asked for run on `device`.
+
+    On a CPU the blocked attention and lane dropout are faster (`docs/design.md`), except under
+    torch.compile, where Inductor fuses PyTorch's. `auto` never resolves to our Triton kernels here:
+    the user, or `fastgpt.autotune.choose` for a run on CUDA, asks for them.
+    """
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
+    fast_cpu = on_cpu and not compiled
+    automatic = {
+        "attention": "blocked" if fast_cpu else "sdpa",
+        "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
+        "dropout": "lanes" if fast_cpu else "torch",
+    }
+    names: dict[str, str] = asdict(config)
+    for op, name in names.items():
+        if name == "auto":
+            names[op] = automatic.get(op, "torch")
+        if name in ("blocked", "lanes") and not fast_cpu:
+            where = "with torch.compile" if on_cpu else f"on {device.type}"
+            raise UserError(
+                f"--ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
+            )
+        if name == "triton" and not runs_kernels(device):
+            where = "cpu" if on_cpu else kind_of(device).name
+            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")
+        if name == "chunked" and device.type not in ("cpu", "cuda"):
+            raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
+        if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
+            raise UserError(
+                "--ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
+                + ("not on cpu" if on_cpu else "which is not installed")
+            )
+    return Ops(
+        attention=ATTENTION[names["attention"]],
+        attention_packed=PACKED_ATTENTION.get(names["attention"]),
+        decode=DECODE[names["decode"]],
+        rotary=ROTARY[names["rotary"]],
+        norms=NORMS[names["norm"]],
+        activation=ACTIVATION.get(names["activation"]),
+        loss=LOSS[names["loss"]],
+        dropout=DROPOUT[names["dropout"]],
+        names=names,
+    )

@@ -1,0 +1,139 @@
+"""Ops of a model by PyTorch and, on CUDA, by the package flash-attn; `fastgpt.ops.tables` chooses.
+
+Shapes
+    as in `fastgpt.ops.tables`, whose protocols say what each function computes
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.runtime import with_gradient_of
+from fastgpt.ops.dtensor import all_gather, linear
+from fastgpt.ops.kv_cache import Cache
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """`AttentionOp` by F.scaled_dot_product_attention."""
+    Tq, Tk, mask = q.shape[1], k.shape[1], None
+    if window is not None or doc_ids is not None or Tq != Tk:
+        mask = attention_mask(Tq, Tk, causal=True, window=window, doc_ids=doc_ids, device=q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """`AttentionOp` by the package flash-attn, bf16 or fp16; `doc_ids` must be None."""
+    from flash_attn import flash_attn_func  # pyright: ignore
+
+    seen = (-1, -1) if window is None else (window - 1, 0)  # keys before and after a query's own
+    return flash_attn_func(
+        q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=True, window_size=seen
+    )
+
+
+def decode_sdpa(
+    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
+) -> Tensor:
+    """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=cache.hidden(q.dtype)[:, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != keys.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns `AddLayerNormOp` of LayerNorm, or `AddRMSNormOp` of RMSNorm."""
+
+    def op(
+        x: Tensor, residual: Tensor, *weights: Any, input_bias: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        total = with_gradient_of(input_bias, x) + residual
+        return norm(total, *weights, **options), total
+
+    return op
+
+
+def head_logits(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> Tensor:
+    """Computes the logits (..., valid_vocab) that `LossOp` describes."""
+    logits = all_gather(linear(x, weight, bias), weight)[..., :valid_vocab]
+    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Computes the loss that `LossOp` describes from logits (..., V)."""
+    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    if z_loss:
+        scored = targets != -100
+        loss = loss + z_loss * (scored * logits.logsumexp(-1).square()).sum() / scored.sum()
+    return loss
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> Tensor:
+    """`LossOp` that computes the logits of all tokens at once."""
+    logits = head_logits(x, weight, bias=bias, softcap=softcap, valid_vocab=valid_vocab)
+    return cross_entropy(logits, targets, label_smoothing, z_loss)

@@ -1,0 +1,57 @@
+"""The model of one rank, whole or a part, as the config's kinds of parallelism share it out."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastgpt.config.config import Config
+from fastgpt.model.build import build_model
+from fastgpt.model.gpt import GPT
+from fastgpt.ops.protocols import Ops
+from fastgpt.parallel.context import split_context
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import fill, shard
+from fastgpt.parallel.mesh import arrange, shares_weights
+from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
+
+
+def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool) -> GPT:
+    """Builds the model with the numbers of `config.seed`; a collective operation.
+
+    Args:
+        compiled: its blocks will be compiled, one by one, if ranks share weights.
+
+    Raises:
+        UserError: the settings do not go together, or with the number of ranks.
+    """
+    parallel = config.parallel
+    sharded = shares_weights(parallel, world)
+    if sharded:  # a norm would need the bias of a block whose weights are shared out again
+        ops = replace(ops, norms=replace(ops.norms, absorb=False))
+    if parallel.tp > 1:
+        check_tensor(config)
+        ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
+    mesh = arrange(parallel, world, device) if sharded or world.peers > 1 else None
+    options: dict[str, Any] = {
+        "label_smoothing": config.train.label_smoothing,
+        "z_loss": config.train.z_loss,
+        "recompute": config.train.recompute,
+        "narrow_residual": config.train.residual == "bf16",
+        "split": split_context(config, mesh),
+    }
+
+    def whole() -> GPT:
+        torch.manual_seed(config.seed)
+        return build_model(config.model, ops, **options)
+
+    if mesh is None or not sharded:
+        return whole().to(device)
+    with torch.device("meta"):
+        model = whole()
+    if compiled:  # as a whole it has FSDP's hooks, which are not compiled
+        for block in model.h:
+            block.compile(fullgraph=True, dynamic=False)
+    shard(model, parallel, mesh, gradients=config.train.ddp_dtype)
+    fill(model, whole, parallel, world)
+    return model

@@ -1,0 +1,226 @@
+"""Ranks, the processes started by torchrun, and all collective operations except DDP's."""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fastgpt.device.device import kind_of
+from fastgpt.errors import OtherRankError, UserError, counted
+from fastgpt.parallel.failure import ARRIVAL_S, watch_launcher, watch_ranks
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=30)
+NCCL_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The rank of this process and the number of ranks."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    """Number of ranks on this machine."""
+    peers: int = 1
+    """Number of neighbouring ranks that read the same data and compute it together."""
+
+    @property
+    def readers(self) -> int:
+        """Number of groups of ranks that read data of their own."""
+        return self.size // self.peers
+
+    @property
+    def reader(self) -> int:
+        """Number of this rank's group."""
+        return self.rank // self.peers
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def average(self, x: Tensor) -> Tensor:
+        """Returns the mean of `x` (any shape, floating) over ranks, without a host sync."""
+        if self.size > 1:
+            x = x / self.size
+            dist.all_reduce(x)
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sums `x` (any shape) over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def sum_within(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sums `x` (any shape) over the ranks of a group, in place."""
+        dist.all_reduce(x, group=group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Joins the ranks' `x` (n, ...), any dtype, along the first dimension in their order."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        # renamed in PyTorch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, x.contiguous())
+        return out
+
+    def from_main(self, value: Any, group: Any = None) -> Any:
+        """Broadcasts the main rank's `value` to every rank."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    def of_each(self, value: T, group: Any = None) -> list[T]:
+        """Returns the ranks' values, any but tensors, in their order."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group)
+        return found
+
+    def barrier(self) -> None:
+        """Waits until every rank has called this."""
+        self.sum(torch.zeros(())).item()
+
+    def patient_group(self) -> Any:
+        """Makes a group of all ranks whose collective operations wait up to 30 days."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+
+    def on_main(
+        self,
+        work: Callable[[], T],
+        *,
+        patient: bool = False,
+        group: Any = None,
+    ) -> T:
+        """Calls `work` on the main rank; every rank returns its result or raises its `UserError`.
+
+        The other ranks wait: up to the timeout of the backend or `group`, or up to 30 days if
+        `patient`.
+        """
+        # the default timeout is half an hour; the group is made while all ranks are here
+        if patient:
+            group = self.patient_group()
+        value, problem = None, None
+        if self.is_main:
+            try:
+                value = work()
+            except UserError as error:
+                problem = error
+        outcome = (value, None if problem is None else str(problem))
+        value, message = self.from_main(outcome, group)
+        if message is not None:
+            raise problem or OtherRankError(message)
+        return value
+
+
+def collectives_begun() -> int:
+    """Counts the collective operations that this rank has begun, in all of its groups."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def limit_waits(device_type: str) -> None:
+    """Sets when NCCL gives up a collective operation, in all groups that have been made.
+
+    A timeout given to PyTorch when they are made would be gloo's as well.
+    """
+    for group in dist.distributed_c10d._world.pg_map if device_type == "cuda" else ():
+        if dist.get_backend_config(group) == dist.get_backend_config():  # it has both
+            group._get_backend(torch.device("cuda"))._set_default_timeout(NCCL_TIMEOUT)
+
+
+def start(device_type: str) -> World:
+    """Joins torchrun's process group, if any: gloo for CPU tensors, the device's for its own.
+
+    Raises:
+        UserError: there are fewer devices than ranks, or a rank does not arrive.
+    """
+    if "RANK" not in os.environ:
+        return World()
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
+        raise UserError(
+            f"RANK is set, but not {', '.join(missing)}: expected all that torchrun sets, or none"
+        )
+    world = World(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+    )
+    watch_launcher(saves=world.local_size == world.size, speaks=world.local_rank == 0)
+    _take_device(device_type, world)
+    if not dist.is_initialized():
+        backend, store = kind_of(device_type).backend, _meeting(world)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        if world.size > 1:
+            watch_ranks(world.rank, world.size, world.from_main)
+    return world
+
+
+def _take_device(device_type: str, world: World) -> None:
+    """Makes this rank use the device of its local rank; CPUs are shared."""
+    kind = kind_of(device_type)
+    if kind.backend is None and world.size > 1:
+        raise UserError(f"{world.size} processes were started: expected one on {kind.name}")
+    if device_type == "cpu" or kind.backend is None:
+        return
+    devices = torch.get_device_module(device_type)
+    if world.local_rank >= devices.device_count():
+        raise UserError(
+            f"{world.local_size} processes were started on a machine with "
+            f"{counted(devices.device_count(), f'{kind.name} device')}: "
+            f"pass torchrun --nproc_per_node={devices.device_count()}"
+        )
+    devices.set_device(world.local_rank)
+
+
+def _meeting(world: World) -> Any:
+    """Waits until all ranks have arrived, and returns the store that they share.
+
+    After a restart torchrun's store may be the same as before, with the addresses of processes that
+    have ended. So the main rank gives each process, which it knows by a new name, a prefix for the
+    keys of this start.
+
+    Raises:
+        UserError: one has not arrived in time. PyTorch itself waits for half an hour.
+    """
+    seconds = float(os.environ.get("FASTGPT_ARRIVAL_S") or ARRIVAL_S)
+    longer = "look for the reason there, or set FASTGPT_ARRIVAL_S to more seconds"
+    try:
+        store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except dist.DistError as error:
+        raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
+    own, ranks = secrets.token_hex(8), range(world.size)
+    store.set(f"name/{world.rank}", own)
+    until, start, late = time.monotonic() + seconds, None, 0
+    while late is not None:
+        if time.monotonic() > until:
+            raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")
+        if world.is_main:
+            names = [store.get(f"name/{i}") for i in ranks if store.check([f"name/{i}"])]
+            for name in names:
+                store.set(f"start/{name.decode()}", own)
+        if store.check([f"start/{own}"]):
+            prefix = store.get(f"start/{own}").decode()
+            start = PrefixStore(prefix, store)
+            start.set(f"arrived/{world.rank}", "")
+            late = next((i for i in ranks if not start.check([f"arrived/{i}"])), None)
+        time.sleep(0.02)  # the store's own wait prints warnings
+    return start

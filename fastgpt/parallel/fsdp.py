@@ -1,0 +1,228 @@
+"""Weights, gradients and optimizer state shared out among ranks, by PyTorch's FSDP2.
+
+Each rank keeps some rows of every parameter, as a DTensor. A block's weights are gathered before
+they are used; its gradients are averaged and shared out again as soon as they are complete.
+
+FSDP and DTensor are imported when they are used: that takes a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastgpt.config.config import Config, ParallelConfig
+from fastgpt.errors import UserError
+from fastgpt.model.gpt import GPT, restore_padding
+from fastgpt.ops.dtensor import is_sharded
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.tensor import row_order, share_out
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_combination(config: Config, precision: str) -> None:
+    """Raises `UserError` if a setting does not go with shared weights."""
+    if precision == "fp16":
+        raise UserError(
+            f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or fp32"
+        )
+    if config.parallel.dtype == "bf16" and precision != "bf16":
+        raise UserError(
+            f"--parallel.dtype is bf16: expected --train.precision bf16, which is {precision} here"
+        )
+
+
+def shard(
+    model: GPT,
+    config: ParallelConfig,
+    mesh: DeviceMesh,
+    *,
+    gradients: str,
+) -> None:
+    """Shares out a model's parameters in place: those of each block, and the rest, together.
+
+    Args:
+        model: on the device `meta`, so that no rank holds all of it; `fill` gives it its numbers.
+        mesh: from `fastgpt.parallel.mesh.arrange`, with the type of device that they are moved to.
+        gradients: number format in which gradients are summed, fp32 or bf16.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # a block's output is a view, which only matters to operations in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.dtype] if config.dtype != "fp32" else None,
+        reduce_dtype=DTYPES[gradients],
+        cast_forward_inputs=False,
+    )
+    if config.tp > 1:
+        # it gathers such a weight in two steps, and says that one would be faster
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        share_out(model, mesh["tensor"])
+        mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
+    for block in model.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+@torch.no_grad()
+def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World) -> None:
+    """Gives a sharded model the numbers of one that the main rank builds; a collective operation.
+
+    Args:
+        model: from `shard`. It is moved to the device of its mesh.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    weights: dict[str, Tensor] = {}
+
+    def built_buffers() -> dict[str, Tensor]:
+        built = build()
+        weights.update(built.named_parameters())
+        return dict(built.named_buffers())
+
+    buffers = world.on_main(built_buffers, patient=True)
+    shared = next(model.parameters())
+    assert is_sharded(shared)
+    model.to_empty(device=shared.device_mesh.device_type)
+    for name, weight in model.named_parameters():
+        assert is_sharded(weight)
+        order = row_order(model.config, name, config.tp) if config.tp > 1 else None
+        weight.row_order = order  # pyright: ignore[reportAttributeAccessIssue]
+        x = torch.empty(weight.shape, device=weight.device)
+        if world.is_main:
+            x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
+        part(weight).copy_(part(distribute_tensor(x, weight.device_mesh, weight.placements)))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+@contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Context in which the backward of a sharded model keeps its gradients on their rank."""
+    sharded = cast("FSDPModule", model)
+    sharded.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        sharded.set_requires_gradient_sync(True)
+
+
+def forget_iteration(model: nn.Module) -> None:
+    """Drops what a failed forward or backward has left in a sharded model, gradients included.
+
+    `FSDPModule.reset_iter_state` keeps gradients of `without_sync`, and PyTorch 2.11 lacks it.
+    """
+    root = cast("Any", model)._get_fsdp_state()
+    if root._is_root is None:  # no forward has begun
+        return
+    for state in root._state_ctx.all_states:
+        for parameter in state._fsdp_param_group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+    root._state_ctx.iter_forward_root = None
+    with without_sync(model):  # ends a backward, here of blocks that have no gradients
+        root._root_post_backward_final_callback()
+
+
+# --- parts and wholes -----------------------------------------------------------------------------
+
+
+def part(x: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, in the same memory; of a plain one all of it."""
+    return x.to_local() if is_sharded(x) else x
+
+
+def whole(x: Tensor, like: Tensor) -> Tensor:
+    """Returns all of a tensor that is shared out as a parameter is; a collective operation.
+
+    Its rows are in the model's order, which tensor-parallel ranks may have changed: see
+    `fastgpt.parallel.tensor.row_order`.
+    """
+    if not is_sharded(x):
+        return x
+    order = getattr(like, "row_order", None)
+    return x.full_tensor() if order is None else x.full_tensor()[order.argsort()]
+
+
+def in_model_order(x: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor that is shared out as a parameter is, its rows in the order of `whole`.
+
+    Where they have another order, it is a collective operation, and the result is in host memory,
+    because the device may have no room for a copy.
+    """
+    if not is_sharded(x) or getattr(like, "row_order", None) is None:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    found = torch.empty_like(x, device="cpu")
+    own = distribute_tensor(whole(x, like), x.device_mesh, x.placements, src_data_rank=None)
+    part(found).copy_(part(own))
+    return found
+
+
+def part_like(x: Tensor, like: Tensor) -> Tensor:
+    """Shares out a tensor as `like` is, with the order of its rows.
+
+    Args:
+        x: whole, on every rank; or from `in_model_order`, which is a collective operation if their
+            orders differ.
+    """
+    order = getattr(like, "row_order", None)
+    if not is_sharded(like) or (is_sharded(x) and order is None):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    x = x.to(like.device)
+    x = x.full_tensor() if is_sharded(x) else x
+    x = x if order is None else x[order]
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
+    """Loads whole weights, of which each rank may keep a part, into a model."""
+    if not any(map(is_sharded, model.parameters())):
+        model.load_state_dict(weights)
+        return
+    for name, weight in model.named_parameters():
+        padded = {name: weights[name]}
+        restore_padding(model, padded, "")
+        part(weight).copy_(part(part_like(padded[name], weight)))
+
+
+def sum_over_parts(x: Tensor, like: Tensor) -> Tensor:
+    """Sums `x` in place over the ranks that hold the parts of `like`; a collective operation."""
+    if is_sharded(like):
+        for name in like.device_mesh.mesh_dim_names or ():
+            if name != "replicate":
+                World.sum_within(x, like.device_mesh.get_group(name))
+    return x
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of each whole tensor, (n,); a collective operation."""
+    parts = torch._foreach_norm([part(x) for x in tensors])  # pyright: ignore
+    if not is_sharded(tensors[0]):
+        return torch.stack(parts)
+    torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore
+    return sum_over_parts(torch.stack(parts).square(), tensors[0]).sqrt()
+
+
+def _copies(x: Tensor) -> int:
+    """Returns the number of tensor-parallel ranks that hold the same part."""
+    assert is_sharded(x)
+    names = x.device_mesh.mesh_dim_names or ()
+    return x.device_mesh.size(-1) if "tensor" in names and x.placements[-1].is_replicate() else 1

@@ -1,0 +1,84 @@
+"""How ranks are arranged: the dimensions of one `DeviceMesh` are the kinds of parallelism.
+
+Of neighbouring ranks, those that share layers (`tensor`) are nearest; then come those that share
+sequences (`context`), those that share out weights (`shard`, which contains `context`), and groups
+of them that hold the whole model each (`replicate`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastgpt.config.config import ParallelConfig
+from fastgpt.errors import UserError
+from fastgpt.parallel.distributed import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def peers(config: ParallelConfig, world: World) -> int:
+    """Returns the number of neighbouring ranks that read the same data.
+
+    Raises:
+        UserError: the ranks do not divide into such groups.
+    """
+    group = config.cp * config.tp
+    if world.size % group:
+        raise UserError(
+            f"--parallel.cp x --parallel.tp is {group}: expected a divisor of the number of ranks,"
+            f" {world.size}"
+        )
+    return group
+
+
+def shares_weights(config: ParallelConfig, world: World) -> bool:
+    """Returns True if a rank holds only a part of each weight."""
+    return config.kind != "ddp" and world.size > 1
+
+
+def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
+    """Returns the number of ranks that hold one copy of the model together.
+
+    Raises:
+        UserError: the ranks do not divide into the groups of hsdp.
+    """
+    if config.kind == "ddp":
+        return 1
+    group, given = world.size, f"--parallel.shards is {config.shards}"
+    if config.kind == "hsdp" and world.size > 1:
+        group = config.shards or world.local_size
+    if config.shards is None:
+        given = f"--parallel.kind hsdp makes groups of a machine's {group} ranks"
+    if world.size % group:
+        raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
+    if group % peers(config, world):
+        raise UserError(
+            f"{given}: expected a multiple of --parallel.cp x --parallel.tp,"
+            f" {config.cp * config.tp}"
+        )
+    return group
+
+
+def arrange(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
+    """Returns the mesh of all ranks, of which each dimension that is not needed is left out.
+
+    Raises:
+        UserError: the ranks do not divide into the groups of hsdp.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    group = world.size if config.kind == "ddp" else ranks_of_a_model(config, world)
+    shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
+    if config.kind != "hsdp":  # it has a single group
+        del shape["replicate"]
+    if config.tp == 1:
+        del shape["tensor"]
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def context_of(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
+    """Returns the dimension `context` of a mesh, of so many ranks that share sequences."""
+    groups = mesh["shard"].size() // ranks
+    number = (mesh.mesh_dim_names or ()).index("shard")  # PyTorch 2.11 refuses the name
+    return mesh._unflatten(number, (groups, ranks), ("data", "context"))["context"]

@@ -1,0 +1,94 @@
+"""Signals that ask a run to stop, which all ranks then do at the same place."""
+
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.failure import stop_begins
+
+REQUEUE = 75
+"""Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
+
+
+class Stopped(Exception):  # noqa: N818
+    """Raised by all ranks at the same place after a signal asked the run to stop."""
+
+
+class StopSignal:
+    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process.
+
+    SIGUSR1, which batch systems send before a time limit, also sets `requeue`. The SIGTERM that
+    follows at the limit does not cut the save short. Nor does a second SIGHUP: a terminal that is
+    closed sends it, and so may its shell. Under `nohup` SIGHUP stays ignored.
+    """
+
+    # both end the process, although a shell script ignores SIGINT in its `&` commands
+    DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # noqa: RUF012
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.received: signal.Signals | None = None
+        self.requeue = False
+        self.say = say
+        more = [getattr(signal, x) for x in ("SIGUSR1", "SIGHUP") if hasattr(signal, x)]
+        if more and signal.getsignal(more[-1]) == signal.SIG_IGN:
+            more.pop()
+        numbers = [*self.DEFAULTS, *more]
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        others_ended = stop_begins()
+        if number in self.DEFAULTS:
+            self._set(self.DEFAULTS)
+        self.requeue |= self.received.name == "SIGUSR1"
+        if others_ended:  # torchrun ends the other ranks
+            return
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
+            again = "press Ctrl-C" if number == signal.SIGINT else "send it"
+            rest = f"; {again} again to stop at once, without saving"
+            self.say(
+                f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
+                f" saving{rest if number in self.DEFAULTS else ''}"
+            )
+
+    def ask(self) -> None:
+        """Asks the run to stop, as a signal does, without a line about it."""
+        self.received = self.received or signal.SIGTERM
+
+    def restore(self) -> None:
+        """Restores the signal handlers that were set before."""
+        self._set(self._before)
+
+    def _set(self, handlers: Mapping[signal.Signals, Any]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def check(self, world: World, *, ranks_meet: bool) -> None:
+        """Raises `Stopped` if any rank was asked to stop.
+
+        Args:
+            ranks_meet: True before a collective operation, where every rank must call this. At
+                other places a rank that was asked to stop waits here for the next such call.
+        """
+        if (ranks_meet or self.received) and self.agreed(world):
+            raise Stopped
+
+    def agreed(self, world: World) -> bool:
+        """Returns True if any rank was asked to stop, by a CPU collective without a device sync."""
+        return bool(world.sum(torch.tensor(int(self.received is not None))))
+
+
+class SyncedStop:
+    """A `StopSignal` whose `received` is the same on all ranks, which read it together."""
+
+    def __init__(self, stop: StopSignal, world: World) -> None:
+        self._stop, self._world = stop, world
+
+    @property
+    def received(self) -> bool:
+        return self._stop.agreed(self._world)

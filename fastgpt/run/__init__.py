@@ -1,0 +1,1 @@
+"""Directory of a run: its files, lock and manifest."""

@@ -1,0 +1,62 @@
+"""Manifest of a run: its command, versions, commit and what a resume changed."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastgpt
+from fastgpt.commands import installed
+from fastgpt.files import parse_json
+
+
+def manifest(facts: dict[str, Any], path: Path) -> str:
+    """Returns the manifest of a run as JSON, with what it depends on besides its config.
+
+    Args:
+        facts: facts about this start of the run, besides the command and `provenance`.
+        path: the manifest of its first start, if any. Each resume adds an entry to it, with the
+            command and what differs from the first start.
+    """
+    now = {"command": sys.argv, **provenance(), **facts}
+    try:
+        first = parse_json(path.read_text())
+        resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
+        first["resumes"] = [*first.get("resumes", []), resumed]
+    except (OSError, ValueError, TypeError, AttributeError):  # damaged: nothing is left to keep
+        return json.dumps(now, indent=1)
+    return json.dumps(first, indent=1)
+
+
+def provenance() -> dict[str, Any]:
+    """Returns the versions of Python, PyTorch, Triton and CUDA, and the commit of this checkout."""
+    versions = {
+        "fastgpt": fastgpt.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "cuda": torch.version.cuda,
+    }
+    return {"versions": versions, "commit": _commit()}
+
+
+def _commit() -> str | None:
+    """Returns the checkout's commit, with `-dirty` if files differ from it.
+
+    Outside a checkout it is $FASTGPT_COMMIT, for copies without .git; None if that is not set.
+    """
+    root = Path(__file__).parents[2]
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=root, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("FASTGPT_COMMIT") or None
+    return described.stdout.strip()

@@ -1,0 +1,1 @@
+"""Text from a model: samples and conversations."""

@@ -1,0 +1,322 @@
+"""Conversations: supervised fine-tuning on their answers, and talking with a model.
+
+A chat template turns messages into text, as transformers applies it. Each answer is encoded by
+itself, with the end of its turn, so that training and talking see the same tokens.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastgpt.data.items import IGNORED, Data
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.errors import UserError, reason
+from fastgpt.files import parse_json
+from fastgpt.model.generation import generate
+from fastgpt.model.gpt import GPT
+from fastgpt.sampling import templating
+from fastgpt.sampling.templating import CHATML, Messages
+from fastgpt.sandbox import call
+from fastgpt.terminal import print_line, print_text
+
+Piece = tuple[str, bool]
+"""Part of a rendered conversation, and whether the model learns it."""
+ROLES = ("system", "user", "assistant")
+CHUNK = 16
+"""Tokens to generate between two looks for the end of an answer."""
+
+
+class Template:
+    """Chat template, which runs in a process with limits of time and memory unless it is ours.
+
+    Raises:
+        UserError: it is no template, or to read it takes too much time or memory.
+    """
+
+    def __init__(self, text: str = CHATML) -> None:
+        self.text = text
+        self._run("cannot be read", None, False)
+
+    def _run(self, refusal: str, messages: Messages | None, answering: bool) -> str:
+        try:
+            if self.text == CHATML:
+                return templating.render(self.text, messages, answering)
+            return call("the chat template", templating.render, self.text, messages, answering)
+        except UserError:
+            raise
+        except Exception as error:  # a template may do anything
+            raise UserError(f"the chat template {refusal}: {reason(error)}") from error
+
+    def render(self, messages: Messages, *, answering: bool = False) -> str:
+        """Returns the text of messages, with `answering` up to where the next answer begins."""
+        return self._run("refuses the messages", messages, answering)
+
+    def pieces(self, messages: Messages) -> Iterator[Piece]:
+        """Yields the text of a conversation, cut where answers begin and end.
+
+        The last piece asks for an answer, if the last message is not one.
+
+        Raises:
+            UserError: the template writes a conversation anew when it goes on.
+        """
+        done = ""
+        for end, message in enumerate(messages):
+            answers = message["role"] == "assistant"
+            if not answers and end + 1 < len(messages):
+                continue
+            asked = self.render(messages[: end + (not answers)], answering=True)
+            whole = self.render(messages[: end + 1]) if answers else asked
+            if not (asked.startswith(done) and whole.startswith(asked)):
+                raise UserError(
+                    "the chat template changes earlier turns when a conversation goes on: expected"
+                    " one that only adds text"
+                )
+            yield asked[len(done) :], False
+            if answers:
+                yield whole[len(asked) :], True
+            done = whole
+
+    def end_of_turn(self) -> str:
+        """Returns what follows an answer, without white space around it; may be empty."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\ue000"}]
+        return self.render(turns).rpartition("\ue000")[2].strip()
+
+
+def template_of(kept: Mapping[str, str]) -> Template | None:
+    """Returns the chat template among the files of a model, if there is one.
+
+    Raises:
+        UserError: as `Template`, or the file that should have it is damaged.
+    """
+    if "chat_template.jinja" in kept:
+        return Template(kept["chat_template.jinja"])
+    try:
+        settings = parse_json(kept.get("tokenizer_config.json", "{}"))
+    except ValueError as error:
+        raise UserError(f"tokenizer_config.json cannot be read: {error}") from error
+    text = settings.get("chat_template") if isinstance(settings, dict) else None
+    return Template(text) if isinstance(text, str) else None
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def read_conversations(path: Path) -> Iterator[tuple[str, Messages]]:
+    """Yields the conversations of a JSONL file, each with its file and line.
+
+    A line has `messages` of the roles system, user and assistant, or `prompt` and `completion`.
+
+    Raises:
+        UserError: a line is something else; the turns do not alternate; an answer is empty.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, _checked(_messages(json.loads(line)))
+            except ValueError as error:
+                raise UserError(f"{where}: not JSON ({error})") from error
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from error
+
+
+def _messages(row: Any) -> Messages:
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return row["messages"]
+    if isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
+        return [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+    raise UserError("expected an object with `messages`, or with `prompt` and `completion`")
+
+
+def _checked(messages: Messages) -> Messages:
+    expected = ("system", "user")
+    for number, message in enumerate(messages, start=1):
+        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        role = message.get("role") if fine else None
+        if role not in ROLES:
+            raise UserError(
+                f"message {number} is {str(message)[:80]}: expected a role ({', '.join(ROLES)}) and"
+                " a content"
+            )
+        if role not in expected:
+            raise UserError(f"message {number} is the {role}'s: expected {' or '.join(expected)}")
+        if role == "assistant" and not message["content"].strip():
+            raise UserError(f"message {number} is an empty answer")
+        expected = ("assistant",) if role == "user" else ("user",)
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UserError("the last message is not the assistant's: expected an answer to learn")
+    return messages
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids of a conversation (N,) int64, and which of them are learnt (N,) bool.
+
+    It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
+    that the template writes have their ids; in a tokenizer without them they are ordinary text.
+    """
+    special: dict[str, int] = getattr(tokenizer, "special", {})
+    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+    ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
+    for text, counts in pieces:
+        found = [np.array([special[name]]) for name in names.findall(text)]
+        texts = [tokenizer.encode(part) for part in names.split(text)]
+        whole = [x for pair in zip(texts, [*found, np.empty(0, np.int64)]) for x in pair]
+        ids.extend(x.astype(np.int64) for x in whole)
+        learnt.append(np.full(sum(map(len, whole)), counts))
+    return np.concatenate(ids), np.concatenate(learnt)
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Conversations as pairs (tokens, targets), each (context,) int64; -100 outside of answers.
+
+    Args:
+        conversations: ids and which are learnt, each of up to context + 1 tokens.
+        pad_id: what short rows are filled with.
+        packed: puts as many conversations into a row as fit, else one.
+    """
+
+    def __init__(
+        self,
+        conversations: list[tuple[np.ndarray, np.ndarray]],
+        context: int,
+        pad_id: int,
+        packed: bool,
+    ) -> None:
+        self._context, self._pad_id = context, pad_id
+        self._rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        room = 0
+        for ids, learnt in conversations:
+            if not packed or len(ids) > room:
+                self._rows.append([])
+                room = context + 1
+            self._rows[-1].append((ids, learnt))
+            room -= len(ids)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        ids, learnt = (np.concatenate(parts) for parts in zip(*self._rows[i]))
+        x, y = torch.full((self._context,), self._pad_id), torch.full((self._context,), IGNORED)
+        x[: len(ids)] = torch.from_numpy(ids)[: self._context]
+        y[: len(ids) - 1] = torch.from_numpy(np.where(learnt, ids, IGNORED))[1:]
+        return x, y
+
+
+def open_conversations(
+    path: Path,
+    tokenizer: Tokenizer,
+    template: Template,
+    *,
+    context: int,
+    packed: bool,
+    val_fraction: float,
+) -> Data:
+    """Reads conversations, of which the last ones are held out.
+
+    Raises:
+        UserError: as `read_conversations`; a message contains a special token; a conversation is
+            longer than the context; there are fewer than two.
+    """
+    encoded = []
+    special = getattr(tokenizer, "special", {})
+    for where, messages in read_conversations(path):
+        for name in special:
+            if any(name in message["content"] for message in messages):
+                raise UserError(f"{where}: a message contains {name}, a special token")
+        try:
+            ids, learnt = encode(tokenizer, template.pieces(messages))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if len(ids) > context + 1:
+            raise UserError(
+                f"{where}: the conversation has {len(ids):,} tokens: expected at most"
+                f" {context + 1:,}, for a --model.context of {context:,}"
+            )
+        encoded.append((ids, learnt))
+    if len(encoded) < 2:
+        raise UserError(f"{path} has {len(encoded)} conversations: expected two or more")
+    held = min(len(encoded) - 1, max(1, round(len(encoded) * val_fraction)))
+    train, val = (
+        Rows(part, context, tokenizer.eot_id or 0, packed)
+        for part in (encoded[:-held], encoded[-held:])
+    )
+    return Data(train=train, val=val, tokenizer=tokenizer, name=path.stem, template=template.text)
+
+
+# --- talking --------------------------------------------------------------------------------------
+
+
+def answer(
+    model: GPT, tokenizer: Tokenizer, template: Template, messages: Messages, **options: Any
+) -> str:
+    """Returns the model's answer to a conversation.
+
+    Args:
+        model: in evaluation mode.
+        options: those of `fastgpt.generate`.
+
+    Raises:
+        UserError: the conversation is longer than the context.
+    """
+    ids, _ = encode(tokenizer, template.pieces(messages))
+    context, most = model.config.context, options.pop("max_new_tokens")
+    if len(ids) >= context:
+        raise UserError(
+            f"the conversation has {len(ids):,} tokens: expected fewer than the model's context,"
+            f" {context:,}"
+        )
+    end, said = template.end_of_turn(), ""
+    tokens = torch.from_numpy(ids)[None].to(next(model.parameters()).device)
+    while tokens.shape[1] < len(ids) + most:
+        new = min(CHUNK, len(ids) + most - tokens.shape[1])
+        vocab_size, stop = tokenizer.vocab_size, tokenizer.eot_id
+        tokens = generate(
+            model, tokens, max_new_tokens=new, vocab_size=vocab_size, stop_id=stop, **options
+        )
+        drawn = tokens[0, len(ids) :].tolist()
+        ended = stop in drawn
+        said = tokenizer.decode(drawn[: drawn.index(stop)] if ended else drawn)
+        if ended or (end and end in said):
+            break
+    return (said.partition(end)[0] if end else said).strip()
+
+
+def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -> None:
+    """Answers each line of standard input, as one conversation, until it ends.
+
+    When it is longer than the context, its oldest turns are left out.
+    """
+    messages: Messages = []
+    context, forgets = model.config.context, False
+    if sys.stdin.isatty():
+        print_line("Each line is a message; Ctrl-D ends the conversation.")
+    for line in sys.stdin:
+        if line.strip():
+            messages.append({"role": "user", "content": line.strip()})
+            while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
+                if not forgets:
+                    print_line(f"note: beyond {context:,} tokens the oldest turns are left out")
+                messages, forgets = messages[2:], True
+            said = answer(model, tokenizer, template, messages, **options)
+            messages.append({"role": "assistant", "content": said})
+            print_text(said)

@@ -1,0 +1,97 @@
+"""Text sampled from a model: prompts encoded, continued in one batch, and decoded."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.errors import UserError
+from fastgpt.model.generation import generate
+from fastgpt.model.gpt import GPT
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -> Tensor:
+    """Encodes a prompt as token ids, (T,) int64; an empty one becomes the end-of-text token.
+
+    Raises:
+        UserError: the prompt is empty and there is no such token, or it has an unknown character;
+            the message calls it `name`.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> fastgpt.encode_prompt("To be", tokenizer).shape
+    torch.Size([5])
+    """
+    try:
+        ids = tokenizer.encode(prompt)
+    except UserError as error:
+        raise UserError(f"{name} is {prompt!r}: {error}") from error
+    if not len(ids) and tokenizer.eot_id is not None:
+        ids = np.array([tokenizer.eot_id])  # each document begins with it
+    if not len(ids):
+        raise UserError(f"{name} is empty: expected some text")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def warn_if_cut(ids: Tensor, context: int, name: str, warn: Callable[[str], None]) -> None:
+    """Warns of a prompt, called `name`, whose beginning the model does not see."""
+    if len(ids) > context:
+        warn(f"{name} has {len(ids):,} tokens: the model sees the last {context:,}, its context")
+
+
+def sample_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    count: int = 1,
+    device: str = "cpu",
+) -> list[str]:
+    """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
+
+    A text ends before the first end-of-text token that was sampled.
+
+    Args:
+        model: in evaluation mode.
+        prompts: each (T,) int64, T >= 1; lengths may differ.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from; None: all.
+        top_p: probability that the likeliest tokens to sample from reach together; None: 1.
+        count: number of texts per prompt; the first prompt's texts come first.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> prompts = [fastgpt.encode_prompt("To be", tokenizer)]
+    >>> options = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    >>> [text] = fastgpt.sample_text(model, tokenizer, prompts, **options)
+    >>> text.startswith("To be")
+    True
+    """
+    prompts = [prompt for prompt in prompts for _ in range(count)]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    tokens = generate(
+        model,
+        pad_sequence(prompts, batch_first=True).to(device),
+        lengths=lengths,
+        max_new_tokens=max_new_tokens,
+        vocab_size=tokenizer.vocab_size,
+        stop_id=tokenizer.eot_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    texts = []
+    for row, length in zip(tokens.cpu(), lengths.tolist()):
+        end = length + max_new_tokens
+        if tokenizer.eot_id is not None:
+            drawn = row[length:end] == tokenizer.eot_id
+            end = length + int(drawn.int().argmax()) if drawn.any() else end
+        texts.append(tokenizer.decode(row[:end].numpy()))
+    return texts

@@ -1,0 +1,1 @@
+"""Training: the loop, the step, optimizers, logs, and checks of the numbers."""

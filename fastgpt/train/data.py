@@ -1,0 +1,175 @@
+"""Data of a run, opened by every rank: a corpus, conversations or a caller's data sets."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastgpt.config.config import Config
+from fastgpt.config.recipes import RECIPES
+from fastgpt.convert.source import Source
+from fastgpt.data.corpus import Corpus
+from fastgpt.data.dataset import DataSet, open_data
+from fastgpt.data.items import Data, ItemCorpus, ItemSet
+from fastgpt.data.tokenizers import make_tokenizer
+from fastgpt.display import PrepareProgress
+from fastgpt.errors import UserError, counted
+from fastgpt.files import data_dir
+from fastgpt.parallel.distributed import World
+from fastgpt.sampling.chat import open_conversations
+from fastgpt.train import data, init_from
+
+GPT2_TOKENS = 50_257
+"""Size of GPT-2's vocabulary, which the recipes of its models fix."""
+
+
+def open_for_run(
+    config: Config,
+    data: Data | None,
+    source: Source | None,
+    world: World,
+    warn: Callable[[str], None],
+) -> DataSet | ItemSet:
+    """Opens the data of a run, which is the same on all ranks.
+
+    Args:
+        data: the caller's own data sets, if any.
+        source: model that the run starts from, if any.
+
+    Raises:
+        UserError: the data cannot be opened, differs between ranks, or has another tokenizer than
+            the model.
+    """
+    if data is None and config.data.align == "conversation":
+        data = _conversations(config, source, world)
+    if data is not None:
+        opened = ItemSet(data=data, context=config.model.context, config=config.data)
+    else:
+        opened = _corpora(config, source, world, warn)
+    if source is not None:
+        init_from.check_vocabulary(source, opened.tokenizer)
+    if (main := world.from_main(opened.identity)) != opened.identity:
+        raise UserError(
+            f"{opened.name} differs between this rank ({opened.identity[:12]}) and the main rank"
+            f" ({main[:12]}): give every host the same prepared directory"
+        )
+    return opened
+
+
+def _corpora(
+    config: Config, source: Source | None, world: World, warn: Callable[[str], None]
+) -> DataSet:
+    where = data.resolve_source(config.data.source, warn)
+    ends = (
+        config.data.align != "none" or config.model.document_mask
+    )  # of documents: bytes have none
+    documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
+
+    def opened(*report: PrepareProgress) -> DataSet:
+        return open_data(
+            init_from.with_tokenizer(config, source), where, *report, documents=documents
+        )
+
+    def open_once() -> None:
+        with PrepareProgress() as report:
+            data = opened(report)
+        data.orders(config.model.context, config.seed)
+
+    # the main rank downloads, prepares and checks the data, then all ranks open it
+    world.on_main(open_once, patient=True)
+    return opened()
+
+
+def _conversations(config: Config, source: Source | None, world: World) -> Data:
+    def opened() -> Data:
+        kind = init_from.with_tokenizer(config, source).tokenizer
+        return open_conversations(
+            Path(config.data.source).expanduser(),
+            make_tokenizer("bytes" if kind == "auto" else kind, None),
+            init_from.chat_template(config, source),
+            context=config.model.context,
+            packed=config.model.document_mask,
+            val_fraction=config.data.val_fraction,
+        )
+
+    world.on_main(lambda: opened().name)  # which prints what is wrong
+    return opened()
+
+
+def check_splits(
+    config: Config, data: DataSet | ItemSet, coverage: list[float], warn: Callable[[str], None]
+) -> None:
+    """Warns of corpora of which an epoch uses little.
+
+    Args:
+        coverage: share of each corpus that an epoch trains on.
+
+    Raises:
+        UserError: too little of a corpus is held out to evaluate.
+    """
+    least = config.model.context + 1 if config.data.eval_batches else 2
+    for corpus, covered in zip(data.corpora, coverage):
+        held = len(corpus.val)
+        if held < least:
+            raise UserError(
+                f"{corpus.name}: {counted(held, 'token')} held out, expected at least {least}:"
+                " use more text or a larger --data.val-fraction"
+            )
+        if covered < 0.5:
+            warn(
+                f"{corpus.name}: with --data.align {config.data.align} an epoch trains on"
+                f" {covered:.0%} of its tokens, because its documents are long for a"
+                f" context of {config.model.context}"
+            )
+
+
+PROMPTS = {"baby": "def "}
+"""Prompt of the samples on a recipe's own data, if it is not a newline."""
+
+
+def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
+    """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
+    if config.train.sample_prompt is not None:
+        return config.train.sample_prompt
+    if config.data.source == RECIPES[config.recipe][1].data.source:
+        return PROMPTS.get(config.recipe, "\n")
+    return corpus.first_words()
+
+
+PREPARED = {
+    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
+    "pubmed": (
+        "abstracts.jsonl",
+        "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
+    ),
+}
+"""Source and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
+
+
+def resolve_source(source: str, warn: Callable[[str], None]) -> str:
+    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
+
+    Raises:
+        UserError: there is no prepared directory for `prepared:NAME`.
+    """
+    if source.startswith("prepared:"):
+        return _prepared(source.removeprefix("prepared:"))
+    if source != "prepared":
+        return source
+    prepared = data_dir() / "gpt2"
+    if (prepared / "manifest.json").exists():
+        return str(prepared)
+    warn(
+        f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare "
+        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
+    )
+    return "builtin"
+
+
+def _prepared(name: str) -> str:
+    folder = data_dir() / name
+    if (folder / "manifest.json").exists():
+        return str(folder)
+    what, flags = PREPARED.get(name, ("SOURCE", ""))
+    raise UserError(
+        f"--data.source is prepared:{name}, but {folder} is not a prepared directory: get {what}"
+        f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
+    )

@@ -1,0 +1,193 @@
+"""Runs that start from a model that exists: `--init-from`, and `--take-over` with its optimizer."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.config.checks import flag
+from fastgpt.config.config import Config, DataConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.convert.llmc import read_llmc_progress
+from fastgpt.convert.nanogpt import read_nanogpt_progress
+from fastgpt.convert.source import Source, read
+from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
+from fastgpt.errors import UserError, reason, writing
+from fastgpt.files import cache_dir, write_atomically
+from fastgpt.model.gpt import GPT
+from fastgpt.parallel import fsdp
+from fastgpt.run import directory
+from fastgpt.sampling.chat import Template, template_of
+from fastgpt.train.schedule import lr_ratio
+
+Warn = Callable[[str], None]
+OWN = (*(name for name in ModelConfig.__slots__ if name.endswith("dropout")), "vocab_multiple")
+"""Settings of the model that come from the recipe and flags."""
+FREE = (*OWN, "context", "document_mask", "eot_id", "init")
+"""Settings that flags may change, since they decide no weight, or which of them are used."""
+
+
+def with_architecture(default: Config, init_from: str) -> Config:
+    """Returns a recipe's settings with the architecture of the model that `init_from` names.
+
+    The batch has as many whole sequences of that model's context as the recipe's tokens make.
+
+    Raises:
+        UserError: there is no such model, or ours cannot express it.
+    """
+    source = read(init_from)
+    model = replace(source.config, **{name: getattr(default.model, name) for name in OWN})
+    sequences = max(1, default.train.batch_tokens // model.context)
+    train = replace(default.train, batch_tokens=sequences * model.context)
+    return replace(default, init_from=init_from, model=model, train=train)
+
+
+def check_architecture(config: Config, source: ModelConfig) -> None:
+    """Raises `UserError` if a flag contradicts the architecture that `with_architecture` found."""
+    for name in (field.name for field in fields(source)):
+        given, expected = getattr(config.model, name), getattr(source, name)
+        fixed = name not in FREE or (name == "context" and config.take_over)
+        if fixed and given != expected:
+            asked = f"{flag(f'model.{name}')} is {given}"
+            raise UserError(f"{asked}: expected {expected}, as in --init-from {config.init_from}")
+    if source.position == "learned" and config.model.context > source.context:
+        asked, most = f"--model.context is {config.model.context}", source.context
+        raise UserError(f"{asked}: expected at most {most}, as {config.init_from} has positions")
+
+
+def source_of(config: Config, warn: Warn) -> Source | None:
+    """Reads the model that a run starts from; None if there is none, or a checkpoint is resumed.
+
+    Raises:
+        UserError: as `read`.
+    """
+    if config.init_from is None or (config.resume is not None and directory.resumes(config.resume)):
+        return None
+    source = read(config.init_from)
+    for warning in source.warnings:
+        warn(warning)
+    return source
+
+
+def with_tokenizer(config: Config, source: Source | None) -> DataConfig:
+    """Returns the settings of the data, with the model's tokenizer in place of `auto`.
+
+    The model is `source`, or if that is None the checkpoint to resume. Its tokenizer is copied
+    into the cache, so that a text is tokenized once, and not again for each checkpoint.
+
+    Raises:
+        UserError: the model has no tokenizer.
+    """
+    if config.init_from is None or config.data.tokenizer != "auto":
+        return config.data
+    if source is None:
+        assert config.resume is not None
+        tokenizer = _resumed_tokenizer(Path(config.resume))
+    elif source.tokenizer is None:
+        raise UserError(
+            f"{source.path} has no tokenizer: pass the one that it was trained with,"
+            " --data.tokenizer gpt2, bytes, chars or the path of a tokenizer.json"
+        )
+    else:
+        tokenizer = source.tokenizer
+    content = tokenizer.to_json().encode()
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    name = f"{Path(config.init_from).resolve().name}-{digest}.json"
+    path = cache_dir() / "tokenizers" / name
+    if not path.is_file():
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+    return replace(config.data, tokenizer=str(path))
+
+
+def _resumed_tokenizer(resume: Path) -> Tokenizer:
+    checkpoints = [resume, *reversed(checkpoint.steps_on_disk(resume / "checkpoints"))]
+    paths = [path / TOKENIZER_FILE for path in checkpoints]
+    return load_tokenizer(next((path for path in paths if path.is_file()), paths[0]))
+
+
+def chat_template(config: Config, source: Source | None) -> Template:
+    """Returns that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
+
+    Raises:
+        UserError: the file cannot be read, or is no template.
+    """
+    kept = {} if source is None else dict(source.kept)
+    if config.resume is not None and directory.resumes(config.resume):
+        kept = read(config.resume).kept
+    elif config.data.chat_template is not None:
+        path = Path(config.data.chat_template).expanduser()
+        try:
+            kept = {"chat_template.jinja": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--data.chat-template {path} cannot be read: {reason(error)}"
+            ) from error
+    return template_of(kept) or Template()
+
+
+def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if the data's tokenizer is known not to be the model's."""
+    assert source.config.vocab_size is not None
+    own, most = source.tokenizer, source.config.vocab_size
+    if tokenizer.vocab_size > most or not (own is None or same_tokenizer(own, tokenizer)):
+        expected = f"at most {most:,}" if own is None else f"its own, {own.kind} ({own.vocab_size})"
+        raise UserError(
+            f"the data has the {tokenizer.kind} tokenizer ({tokenizer.vocab_size} tokens):"
+            f" {source.path} needs {expected}; with equal numbers, some tokens differ"
+        )
+
+
+def load_weights(source: Source, model: GPT) -> None:
+    """Loads weights into a model, whose context may be shorter than the source's."""
+    weights = dict(source.weights)
+    if "wpe.weight" in weights:
+        weights["wpe.weight"] = weights["wpe.weight"][: model.config.context]
+    fsdp.load_weights(model, weights)
+
+
+# --- another program's run ------------------------------------------------------------------------
+
+READERS = {"nanogpt": read_nanogpt_progress, "llmc": read_llmc_progress}
+
+
+def take_over(source: Source, config: Config, model: GPT, adamw: Optimizer, warn: Warn) -> int:
+    """Loads the optimizer's state of another program's run, and returns the steps it has taken.
+
+    Raises:
+        UserError: there is no such state, or it is not that of the model.
+    """
+    if source.kind not in READERS:
+        expected = "expected nanoGPT's or llm.c's, or for a run of fastgpt --resume"
+        raise UserError(f"--take-over: {source.path} has no state to take over: {expected}")
+    progress = READERS[source.kind](source.path)
+    if progress.weights:  # in fp32, from which the model file's were rounded
+        fsdp.load_weights(model, progress.weights)
+    for name, weight in model.named_parameters():
+        first, second = (_padded(x, weight) for x in progress.moments[name])
+        updates = torch.tensor(float(progress.updates), device=weight.device)
+        adamw.state[weight] = {"step": updates, "exp_avg": first, "exp_avg_sq": second}
+    for name, theirs in progress.settings.items():
+        ours = getattr(config.optim, name)
+        if ours != theirs:
+            warn(f"{flag(f'optim.{name}')} is {ours}: {source.path} was trained with {theirs}")
+    rate = config.optim.lr * lr_ratio(progress.step, config.steps, config.optim)
+    last = "" if progress.lr is None else f" (its last learning rate was {progress.lr:.3g})"
+    warn(
+        f"{source.path} goes on after step {progress.step} with learning rate {rate:.3g}{last}; the"
+        " data begins anew, and its order and dropout's random numbers are other ones"
+    )
+    return progress.step
+
+
+def _padded(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x on the weight's device, with zeros for the padding of the vocabulary."""
+    whole = torch.zeros(weight.shape, device=weight.device)
+    whole[: len(x)] = x
+    return fsdp.part_like(whole, weight)

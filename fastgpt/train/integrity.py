@@ -1,0 +1,184 @@
+"""Checks against silent corruption: replicas compare weights, a resumed run the loss of its own."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgpt.commands import installed
+from fastgpt.config.model import ModelConfig
+from fastgpt.device import device
+from fastgpt.errors import UserError, brief
+from fastgpt.evaluate.validation import mean_loss
+from fastgpt.kernels import parity
+from fastgpt.ops.dtensor import is_sharded
+from fastgpt.parallel.fsdp import part
+from fastgpt.train.engine import Engine
+
+MOST_COST = 0.01
+"""Largest share of a run's computing that the losses of checkpoints take by default."""
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def check_replicas(engine: Engine) -> int:
+    """Compares checksums of the weights that several ranks hold; a collective operation.
+
+    A checksum is the sum of a weight's bits, read as integers: any single bit changes it.
+
+    Returns:
+        int: the number of weights that some other rank holds as well.
+
+    Raises:
+        UserError: replicas differ; it names the ranks and the first such tensor.
+    """
+    weights = [x.detach() for x in engine.optimizers.parameters]
+    bits = [part(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
+    sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
+    found = engine.world.of_each(list(zip(map(_place, weights), sums)))
+
+    def compare() -> int:
+        shared = 0
+        for name, *ranks in zip(engine.names, *found, strict=True):
+            copies: dict[int, dict[int, int]] = {}
+            for rank, (place, checksum) in enumerate(ranks):
+                copies.setdefault(place, {})[rank] = checksum
+            shared += any(len(same) > 1 for same in copies.values())
+            for complaint in filter(None, map(odd_ones, copies.values())):
+                raise UserError(
+                    f"step {engine.step}: the replicas of {name} differ, {complaint}: memory or a"
+                    " link of such a machine may be faulty"
+                )
+        return shared
+
+    return engine.world.on_main(compare)
+
+
+def _place(x: Tensor) -> int:
+    """Returns a number that is equal on the ranks that hold the same part of a tensor."""
+    if not is_sharded(x):
+        return 0
+    mesh, found = x.device_mesh, 0
+    for dimension, placement in enumerate(x.placements):
+        own = 0 if placement.is_replicate() else mesh.get_local_rank(dimension)
+        found = found * mesh.size(dimension) + own
+    return found
+
+
+def odd_ones(checksums: Mapping[int, int]) -> str:
+    """Names the ranks whose checksum is not that of most, of equally many not the first's."""
+    [(usual, most), *others] = Counter(checksums.values()).most_common()
+    odd, rest = (
+        ", ".join(str(rank) for rank, x in checksums.items() if (x == usual) is same)
+        for same in (False, True)
+    )
+    tie = ", of which either may be wrong" if others and others[0][1] == most else ""
+    return f"rank {odd} against rank {rest}{tie}" if others else ""
+
+
+# --- the loss of a checkpoint's weights -----------------------------------------------------------
+
+
+def records_loss(engine: Engine) -> bool:
+    """Returns True if checkpoints hold `own_loss`: if asked to, or as it costs little.
+
+    It is a forward; the steps between two checkpoints have as many, and backwards of twice the
+    time.
+    """
+    config, asked = engine.config, engine.config.train.resume_check
+    interval = min(every or config.steps for every in (config.eval_every, config.save_every))
+    cheap = 1 / (3 * interval * engine.loader.accumulation) <= MOST_COST
+    return asked == "on" or (asked == "auto" and cheap)
+
+
+def own_loss(engine: Engine) -> dict[str, Any]:
+    """Computes the loss of a model's weights on a fixed batch; a collective operation.
+
+    Returns:
+        dict[str, Any]: the `loss`, the `precision` it was computed in, and the `setup`, a hash of
+        all that its bits depend on besides the weights.
+    """
+    config = engine.config
+    engine.model.eval()
+    batch, autocast = fixed_batch(config.model, engine.micro_batch), engine.autocast()
+    loss, _ = mean_loss(
+        engine.loss, [batch], world=engine.world, device=engine.device, autocast=autocast
+    )
+    engine.model.train()
+    facts = [
+        torch.__version__, torch.backends.cpu.get_cpu_capability(),
+        device.device_name(engine.device), engine.world.size, asdict(config.parallel),
+        engine.micro_batch, engine.precision, config.train.tf32, config.train.residual,
+        engine.compiled, engine.ops.names,
+    ]  # fmt: skip
+    setup = hashlib.sha256(json.dumps([*facts, installed("triton"), sources()]).encode())
+    # TF32 rounds to as many bits as fp16
+    precision = "fp16" if config.train.tf32 and engine.precision == "fp32" else engine.precision
+    return {"loss": loss, "precision": precision, "setup": setup.hexdigest()}
+
+
+@cache
+def sources() -> str:
+    """Returns a hash of the package's code and tables, as they are when this is first called."""
+    found, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted([*package.rglob("*"), *(package / "kernels").rglob("*")]):
+        if (
+            path.suffix in (".py", ".json") and path.is_file()
+        ):  # an editor's lock is a dangling link
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def fixed_batch(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets, each (rows, T) int64: one random sequence, equal in all rows.
+
+    It depends on the vocabulary and the context alone, so that its mean loss is the same with any
+    micro-batch and any data.
+    """
+    drawn = np.random.RandomState(0).randint(0, config.vocab_size, config.context + 1)
+    sequence = torch.from_numpy(drawn.astype(np.int64))
+    return sequence[:-1].repeat(rows, 1), sequence[1:].repeat(rows, 1)
+
+
+def check_recorded_loss(engine: Engine) -> None:
+    """Compares the loss that a checkpoint recorded with that of the weights as they were loaded.
+
+    Raises:
+        UserError: with the same setup their bits differ; with another one more than
+            `fastgpt.kernels.parity` allows in the coarser of both precisions.
+    """
+    sources()  # now: they may be edited while the run goes on
+    recorded, path = engine.recorded_loss, engine.resumed_from
+    if recorded is None or engine.config.train.resume_check == "off":
+        return
+    now = own_loss(engine)
+    try:
+        before, after = ({"loss": torch.tensor([x["loss"]]).double()} for x in (recorded, now))
+        dtypes = [device.DTYPES[x["precision"]] for x in (recorded, now)]
+        same = recorded["setup"] == now["setup"]
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} has a damaged own_loss: {brief(error)}") from error
+    model = engine.config.model
+    longest = max(model.padded_vocab, engine.micro_batch * model.context)
+    coarser = max(dtypes, key=lambda x: torch.finfo(x).eps)
+    wrong = parity.complaints(after, before, before, coarser, longest)
+    if (recorded["loss"] != now["loss"]) if same else wrong:
+        why = (
+            "the same bits, with the same software, device and settings"
+            if same
+            else f"less ({'; '.join(wrong)})"
+        )
+        raise UserError(
+            f"{path}: its weights had a loss of {recorded['loss']!r} on a fixed batch when it was"
+            f" written, and have {now['loss']!r} now; expected {why}. This machine or version"
+            " computes something else: resume an earlier checkpoint to compare, or go on with"
+            " --train.resume-check off"
+        )

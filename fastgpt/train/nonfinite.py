@@ -1,0 +1,82 @@
+"""Loss, gradients and weights that are not finite: steps are left out, or the run stops."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastgpt.errors import UserError, counted
+from fastgpt.parallel.fsdp import part, sum_over_parts
+
+
+class Finite:
+    """Watches loss and gradient norms on the device: nothing waits for it before `checked`.
+
+    All ranks decide alike, because loss and norm are those of all of them.
+
+    Args:
+        most: number of optimizer steps left out in a row that ends a run; 0: none is left out.
+        norms: norms of the gradients, of which there are none yet.
+    """
+
+    def __init__(self, most: int, norms: Tensor) -> None:
+        self.most, self.skipped = most, 0
+        """`skipped` is the number of steps left out so far, as of the last call of `checked`."""
+        self._total = torch.zeros((), device=norms.device)
+        self._in_a_row, self._longest = torch.zeros_like(self._total), torch.zeros_like(self._total)
+        self._first_norms, self._first_step = norms, torch.zeros_like(self._total)
+
+    def skips(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Returns 1.0 if the step of this loss and gradient norm is to be left out, else 0.0."""
+        left_out = 1 - torch.stack((loss.float(), norm.float())).isfinite().all().float()
+        self._total = self._total + left_out
+        self._in_a_row = (self._in_a_row + 1) * left_out
+        self._longest = torch.maximum(self._longest, self._in_a_row)
+        return left_out
+
+    def watch(self, step: int, norms: Tensor, *, scaled: bool) -> None:
+        """Keeps the first step with a gradient that is not finite, and its norms.
+
+        Args:
+            scaled: with fp16 a step is skipped now and then, which is no failure: the first one
+                since a finite one is kept.
+        """
+        fine = self._first_norms.isfinite().all()
+        if scaled:
+            fine |= norms.isfinite().all()
+        if self.most:
+            fine |= norms.isfinite().all() & (self._longest < self.most)
+        self._first_norms = torch.where(fine, norms, self._first_norms)
+        self._first_step = torch.where(fine, step, self._first_step)
+
+    def checked(
+        self, loss: Tensor, norm: Tensor, step: int, scaler: torch.amp.GradScaler, names: Sequence
+    ) -> tuple[float, float]:
+        """Returns loss and gradient norm of the last step; see `Engine.finite_loss`."""
+        values = torch.stack((loss, norm, self._total, self._longest))
+        loss_now, norm_now, self.skipped, longest = values.tolist()
+        if longest < self.most:
+            return loss_now, norm_now
+        norm_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(norm_now)
+        if not self.most and math.isfinite(loss_now) and norm_is_fine:
+            return loss_now, norm_now
+        bad = (~self._first_norms.isfinite()).nonzero()
+        for_long = f" for {counted(self.most, 'step')} in a row or longer" if self.most else ""
+        raise UserError(
+            f"step {int(self._first_step)}: not finite{for_long}; at step {step} the training loss"
+            f" is {loss_now}, the gradient norm {norm_now}; first tensor that is not finite: "
+            + (f"the gradient of {names[int(bad[0])]}" if len(bad) else "the loss itself")
+        )
+
+
+def check_weights(weights: Sequence[Tensor], names: Sequence[str], step: int) -> None:
+    """Raises `UserError` that names the first weight that is not finite, if there is one."""
+    # a sum reads each weight once; that of finite weights may overflow, so the slower test of
+    # single weights has the last word
+    bad = [~part(weight.detach()).sum().isfinite() for weight in weights]
+    if sum_over_parts(torch.stack(bad).float(), weights[0]).any():
+        bad = [~part(weight.detach()).isfinite().all() for weight in weights]
+        first = sum_over_parts(torch.stack(bad).float(), weights[0]).nonzero()
+        if len(first):
+            raise UserError(f"step {step}: first tensor that is not finite: {names[int(first[0])]}")

@@ -1,0 +1,129 @@
+"""Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgpt.config.config import OptimConfig
+from fastgpt.model.gpt import GPT
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import in_model_order, norms, part, part_like
+from fastgpt.train.muon import Muon
+
+
+class Optimizers:
+    """Pair of optimizers that step together, each with its own peak learning rate; or AdamW alone.
+
+    Args:
+        model: only its parameters with two dimensions have weight decay.
+        scaler: enabled for fp16 only.
+        world: the ranks, which share out Muon's work.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        config: OptimConfig,
+        scaler: torch.amp.GradScaler,
+        world: World = World(),  # noqa: B008
+    ) -> None:
+        self.config, self.scaler = config, scaler
+        self.parameters = list(model.parameters())
+        matrices = (
+            [p for p in model.h.parameters() if p.dim() == 2] if config.kind == "muon" else []
+        )
+        taken = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in taken]
+        adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+                {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.all: list[torch.optim.Optimizer] = [adamw]
+        if matrices:
+            muon = Muon(
+                matrices,
+                world,
+                lr=config.muon_lr,
+                momentum=config.muon_momentum,
+                weight_decay=config.weight_decay,
+            )
+            self.all.append(muon)
+        self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
+        """Norm of each parameter's gradient at the last step, before clipping."""
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
+
+    def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Clips, steps at `ratio` of the peak learning rates, and returns the unclipped norm ().
+
+        Args:
+            skip: is given that norm, and returns 1.0 to leave weights and moments as they are, else
+                0.0, as a tensor () on their device.
+        """
+        for optimizer, peaks in zip(self.all, self.peaks, strict=True):
+            self.scaler.unscale_(optimizer)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+        gradients = [cast(Tensor, weight.grad) for weight in self.parameters]
+        self.norms = norms(gradients)
+        norm = self.norms.norm()
+        if skip is not None:
+            left_out = skip(norm)
+            for optimizer in self.all:
+                optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
+        if self.config.grad_clip:
+            # as nn.utils.clip_grads_with_norm_, for parts
+            factor = (self.config.grad_clip / (norm + 1e-6)).clamp(max=1)
+            torch._foreach_mul_([part(x) for x in gradients], factor)  # pyright: ignore
+        # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
+        # clipping has spread an infinity of one to the other.
+        if not self.scaler.is_enabled() or norm.isfinite():
+            for optimizer in self.all:
+                self.scaler.step(optimizer)
+        self.scaler.update()
+        return norm
+
+    def zero_grad(self) -> None:
+        for optimizer in self.all:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of both, with rows in the model's order: see `in_model_order`."""
+        states = [optimizer.state_dict() for optimizer in self.all]
+        return {
+            "optimizers": self._with_moments(in_model_order, states),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        def own(x: Tensor, weight: Tensor) -> Tensor:
+            if x.dim() and x.shape != weight.shape:
+                raise ValueError("the optimizer's state has other shapes than the weights")
+            return part_like(x, weight) if x.dim() else x
+
+        states = self._with_moments(own, state["optimizers"])
+        for optimizer, loaded in zip(self.all, states):
+            optimizer.load_state_dict(loaded)
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _with_moments(
+        self, change: Callable[[Tensor, Tensor], Tensor], states: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Returns optimizers' states with `change(x, weight)` for each tensor x of a weight."""
+        found = []
+        for optimizer, saved in zip(self.all, states, strict=True):
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            moments = {
+                i: {name: change(x, weights[i]) for name, x in entries.items()}
+                for i, entries in saved["state"].items()
+            }
+            found.append(saved | {"state": moments})
+        return found

@@ -1,0 +1,454 @@
+"""A training run: steps, logs, checkpoints and evaluations, until it is done or stopped."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.async_saver import Saver
+from fastgpt.commands import resume_command, sample_command
+from fastgpt.config.config import Config, to_json
+from fastgpt.data.items import Data
+from fastgpt.device import device
+from fastgpt.display import Display, short
+from fastgpt.errors import UserError, counted, writing
+from fastgpt.evaluate.score import Scorer
+from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
+from fastgpt.evaluate.validation import perplexity
+from fastgpt.files import cache_dir, write_atomically
+from fastgpt.parallel import distributed
+from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
+from fastgpt.parallel.stragglers import Pace
+from fastgpt.parallel.watchdog import Watchdog
+from fastgpt.run import directory, manifest
+from fastgpt.run.lock import RunLock
+from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
+from fastgpt.train.data import sample_prompt
+from fastgpt.train.engine import Engine
+from fastgpt.train.header import facts, header
+from fastgpt.train.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
+from fastgpt.train.metrics import MetricsLog
+
+
+class Trainer:
+    """Trains on one rank, and writes logs, samples and checkpoints into the run's directory.
+
+    Args:
+        config: settings of the run.
+        data: own data sets, in place of what `config.data` names.
+
+    Raises:
+        UserError: the config or the data cannot work; raised before any training.
+
+    >>> from fastgpt.config.config import DataConfig, TrainConfig
+    >>> model = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=16)
+    >>> data = DataConfig(source="mine.txt", tokenizer="bytes")
+    >>> train = TrainConfig(batch_tokens=32, device="cpu", sample_tokens=0)
+    >>> config = fastgpt.Config(steps=2, model=model, data=data, train=train)
+    >>> trainer = fastgpt.Trainer(config)
+    recipe ...
+    >>> trainer.fit()
+    step ...
+    >>> model, tokenizer = fastgpt.load(trainer.run_dir)
+    """
+
+    def __init__(self, config: Config, data: Data | None = None) -> None:
+        self.display = Display()
+        self.world = distributed.start(device.pick_device(config.train.device))
+        if not self.world.is_main:
+            self.display.mute()
+        self.best, self.log, self.lock = math.inf, None, None
+        self.requeue = False
+        """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
+        with ExitStack() as cleanup:
+            cleanup.callback(self._unlock)
+            # before its checkpoints are read, because the lock's holder writes and removes them
+            self.world.on_main(lambda: self._lock(config))
+            self.engine = Engine(config, self.display.warn, data)
+            cleanup.callback(self.engine.loader.close)
+            self.config, self.world = self.engine.config, self.engine.world
+            self._check_integrity()
+            self.prompt = self._encoded_prompt()
+            self.tasks = self.world.on_main(self._read_tasks)
+            self._open_run()
+            cleanup.pop_all()
+
+    def _lock(self, config: Config) -> None:
+        """Locks the directory of an existing run; that of a new one is created and locked later."""
+        if config.run_dir is not None and directory.is_run(config.run_dir):
+            instead = "stop it" if config.resume else "pass another --run-dir"
+            self.lock = RunLock(config.run_dir, instead)
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _check_integrity(self) -> None:
+        check_recorded_loss(self.engine)
+        if self.config.train.verify_every and not check_replicas(self.engine):
+            self.display.warn("--train.verify-every: no two ranks hold the same weights to compare")
+
+    def _encoded_prompt(self) -> torch.Tensor:
+        prompt = sample_prompt(self.config, self.engine.data.corpora[0])
+        ids = encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
+        if self.config.train.sample_prompt is not None:
+            context = self.config.model.context
+            warn_if_cut(ids, context, "--train.sample-prompt", self.display.warn)
+        return ids
+
+    def _read_tasks(self) -> list[Task]:
+        given = split_tasks(self.config.train.eval_tasks, "--train.eval-tasks")
+        try:
+            return [read_task(name, path, self._scorer()) for name, path in given.items()]
+        except UserError as error:
+            raise UserError(f"--train.eval-tasks: {error}") from error
+
+    def _scorer(self, stop: StopSignal | None = None) -> Scorer:
+        engine = self.engine
+        together = self.world if engine.meets else None
+        synced = stop if stop is None or together is None else SyncedStop(stop, self.world)
+        return Scorer(
+            model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
+            device=engine.device, autocast=engine.autocast(), together=together,
+            stop=synced, doing=stop and self.watchdog.doing,
+        )  # fmt: skip
+
+    def _open_run_dir(self) -> Path:
+        path = self.config.run_dir or directory.new_run_dir(self.config.recipe)
+        self.lock = self.lock or RunLock(path)
+        if note := directory.open_run_dir(path, self.config, self.engine.step, self.world.size):
+            self.display.warn(note)
+        return path
+
+    def _open_run(self) -> None:
+        """Creates or reopens the run directory, and prints the header."""
+        self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
+        self.run_dir = self.world.on_main(self._open_run_dir)
+        stacks = self.run_dir / f"stalled-rank-{self.world.rank}.txt"
+        self.watchdog = Watchdog(self.config.train.stall_s, stacks, self.world.rank)
+        self.engine.doing = self.watchdog.doing
+        template = self.engine.data.template
+        self.saver = Saver(
+            self.run_dir / "checkpoints",
+            self.world if self.engine.sharded else None,
+            config_json=to_json(self.config),
+            save_tokenizer=self.engine.data.tokenizer.save,
+            keep=self.config.train.keep_checkpoints,
+            keep_every=self.config.train.keep_every,
+            huggingface_json=template and json.dumps({"chat_template.jinja": template}),
+        )
+        self.peak = self.world.on_main(self._measured_peak)
+        self.world.on_main(self._open_log)
+        self.display.header(header(self.engine, self.peak, self.run_dir))
+
+    def _measured_peak(self) -> float:
+        """Measures the FLOP/s that MFU is relative to; warns if other programs use the cores."""
+        engine = self.engine
+        peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
+        if share < 0.8:
+            self.display.warn(
+                f"other programs are using this machine: a short test got only {share:.0%} of the"
+                " CPU, so training will take longer than estimated"
+            )
+        return peak * device.shares(engine.device, self.world.size)
+
+    def _open_log(self) -> None:
+        parameters = short(self.engine.model.num_params())
+        title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
+        self.log = MetricsLog(self.run_dir, self.engine.step, title, self.display.warn)
+        # the best is chosen among the checkpoints on disk, as in a run without interruption
+        kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
+        losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
+        self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
+        path = self.run_dir / "manifest.json"
+        with writing(path):
+            write_atomically(path, manifest.manifest(facts(self.engine, self.peak), path).encode())
+
+    def fit(self) -> None:
+        """Trains until `config.steps`, a signal or Ctrl-C, and completes the run directory.
+
+        Raises:
+            UserError: the loss or a gradient is not finite, or the disk is full; earlier
+                checkpoints stay valid.
+        """
+        self.stop, ending = StopSignal(self.display.line), []
+        self.watchdog.start()
+        try:
+            ending = self._fit()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"step {self.engine.step}: no GPU memory left with micro-batches of "
+                f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (same batch size); "
+                f"{self._way_back()}"
+            ) from error
+        except UserError as error:
+            raise type(error)(f"{error}; {self._way_back()}") from error
+        finally:
+            # after a failure, torchrun sends SIGTERM to the other ranks: no line about that
+            self.stop.say = lambda _: None
+            self._settle(self.saver.close)
+            self.display.stop()
+            self.engine.loader.close()
+            if self.log is not None:
+                self._settle(self.log.close)
+            self._unlock()
+            self.watchdog.close()
+            self.stop.restore()
+        for line in ending:
+            self.display.line(line)
+
+    def _settle(self, end: Callable[[], None]) -> None:
+        """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
+        self.watchdog.doing("ending", slow=True)
+        try:
+            end()
+        except UserError as error:
+            self.display.warn(str(error))
+
+    def _doing(self, what: str = "", slow: bool = True) -> None:
+        """Shows and tells the watchdog what this rank does; without `what` it trains again."""
+        self.display.doing(what)
+        self.watchdog.doing(what or "training", f"step {self.engine.step}", slow)
+
+    def _fit(self) -> list[str]:
+        """Trains, and returns the lines to print at the end."""
+        try:
+            self._train()
+        except Stopped:
+            return self._leave()
+        steps = self.config.steps
+        resume = resume_command(self.run_dir, self.world.size)
+        chat = " --chat" if self.engine.data.template else ""
+        return [
+            f"done after step {steps}: {self.run_dir.absolute()}",
+            f"to sample from it: {sample_command(self.run_dir)}{chat}",
+            f"to train longer: {resume} --steps {2 * steps}",
+        ]
+
+    def _train(self) -> None:
+        engine, config = self.engine, self.config
+        if engine.step == config.steps:
+            self.display.line(f"this run is finished: it has taken its {config.steps} steps")
+        self.display.start(engine.step, config.steps)
+        if self._lacks_evaluation():
+            self._evaluate()
+            self._doing()
+        self.clock, self.logged_step, self.skipped = time.perf_counter(), engine.step, 0
+        self.waited_s, self.pace = engine.loader.waited_s, Pace()
+        while engine.step < config.steps:
+            if self.saver.failed:  # all ranks leave together, and raise its error there
+                self.stop.ask()
+            engine.train_step(self.stop)
+            if not self.saver.reserved and (self.world.is_main or engine.sharded):
+                self.saver.reserve(*engine.snapshot())
+            if _due(engine.step, config.train.verify_every):
+                check_replicas(engine)
+            last = engine.step == config.steps
+            if last or engine.step == 1 or engine.step % config.log_every == 0:
+                self._log()
+            evaluate = last or _due(engine.step, config.eval_every)
+            if evaluate or _due(engine.step, config.save_every):
+                engine.finite_loss()  # a sync: work in the queue belongs to training, not the pause
+                pause = time.perf_counter()
+                self._save()
+                if evaluate:
+                    self._evaluate()
+                self._doing()
+                self.clock += time.perf_counter() - pause
+        self._publish()
+
+    def _lacks_evaluation(self) -> bool:
+        """Returns True before the first step, and if a resumed run lost its step's evaluation."""
+        step = self.engine.step
+        due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
+        records = self.log.records if self.log is not None else []
+        seen = any(r["step"] == step and "val_loss" in r for r in records)
+        return self.world.from_main(due and not seen)
+
+    def _way_back(self) -> str:
+        """Returns a clause for error messages: the last checkpoint, and the command to resume."""
+        self._settle(self.saver.wait)
+        return directory.way_back(self.lock.place if self.lock else self.run_dir, self.world.size)
+
+    def _log(self) -> None:
+        engine = self.engine
+        loss, grad_norm = engine.finite_loss()
+        now = time.perf_counter()
+        steps = engine.step - self.logged_step
+        tokens = steps * self.config.train.batch_tokens
+        seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
+        per_second = tokens / seconds
+        self.clock, self.logged_step = now, engine.step
+        self.waited_s = engine.loader.waited_s
+        achieved = per_second * engine.flops_per_token
+        memory = device.peak_memory(engine.device)  # measuring the peak FLOP/s resets it
+        if achieved > self.peak and self.world.is_main:  # the peak was measured on a busy machine
+            self.peak = max(achieved, self._measured_peak())
+        record = {
+            "step": engine.step,
+            "train_loss": loss if math.isfinite(loss) else None,  # that step was skipped
+            "tokens": engine.step * self.config.train.batch_tokens,
+            "tok_per_s": round(per_second, 1),
+            "epoch": round(max(engine.epochs()), 4),
+            "data_wait": round(waited / seconds, 4),
+            "mfu": round(achieved / self.peak, 4),
+            "lr": engine.lr,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
+            **memory,
+        }
+        if self.world.size > 1:
+            own = torch.tensor([[engine.forwards.read(), waited]]) / steps
+            figures, warnings = self.pace.compare(self.world.gather(own))
+            record |= figures
+            for warning in warnings:
+                self.display.warn(warning)
+        if engine.spikes is not None:
+            record["rollbacks"] = engine.spikes.total
+        if engine.finite.most:
+            record["skipped_steps"] = int(engine.finite.skipped - self.skipped)
+            if record["skipped_steps"]:
+                number = counted(record["skipped_steps"], "step")
+                self.display.warn(f"{number} skipped: the loss or a gradient was not finite")
+            self.skipped = engine.finite.skipped
+        if self.log is not None:
+            self.log.write(record)
+        self.display.step(record, self.config.steps)
+
+    def _save(self) -> None:
+        """Starts a checkpoint; raises if loss or weights are not finite."""
+        engine = self.engine
+        self._doing("saving")
+        engine.finite_loss()
+        engine.check_weights()
+        if self.config.train.verify_every:  # a checkpoint must not hold what the next one finds
+            check_replicas(engine)
+        if engine.spikes is not None:  # a run that resumes here has the same
+            engine.spikes.keep(engine.step)
+        weights, state = engine.snapshot()
+        if records_loss(engine):
+            state["own_loss"] = own_loss(engine)
+        self._by_savers(lambda: self.saver.save(engine.step, weights, state))
+
+    def _publish(self) -> None:
+        """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
+        self._doing("saving")
+        self._by_savers(self.saver.wait)
+        self._doing()
+
+    def _by_savers(self, work: Callable[[], None]) -> None:
+        """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
+        self.world.on_main(lambda: self.lock and self.lock.check())
+        if self.engine.sharded:  # an error of one's writing is an error on all
+            work()
+        else:
+            self.world.on_main(work)
+
+    def _evaluate(self) -> None:
+        """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
+        data, step = self.config.data, self.engine.step
+        evaluate = partial(
+            self.engine.evaluate, stop=self.stop, report=partial(self._doing, slow=False)
+        )
+        last = step >= self.config.steps
+        results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
+        loss = self.display.val_loss = self._weighted(results)
+        record: dict[str, Any] = {"step": step, "val_loss": loss}
+        record["val_tokens"] = sum(count for _, count in results)
+        if data.eval_batches:
+            record["eval_train_loss"] = self._weighted(evaluate("train"))
+        if len(results) > 1:
+            record["val_losses"] = [loss for loss, _ in results]
+        bits = ""
+        if self.engine.data.val_bytes_per_token is not None:
+            bits_per_byte = loss / math.log(2) / self.engine.data.val_bytes_per_token
+            record["val_bits_per_byte"] = bits_per_byte
+            bits = f"  {bits_per_byte:.4f} bits per byte"
+        record["tokens"] = step * self.config.train.batch_tokens
+        self.display.line(
+            f"step {step:>6}  epoch {max(self.engine.epochs()):.2f}  val loss {loss:.4f}  "
+            f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
+        )
+        record |= self._run_tasks()
+        if self.log is not None:
+            self.log.write(record)
+        if step and self.config.train.sample_tokens:
+            self._doing("sampling")
+            if not self._stopping():
+                self._sample()
+            self.world.barrier()  # a rank that waited in its next micro-step would seem to stall
+        if self.log is None:
+            return
+        if loss < self.best and self.saver.has(step):
+            self.saver.mark_best(step)
+            self.best = loss
+
+    def _run_tasks(self) -> dict[str, float | None]:
+        """Scores the tasks on all ranks, prints one line, and returns what to log."""
+        found = {}
+        self.engine.model.eval()
+        for task in self.tasks:
+            self._doing(f"evaluating {task.name}")
+            with torch.compiler.set_stance("force_eager"):  # the texts' lengths differ
+                scores = run_task(task, self._scorer(self.stop), self.world)
+            found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
+        self.engine.model.train()
+        if found:
+            said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+            self.display.line(f"step {self.engine.step:>6}  {said}")
+        # JSON has no infinity
+        return {name: x if math.isfinite(x) else None for name, x in found.items()}
+
+    def _weighted(self, results: list[tuple[float, int]]) -> float:
+        """Returns the weighted mean of the corpora's losses."""
+        weights = self.engine.data.weights
+        return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
+
+    def _stopping(self) -> bool:
+        """Returns True if this rank need not sample; ranks that share weights agree on it."""
+        if self.engine.sharded:
+            return self.stop.agreed(self.world)
+        return self.log is None or self.stop.received is not None
+
+    def _sample(self) -> None:
+        """Samples on the main rank, or with sharded weights the same on all, and shows it."""
+        engine = self.engine
+        engine.model.eval()
+        # the texts' lengths differ, and each would be compiled
+        with engine.autocast(), torch.compiler.set_stance("force_eager"):
+            [text] = sample_text(
+                engine.model,
+                engine.data.tokenizer,
+                [self.prompt],
+                max_new_tokens=self.config.train.sample_tokens,
+                temperature=0.8,
+                seed=self.config.seed,
+                device=engine.device,
+            )
+        engine.model.train()
+        if self.log is None:
+            return
+        self.display.sample(text)
+        self.log.write_sample(engine.step, text)
+
+    def _leave(self) -> list[str]:
+        """Saves the last complete step if necessary, and returns the lines to print at the end."""
+        step = self.engine.step
+        self.engine.optimizers.zero_grad()
+        saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
+        if not self.world.from_main(self.saver.has(step)):
+            self._save()
+        self._publish()
+        self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))
+        resume = resume_command(self.run_dir, self.world.size)
+        return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,280 @@
+"""The choice of `auto` on CUDA, tried on a CPU: interpreted kernels, and scripted times."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from fastgpt.autotune import choose
+from fastgpt.autotune.choose import judge
+from fastgpt.autotune.trials import TRIALS, Sizes, Trial, layer
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.model.gpt import GPT
+from fastgpt.ops import tables
+from tests.parity import backward_only, launches
+
+TINY = ModelConfig(num_layers=1, num_heads=2, dim=32, context=16, vocab_size=50)
+SIZES = Sizes(TINY, 2, "fp32", False)
+KERNELS = {
+    "attention": "_attention_bwd_dq_kernel",
+    "norm": "_norm_bwd_kernel",
+    "loss": "_cross_entropy_fwd_kernel",
+    "rotary": "_rotary_kernel",
+    "activation": "_bias_act_bwd_kernel",
+}
+
+
+def timer_of(*seconds):
+    """Returns a fake timer that reports given times, PyTorch's first, and runs each step once."""
+    told = mock.Mock(side_effect=seconds)
+
+    def timer(step):
+        step()
+        return told()
+
+    return timer
+
+
+OPS = {"plain": torch.cos, "ours": lambda x: (x + 0).cos()}
+COSINE = Trial("plain", "ours", OPS, torch.cos, lambda B, T: {"x": torch.randn(B, T)})
+"""A trial of an op that is correct in any dtype, to be chosen by its times alone."""
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "worth", "chosen"),
+    [
+        (2.0, 1.0, 1.0, "ours"),
+        (1.0, 1.0, 1.0, "ours"),
+        (1.0, 1.1, 1.0, "plain"),
+        (1.0, 1.1, 1.2, "ours"),
+        (torch.OutOfMemoryError, 1.0, 1.0, "ours"),
+        (1.0, torch.OutOfMemoryError, 1.0, "plain"),
+        (torch.OutOfMemoryError, torch.OutOfMemoryError, 1.0, "plain"),
+    ],
+)
+def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
+    verdict = judge(replace(COSINE, worth=worth), SIZES, "cpu", timer_of(plain, ours))
+    assert verdict["chosen"] == chosen
+    assert verdict["complaints"] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ours"),
+    [
+        ("output", lambda x: 1.01 * x.cos()),
+        ("gradient", lambda x: backward_only(x, 1.01).cos()),
+    ],
+)
+def test_what_is_wrong_is_never_chosen_nor_timed(wrong, ours):
+    broken = replace(COSINE, ops={**OPS, "ours": ours})
+    verdict = judge(broken, SIZES, "cpu", timer_of())
+    assert (verdict["chosen"], verdict["milliseconds"]) == ("plain", {})
+    assert any(line.startswith(wrong) for line in verdict["complaints"])
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS.items())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "rmsnorm", "num_kv_heads": 1, "window": 5, "softcap": 3.0, "activation": "swiglu"},
+        {"bias": False, "document_mask": True, "eot_id": 0},
+    ],
+)
+def test_our_kernels_pass_their_trials(name, kernel, options):
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    with launches(kernel):
+        trial = TRIALS[name](sizes, "cpu", torch.float32)
+        verdict = judge(trial, sizes, "cpu", timer_of(2.0, 1.0))
+    assert verdict == {
+        "chosen": trial.ours, "complaints": [],
+        "milliseconds": {trial.plain: 2000.0, trial.ours: 1000.0},
+    }  # fmt: skip
+
+
+def test_timed_as_the_run_calls_it():
+    sizes = Sizes(TINY, 2, "bf16", True)
+    trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
+    with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
+        choose._seconds(trial.ops["torch"], trial.inputs, sizes, "cpu", timer_of(1.0))
+    assert compiled.called
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"), [({}, 1), ({"position": "rotary"}, 0), ({"qk_norm": True}, 0)]
+)
+def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, options, packed):
+    called = mock.Mock(side_effect=tables.PACKED_ATTENTION["triton"])
+    monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    chosen = tables.select(OpsConfig(attention="triton"), "cpu", compiled=False)
+    trial = TRIALS["attention"](sizes, "cpu", torch.float32)
+    choose._seconds(trial.ops["triton"], trial.inputs, sizes, "cpu", timer_of(1.0))
+    assert called.call_count == packed
+    GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
+    assert called.call_count == 2 * packed
+    biases = [call.kwargs["input_bias"].shape for call in called.call_args_list]
+    assert biases == [(96,)] * 2 * packed
+    # its gradient is one tensor for PyTorch's op as well
+    assert trial.inputs(2, 16)["qkv"].shape == (2, 16, 6, 16)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
+    model = replace(TINY, residual_dropout=dropout)
+    tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
+    chosen = tables.select(OpsConfig(norm="triton"), "cpu", compiled=False)
+    due = GPT(model, chosen).h[0].attn.c_proj.due
+    assert ("input_bias" in tried) == (due is not None) == (dropout == 0)
+
+
+@pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+    _, of_layer = layer(sizes, "cpu", torch.bfloat16, {"torch": OpsConfig()})
+    of_norm = TRIALS["norm"](sizes, "cpu", torch.bfloat16).inputs
+    assert [inputs(2, 16)["residual"].dtype for inputs in (of_layer, of_norm)] == [dtype] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_position": "post", "position": "rotary", "norm": "rmsnorm"}]
+)
+def test_of_whole_layers_the_fastest_is_chosen(options):
+    sizes = replace(SIZES, model=replace(TINY, **options))
+    ours = OpsConfig(attention="triton", norm="triton", activation="triton", rotary="triton")
+    candidates = {"chosen": OpsConfig(norm="triton"), "torch": OpsConfig(), "ours": ours}
+    with launches(*(KERNELS[name] for name in ("attention", "norm", "activation"))):
+        verdict = choose.judge_layer(sizes, "cpu", candidates, timer_of(3.0, 2.0, 1.0))
+    assert verdict["milliseconds"] == {"chosen": 3000.0, "torch": 2000.0, "ours": 1000.0}
+    assert verdict["chosen"] == "ours"
+    even = choose.judge_layer(sizes, "cpu", candidates, timer_of(1.0, 1.0, 1.0))
+    assert even["chosen"] == "chosen"
+
+
+# --- parent and child -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch, tmp_path):
+    """Runs `choose` as on a GPU, with a child that runs `code`; returns the warnings."""
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
+    monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
+
+    def run(code, config=OpsConfig(), sizes=SIZES):  # noqa: B008 - frozen
+        said = []
+        monkeypatch.setattr(choose, "CHILD", ["-c", code])
+        chosen, verdicts = choose.choose(config, sizes, "cuda", said.append)
+        return chosen, verdicts, said
+
+    return run
+
+
+# as it is, but that it has a CPU, and no clock for GPUs
+CHILD = """
+import io, sys
+from fastgpt.autotune import choose
+choose._do_bench = lambda step: 1.0
+sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
+choose.main()
+"""
+# answers that every op of ours is faster, and what is said of the layer
+FASTER = """
+import json, sys
+for name in json.load(sys.stdin)["ops"]:
+    layer = name.startswith("layer")
+    said = {"chosen": LAYER if layer else "triton", "complaints": [], "milliseconds": {}}
+    print(json.dumps({name: said}))
+"""
+# as it is for a layer, of which nothing is said here
+NO_LAYER = """
+import json, sys
+[name, *_] = json.load(sys.stdin)["ops"]
+if name.startswith("layer"):
+    print(json.dumps({name: {"chosen": "chosen", "complaints": [], "milliseconds": {}}}))
+    raise SystemExit
+"""
+ANSWER = json.dumps({"norm": {"chosen": "triton", "complaints": [], "milliseconds": {}}})
+
+
+def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
+    asked = OpsConfig(attention="sdpa")
+    chosen, verdicts, said = on_cuda(CHILD, asked)
+    assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
+    assert verdicts.keys() == {"norm", "loss", "activation", "layer"}
+    (line,) = said
+    assert "once" in line
+    assert on_cuda("raise SystemExit(1)", asked) == (chosen, verdicts, [])
+
+
+def test_other_sizes_or_kernels_are_tried_anew_but_not_other_proofs(on_cuda, monkeypatch, tmp_path):
+    monkeypatch.setattr(choose, "KERNELS", tmp_path)
+    keys = [choose._key(SIZES, "cuda"), choose._key(replace(SIZES, batch=3), "cuda")]
+    for name in ("op/device.py", "op/tuning/sm_90.json", "op/spec.py", "proof/sass.py", "aot.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+        keys.append(choose._key(SIZES, "cuda"))
+    assert len(set(keys[:4])) == 4
+    assert set(keys[4:]) == {keys[3]}
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("import os; os.abort()", "ended with code -6"),
+        (r"raise RuntimeError('illegal\n\nSearch for it')", "code 1: RuntimeError: illegal"),
+        ("import time; time.sleep(60)", "did not end within 5 s"),
+    ],
+    ids=["abort", "error", "hang"],
+)
+def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
+    monkeypatch.setattr(choose, "TIMEOUT", 5.0)
+    chosen, _, said = on_cuda(f"{NO_LAYER}\nprint({ANSWER!r}, flush=True); {ending}")
+    names = tables.select(chosen, "cuda", compiled=True).names
+    assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
+    assert len(said) == 4
+    for line, op in zip(said[1:], ("attention", "loss", "activation"), strict=True):
+        assert line.startswith(f"--ops.{op}: our kernels did not pass")
+        assert reason in line
+    *_, said = on_cuda(ending)
+    assert len(said) == 4  # what was not answered is tried once more
+
+
+def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
+    code = (
+        "import json, sys\n"
+        "for name in json.load(sys.stdin)['ops']:\n"
+        "    assert name != 'norm', 'no such kernel'\n"
+        "    found = {'chosen': 'ours', 'complaints': [], 'milliseconds': {}}\n"
+        "    found['chosen'] = 'chosen' if name.startswith('layer') else 'ours'\n"
+        "    print(json.dumps({name: found}), 5, sep='\\n')\n"
+    )
+    chosen, _, said = on_cuda(code)
+    assert (chosen.attention, chosen.norm, chosen.loss) == ("ours", "torch", "ours")
+    assert [line for line in said if line.startswith("--ops.")] == said[1:2]
+    assert "no such kernel" in said[1]
+
+
+@pytest.mark.parametrize("together", ["chosen", "torch"])
+def test_ops_that_win_alone_may_lose_together(on_cuda, together):
+    asked = OpsConfig(loss="torch", activation="torch")
+    chosen, verdicts, said = on_cuda(FASTER.replace("LAYER", repr(together)), asked)
+    expected = ("triton", "triton") if together == "chosen" else ("sdpa", "torch")
+    assert (chosen.attention, chosen.norm) == expected
+    assert verdicts["layer"]["chosen"] == together
+    assert len(said) == 1 + (together == "torch")
+    assert together == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
+
+
+def test_a_layer_whose_trial_fails_leaves_pytorchs_ops(on_cuda):
+    chosen, _, said = on_cuda(FASTER.replace("LAYER", "exit(3)"))
+    assert (chosen.attention, chosen.norm, chosen.activation) == ("sdpa", "torch", "torch")
+    assert said[-1].endswith("the trial ended with code 3")
+
+
+def test_on_a_cpu_nothing_is_tried():
+    config = OpsConfig()
+    assert choose.choose(config, SIZES, "cpu", partial(pytest.fail)) == (config, {})

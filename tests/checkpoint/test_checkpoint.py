@@ -1,0 +1,369 @@
+"""A checkpoint is complete or absent, whatever happens while it is written or kept."""
+
+import errno
+import gc
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import threading
+from contextlib import closing, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fastgpt.checkpoint import async_saver, checkpoint
+from fastgpt.checkpoint.async_saver import Saver
+from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, REST, WHOLE
+from fastgpt.cli import parse
+from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
+from fastgpt.errors import UserError
+from fastgpt.train.trainer import Trainer
+from tests.runs import before_each, files_of_at_most
+
+FIXED = {
+    "config_json": "{}", "save_tokenizer": ByteTokenizer().save, "huggingface_json": "{}",
+}  # fmt: skip
+
+
+def content_of(step, numbers=8):
+    """Returns the weights and the state of a small checkpoint."""
+    weights = {"wte.weight": torch.full((numbers,), float(step)), "a.bias": torch.ones(2)}
+    state = {"optimizers": {"exp_avg": torch.randn(numbers)}, "loader": {"epoch": 0, "index": step}}
+    return weights, state
+
+
+def save(folder, step, *, keep=3, numbers=8):
+    weights, state = content_of(step, numbers)
+    return checkpoint.save(folder, step, weights=weights, state=state, **FIXED, keep=keep)
+
+
+def content(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_what_is_saved_is_read_back(folder):
+    saved = checkpoint.load(save(folder, 5))
+    assert (saved.path, saved.step) == (folder / "step_00000005", 5)
+    assert saved.weights["wte.weight"].tolist() == [5.0] * 8
+    assert saved.state["loader"] == {"epoch": 0, "index": 5}
+    assert content(saved.path) == sorted([*WHOLE, *REST, "checkpoint.json"])
+    modes = {path.stat().st_mode for path in saved.path.iterdir()}
+    assert len(modes) == 1, "others may read either all of it or nothing"
+
+
+def test_the_best_is_a_copy_where_files_cannot_be_linked(folder):
+    with mock.patch.object(os, "link", side_effect=OSError(errno.EPERM, "no links here")):
+        checkpoint.mark_best(save(folder, 5))
+    assert checkpoint.load(folder / "best").step == 5
+
+
+def test_last_ones_stay_and_the_best_one(folder):
+    best = save(folder, 1, keep=2)
+    checkpoint.mark_best(best)
+    inode = (best / "model.safetensors").stat().st_ino
+    for step in range(2, 6):
+        save(folder, step, keep=2)
+    assert content(folder) == ["best", "step_00000004", "step_00000005"]
+    assert checkpoint.load(folder / "best").step == 1
+    # a link and not a copy: the best one costs no disk while its twin stays
+    assert (folder / "best" / "model.safetensors").stat().st_ino == inode
+    checkpoint.mark_best(folder / "step_00000005")
+    assert checkpoint.load(folder / "best").step == 5
+    assert (folder / "step_00000005" / "state.pt").stat().st_nlink == 2
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@contextmanager
+def killed_at_line(number):
+    """Ends new threads before the `number`th line that runs in checkpoint, saver or shutil.
+
+    Only threads change the disk; wherever the main one is killed, they stop between two lines.
+    """
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in (
+            checkpoint.__file__,
+            async_saver.__file__,
+            shutil.__file__,
+        ):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Killed
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        yield
+    except BaseException:
+        if left >= 0:
+            raise
+        # the dead raise nothing: what shutil's cleaning up after Killed said is of no interest
+        raise Killed from None
+    finally:
+        threading.settrace(before)
+
+
+def crashes(folder):
+    """Interrupts a save at each of its lines in turn; yields after each interruption.
+
+    Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written.
+    """
+    for number in range(1, 10_000):
+        shutil.rmtree(folder, ignore_errors=True)
+        for step in (1, 2):
+            checkpoint.mark_best(save(folder, step))
+        try:
+            with killed_at_line(number), closing(Saver(folder, **FIXED, keep=2)) as thread:
+                thread.save(3, *content_of(3))
+                thread.mark_best(3)
+        except Killed:
+            yield number
+        else:
+            break
+    assert number > 50, "the crashes were not where they were meant to be"
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # the dead close no files
+def test_a_crash_between_any_two_lines_leaves_whole_checkpoints_and_no_litter_for_long(
+    folder, monkeypatch
+):
+    monkeypatch.setattr("os.fsync", int)  # only a power cut would tell, and it takes most time
+    for line in crashes(folder):
+        steps = [checkpoint.load(path).step for path in checkpoint.steps_on_disk(folder)]
+        assert steps in ([1, 2], [1, 2, 3], [2, 3]), f"killed at line {line}"
+        checkpoint.mark_best(save(folder, 4, keep=2))
+        hidden = [name for name in content(folder) if name.startswith(".")]
+        assert hidden == [], f"killed at line {line}"
+    gc.collect()
+
+
+# --- full disks -----------------------------------------------------------------------------------
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wrapped(error):
+    """Wraps an error as PyTorch's writer does."""
+    outer = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    outer.__context__ = error
+    return outer
+
+
+def fails_with(error, *, partly=None):
+    def fail(*args, **_):
+        if partly is not None:
+            Path(partly(args)).write_bytes(b"half")
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("where", "fail"),
+    [
+        ("fastgpt.checkpoint.tensors.write", fails_with(NO_SPACE, partly=lambda args: args[0])),
+        ("torch.save", fails_with(RuntimeError(NO_SPACE.strerror))),
+        ("torch.save", fails_with(wrapped(NO_SPACE))),
+        ("pathlib.Path.write_text", fails_with(NO_SPACE, partly=lambda args: args[0])),
+        ("os.fsync", fails_with(NO_SPACE)),
+        ("pathlib.Path.rename", fails_with(NO_SPACE)),
+        ("pathlib.Path.mkdir", fails_with(NO_SPACE)),
+    ],
+)
+def test_full_disk_is_said_plainly_and_costs_no_earlier_checkpoint(
+    folder, monkeypatch, where, fail
+):
+    good = save(folder, 1)
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(UserError) as caught:
+        save(folder, 2)
+    monkeypatch.undo()
+    said = f"no space left on the disk of {folder}: the checkpoint of step 2 was not saved"
+    assert str(caught.value) == said
+    assert content(folder) == [good.name]
+    assert checkpoint.load(good).step == 1
+
+
+@pytest.mark.parametrize("numbers", [20_000, 14_800], ids=["weights", "state"])
+def test_real_failed_writes_are_reported(folder, numbers):
+    """A failed write is reported, and the checkpoint before it stays.
+
+    A limit of 60 kB on files acts as a full disk: state.pt is 1 kB longer.
+    """
+    good = save(folder, 1)
+    complaint = r"of step 2 in .*: .*File too large.*$"
+    with files_of_at_most(60_000), pytest.raises(UserError, match=complaint):
+        save(folder, 2, numbers=numbers)
+    assert content(folder) == [good.name]
+
+
+def test_training_stops_on_a_full_disk_with_what_it_had(tiny, tmp_path, monkeypatch):
+    full_the_second_time = mock.Mock(wraps=torch.save, side_effect=[mock.DEFAULT, NO_SPACE])
+    monkeypatch.setattr(torch, "save", full_the_second_time)
+    said = rf"no space left .*step 8 was not saved; .*step_00000004; to resume: .*{tmp_path}/run$"
+    with pytest.raises(UserError, match=said):
+        Trainer(parse(tiny())).fit()
+    assert content(tmp_path / "run" / "checkpoints") == ["best", "step_00000004"]
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    # a new file: the best checkpoint may share the old one's bytes
+    path.unlink()
+    path.write_bytes(data)
+
+
+def cut(path):
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", [*WHOLE, *REST])
+def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, damage):
+    save(folder, 1)
+    newest = save(folder, 2)
+    damage(newest / name)
+    found, [complaint] = checkpoint.find(str(folder.parent))
+    assert found.step == 1
+    assert str(newest) in complaint
+    assert name in complaint
+    earlier = f"the valid one before it is {found.path}"
+    with pytest.raises(UserError, match=rf"{name}.*; {earlier}; .* --resume {found.path}$"):
+        checkpoint.find(str(newest))
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "fastgpt.sample", str(newest), "--top-k"]
+    )
+    with pytest.raises(UserError, match=rf"{earlier}: python -m fastgpt.sample {found.path} --top"):
+        checkpoint.find(str(newest), state=False)
+
+
+def test_renamed_checkpoint_is_refused(folder):
+    saved = save(folder, 15)
+    copy = shutil.copytree(saved, folder / "mine")
+    saved.rename(folder / "step_00000020")
+    with pytest.raises(
+        UserError, match=rf"step_00000020 is of step 15: expected the name {saved};"
+    ):
+        checkpoint.find(f"{folder}/step_00000020")
+    assert checkpoint.find(str(copy))[0].step == 15
+    flip(copy / "state.pt")
+    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; there is no valid one"):
+        checkpoint.find(str(copy))
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "exp_avg"])
+def test_numbers_that_are_not_finite_are_not_resumed_from(fit, monkeypatch, name):
+    def spoil(_, step, weights, state):
+        if step == 8:
+            (weights | state["optimizers"]["optimizers"][0]["state"][0])[name][0] = math.inf
+
+    before_each(monkeypatch, Saver, "save", spoil)
+    run = fit("--train.sample-tokens 0")
+    with pytest.raises(UserError, match=r"step_00000008 is damaged: step 8: .* not fin") as caught:
+        fit("--resume auto")
+    words = shlex.split(str(caught.value).rpartition("; to resume there: ")[2])
+    assert words[2:] == ["--resume", f"{run}/checkpoints/step_00000004"]
+    monkeypatch.undo()
+    Trainer(parse(words[2:])).fit()
+
+
+NO_RECORD = r"step_00000002 is not a checkpoint: .*checkpoint\.json"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        *((damaged, NO_RECORD) for damaged in ("", "{", "{}", "[]", "null")),
+        (f'{{"format_version": {FORMAT_VERSION}}}', NO_RECORD),
+        ('{"format_version": 99}', f"has format version 99: expected {FORMAT_VERSION}"),
+    ],
+)
+def test_damaged_record_gives_way_to_the_one_before(folder, written, said):
+    save(folder, 1)
+    (save(folder, 2) / "checkpoint.json").write_text(written)
+    found, [complaint] = checkpoint.find(str(folder.parent))
+    assert found.step == 1
+    assert re.search(said, complaint)
+
+
+def test_nothing_good_is_an_error_that_names_each(folder):
+    for step in (1, 2):
+        flip(save(folder, step) / "state.pt")
+    with pytest.raises(UserError) as caught:
+        checkpoint.find(str(folder.parent))
+    assert str(caught.value).count("state.pt has sha256") == 2
+
+
+def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
+    run = fit()
+    flip(run / "checkpoints" / "step_00000008" / "model.safetensors")
+    capfd.readouterr()
+    fit("--resume auto")
+    out = capfd.readouterr().out
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: checkpoint ")]
+    assert "step_00000008 is damaged: model.safetensors" in warning
+    assert "4 more steps" in out
+    assert checkpoint.load(run / "checkpoints" / "step_00000008").step == 8
+
+
+# --- what the trainer puts in ---------------------------------------------------------------------
+
+
+def test_state_is_plain_and_safe_to_read(fit):
+    saved = fit("--optim.kind muon") / "checkpoints" / "step_00000008"
+    state = torch.load(saved / "state.pt", weights_only=True)
+    assert {"optimizers", "loader", "rng"} <= set(state)
+    assert load_tokenizer(saved / "tokenizer.json").decode([104, 105]) == "hi"
+    assert json.loads((saved / "config.json").read_text())["model"]["dim"] == 32
+
+
+def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
+    """Weights that are not finite are not saved, even if loss and gradients are finite.
+
+    No token uses the row of the table that has them.
+    """
+    trainer = Trainer(parse(tiny("--model.no-tied --eval-every 0")))
+    table = dict(trainer.engine.model.named_parameters())["wte.weight"]
+    with torch.no_grad():
+        table[200, 3] = math.nan
+    with pytest.raises(UserError, match=r"step 8: .* not finite: wte\.weight; there is no"):
+        trainer.fit()
+    assert content(tmp_path / "run" / "checkpoints") == []
+
+
+def test_weights_that_are_finite_may_have_a_sum_that_is_not(tiny):
+    engine = Trainer(parse(tiny())).engine
+    with torch.no_grad():
+        engine.model.get_parameter("wte.weight")[200:204] = 3e38
+    engine.check_weights()

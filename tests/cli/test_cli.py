@@ -1,0 +1,98 @@
+"""The command line: a recipe, then a flag for every field."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgpt import require_torch
+from fastgpt.cli import check_duration, parse
+from fastgpt.config.config import from_json, to_json
+from fastgpt.config.recipes import RECIPES
+from fastgpt.device import device
+from fastgpt.errors import UserError
+from fastgpt.train.trainer import Trainer
+from tests.processes import python
+
+TOP_LEVEL = "steps seed run_dir log_every eval_every save_every resume"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_whole_config(recipe):
+    config = parse([recipe, "--init-from", "None"])  # a model to start from would be read
+    assert config.recipe == recipe
+    assert config == replace(RECIPES[recipe][1], init_from=None)
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(("cuda", "recipe"), [(False, "baby"), (True, "gpt2-124m")])
+def test_recipe_without_a_name(monkeypatch, cuda, recipe):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert parse([]) == parse([recipe])
+    assert parse(["--steps", "3"]) == parse([recipe, "--steps", "3"])
+
+
+def test_flags_go_over_the_recipe_and_nothing_else_changes():
+    flags = "--model.num-layers 2 --optim.kind adamw --optim.lr 1e-4 --steps 7"
+    config = parse(["baby", *flags.split()])
+    values = to_json(parse(["baby"])).splitlines()
+    changed = [line.strip() for line in to_json(config).splitlines() if line not in values]
+    assert changed == ['"steps": 7,', '"num_layers": 2,', '"kind": "adamw",', '"lr": 0.0001,']
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL.split())
+def test_top_level_flags(name):
+    value = "somewhere" if name == "run_dir" else "auto" if name == "resume" else "3"
+    dashes, underscores = (parse(["baby", f"--{n}", value]) for n in (name.replace("_", "-"), name))
+    assert dashes == underscores
+    if name != "resume":  # with nothing to resume, `auto` is a fresh start
+        assert str(getattr(dashes, name)) == value
+
+
+def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkeypatch, capfd):
+    """Without prepared data gpt2-124m warns and trains on bytes, with GPT-2's vocabulary."""
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "data"))
+    small = "--model.num-layers 1 --model.num-heads 1 --model.dim 8 --model.context 32"
+    data = "--data.eval-tokens 64 --data.final-eval-tokens 64 --train.batch-tokens 64"
+    argv = f"gpt2-124m {small} {data} --steps 1 --train.sample-tokens 0 --train.precision fp32"
+    Trainer(parse([*argv.split(), "--run-dir", str(tmp_path / "run")])).fit()
+    out = capfd.readouterr().out
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: no ")]
+    assert f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {tmp_path}" in warning
+    assert "built-in corpus as bytes" in warning
+    weights = load_file(tmp_path / "run/checkpoints/step_00000001/model.safetensors")
+    assert weights["wte.weight"].shape == (50_257, 8)
+
+
+@pytest.mark.parametrize("command", ["train.py baby", "-m fastgpt.sample RUN", "-m bench --quick"])
+def test_a_python_without_torch_is_named_with_what_to_run(command):
+    done = python("-ES", *command.split())
+    start = f"error: {sys.executable} (Python {sys.version.split()[0]}) has no torch; run "
+    assert done.stderr.startswith(start)
+    assert done.stderr.endswith(f".venv/bin/python -ES {command}\n")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(("there", "first"), [(True, "run venv/"), (False, "run `make setup`")])
+def test_an_environment_that_is_missing_is_to_be_made_first(there, first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(require_torch, "find_spec", lambda name: None)
+    monkeypatch.setattr(require_torch, "VENV_PYTHON", tmp_path / "venv" / "python")
+    if there:
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / "python").touch()
+    with pytest.raises(SystemExit, match=first):
+        require_torch.require_torch()
+
+
+def test_a_run_of_more_than_a_day_on_a_cpu_needs_force(monkeypatch):
+    monkeypatch.setattr(device, "peak_flops", lambda *_: (0.4e12, 1.0))
+    monkeypatch.setattr(device, "shares", lambda *_: 1.0)
+    with pytest.raises(UserError) as refused:
+        check_duration(parse(["gpt2-124m", "--train.device", "cpu"]))
+    assert str(refused.value).startswith("gpt2-124m would take at least 230.9 days on this CPU (")
+    assert "--steps 82 or fewer, or --force" in str(refused.value)
+    for argv in ("gpt2-124m --steps 82", "gpt2-124m --force", "shakespeare-char", "baby", "pubmed"):
+        check_duration(parse([*argv.split(), "--train.device", "cpu"]))

@@ -1,0 +1,119 @@
+"""The terminal is readable at any width, and loss.png shows the loss of the run."""
+
+import io
+import logging
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+
+from fastgpt import display, terminal
+from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.train import metrics
+
+RECORD = {
+    "step": 1234, "train_loss": 2.3456, "tok_per_s": 123456.0, "mfu": 0.2, "epoch": 1.2,
+    "data_wait": 0.01, "peak_memory_gib": 70.0, "grad_norm": 0.5, "lr": 1e-3,
+}  # fmt: skip
+PARTS = ["loss 2.346", "val 2.500", "lr 1.0e-03", "norm 0.500", "123.5k tok/s", "MFU 20.0%",
+         "data wait 1.0%", "70.0 GiB", "epoch 1.20"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "shown"), [(60, 3), (70, 4), (90, 5), (100, 5), (200, 9)])
+def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width, shown):
+    shows = display.Display()
+    file = io.StringIO()
+    shows.console = Console(file=file, force_terminal=True, width=width, color_system=None)
+    shows.live = True
+    shows.val_loss = 2.5
+    shows.start(0, 5000)
+    shows.step(RECORD, 5000)
+    shows.doing("saving")
+    shows.doing()
+    shows.stop()
+    line = file.getvalue().split("\n")[-2]
+    assert "step 1234/5000 " in line
+    assert line.endswith("  ".join(PARTS[:shown]))
+
+
+def test_in_a_log_file_a_long_pause_is_explained(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    shows = display.Display()
+    for now in (5.0, 9.0, 11.0, 12.0, 22.0):
+        shows.doing(f"evaluating for {now} s")
+    assert capsys.readouterr().out.split("\n") == [
+        "evaluating for 11.0 s",
+        "evaluating for 22.0 s",
+        "",
+    ]
+
+
+# --- control characters ---------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]0;title\x07\x9b31m\r\u202e\u2028\ud800\x00\nz"
+SHOWN, LINE = "a�]0;title��31m�����\nz\n", HOSTILE.encode("unicode_escape").decode() + "\n"
+
+
+@shown_in_one_line()
+def fails(also_logs):
+    also_logs.handle(logging.makeLogRecord({"msg": HOSTILE, "levelname": "WARNING"}))
+    raise UserError(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: fails(logging.lastResort), f"warning: {SHOWN}error: {LINE}"),
+        (lambda: display.Display().line(HOSTILE), SHOWN),
+        (lambda: display.Display().warn(HOSTILE), f"warning: {LINE}"),
+        (lambda: display.Display().header({"data": HOSTILE}), f"data  {LINE}"),
+        (lambda: terminal.print_text(f"\u200c\u3000\r\n\t{HOSTILE}"), f"\u200c\u3000\n\t{SHOWN}"),
+    ],
+)  # fmt: skip
+def test_no_control_character_reaches_a_terminal(act, said, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "dumb")
+    with suppress(SystemExit):
+        act()
+    assert screen.getvalue().replace(" \n", "\n") == said
+
+
+def test_generated_text_is_exact_in_a_file_and_its_broken_bytes_are_explained(capsys):
+    terminal.print_text("\x1b[1m\r\n")
+    assert capsys.readouterr().out == "\x1b[1m\r\n\n"
+    display.Display().sample("ab�\x00" * 10)
+    assert "\n20 of 40 characters are shown as �: " in capsys.readouterr().out
+    assert terminal.replaced_note("a" * 99 + "�") == ""
+
+
+# --- loss.png -------------------------------------------------------------------------------------
+
+
+def test_the_range_of_the_plot_leaves_the_first_fall_out():
+    losses = [11.0, 9.0, *(3 - 0.01 * i for i in range(18))]
+    bottom, top = metrics.interesting_range(losses)
+    assert losses[-1] - 0.1 < bottom < losses[-1]
+    assert losses[2] < top < losses[2] + 0.1
+    assert metrics.interesting_range([float("nan")]) == (0, 0)
+
+
+def test_smoothing_follows_the_mean_of_the_last_values():
+    values = [1.0] * 100 + [2.0] * 100
+    averages = metrics.smoothed(values)
+    assert averages[:100] == pytest.approx([1.0] * 100)
+    assert averages[109] == pytest.approx(2 - 0.9**10, abs=0.01)  # decays over 200 / 20 values
+    assert averages[-1] == pytest.approx(2, abs=1e-3)
+
+
+@pytest.mark.parametrize("points", [0, 1, 2, 50])
+def test_a_run_of_any_length_has_a_plot(tmp_path, points):
+    records = [{"step": 0, "tokens": 0, "val_loss": 5.0}]
+    for i in range(1, points + 1):
+        about = {"step": i, "tokens": 100 * i}
+        records += [{**about, "train_loss": 5.0 / i, "tok_per_s": 10.0}, {**about, "val_loss": 4.0}]
+    metrics.plot_losses(records, tmp_path / "loss.png", "title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,94 @@
+"""The short help of each command at 80 columns is the text in tests/cli/help.
+
+To accept a change: `UPDATE=1 python -m pytest tests/cli/test_help.py`.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgpt import cli, explain, prepare, sample
+from fastgpt.config import flags
+from fastgpt.config.config import Config
+from fastgpt.config.recipes import RECIPES
+from fastgpt.data import __main__ as data
+from fastgpt.evaluate import __main__ as evaluate
+
+SNAPSHOTS = Path(__file__).with_name("help")
+COMMANDS = {
+    "train": lambda: cli.parse(["--help"]),
+    "train-shakespeare-cpu": lambda: cli.parse(["shakespeare-cpu", "--help"]),
+    "recipes": lambda: cli.parse(["--list-recipes"]),
+    "sample": lambda: sample.main(["--help"]),
+    "prepare": lambda: prepare.main(["--help"]),
+    "data": lambda: data.main(["--help"]),
+    "evaluate": lambda: evaluate.main(["--help"]),
+    "explain": lambda: explain.main(["-h"]),
+}
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """Returns the output of a command at 80 columns that exits with status 0."""
+
+    def run(command) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            command()
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_help(name, printed):
+    path, said = SNAPSHOTS / f"{name}.txt", printed(COMMANDS[name])
+    if os.environ.get("UPDATE"):
+        path.write_text(said)
+    assert said == path.read_text()
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_help_is_of_the_recipe_that_is_named_on_either_side(printed):
+    after, before = ["--help", "lecture-head"], ["lecture-head", "--help"]
+    assert printed(lambda: cli.parse(after)) == printed(lambda: cli.parse(before))
+
+
+def test_all_flags_are_explained_in_sentences(printed):
+    said = printed(lambda: cli.parse(["pubmed", "--help-all"]))
+    assert max(map(len, said.splitlines())) <= 80
+    words = " ".join(said.split())
+    for flag in flags.flags_of(Config, RECIPES["pubmed"][1]):
+        assert flag.text[0].isupper()
+        assert flag.text.endswith(".")
+        assert f" {flag.name} {flag.help.replace(flags.NO_BREAK, ' ')}" in words
+    assert "--recipe" not in words
+    assert "--model.context Longest sequence, in tokens. [512]" in words
+    assert "{adamw, muon}" in words
+
+
+def test_version(printed):
+    assert printed(lambda: cli.parse(["--version"])) == "fastgpt 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--lr", ["--optim.lr"]),
+        ("--dim", ["--model.dim"]),
+        ("--batch_tokens", ["--train.batch-tokens"]),
+        ("--dropout", ["--model.dropout", "--ops.dropout"]),
+        ("--no-tied", ["--model.no-tied"]),
+        ("--model.lr", ["--optim.lr"]),
+        ("--layers", ["--model.num-layers"]),
+        ("--model.num_layrs", ["--model.num-layers"]),
+        ("--learning-rate", ["--optim.lr", "--optim.muon-lr"]),
+        ("--zzz", []),
+    ],
+)
+def test_near_flags(given, meant):
+    assert flags.near_flags(given, flags.flags_of(Config, Config())) == meant

@@ -1,0 +1,253 @@
+"""Recipes of the lecture and of other write-ups: sizes, first losses, overfitting, sampling."""
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
+
+from fastgpt import sample
+from fastgpt.cli import parse
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
+from fastgpt.data.tokenizers import CharTokenizer
+from fastgpt.errors import UserError
+from fastgpt.model.gpt import GPT
+from fastgpt.train.engine import Engine
+from fastgpt.train.trainer import Trainer
+from tests.data.sets import prepared
+from tests.models import each_attention, initial, on_cpu, plain_logits, shrunk
+from tests.runs import series
+
+LADDER = [name for name in RECIPES if name.startswith("lecture-")]
+# the last packs three projections in one matrix, which must give what three give
+WRITTEN_TWICE = [*(x for x in LADDER if not x.startswith("lecture-gpt")), "tinystories-char"]
+
+
+def build(config: ModelConfig, attention: str = "auto") -> GPT:
+    return initial(config, chosen=on_cpu(attention=attention))
+
+
+LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
+"""Larger recipes with gpt2-124m's network."""
+
+
+def recipe(name: str, **changes) -> ModelConfig:
+    return replace(RECIPES[name][1].model, **{"vocab_size": 65, **changes})
+
+
+# --- each step, written a second time -------------------------------------------------------------
+
+
+@each_attention
+@pytest.mark.parametrize("name", WRITTEN_TWICE)
+def test_each_step_is_what_the_notes_say(name, attention):
+    model = build(recipe(name, vocab_multiple=64), attention=attention).eval()
+    tokens, targets = torch.randint(65, (2, 4, 8))
+    expected = plain_logits(model, tokens)
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-5, atol=1e-5)
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets).double(), loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("bigram", "dropout", 0.5),
+        ("bigram", "position", "rotary"),
+        ("bigram", "num_kv_heads", 1),
+        ("head", "norm", "rmsnorm"),
+        ("multihead", "ffn_dim", 64),
+        ("feedforward", "activation", "swiglu"),
+        ("feedforward", "bias", False),
+        ("residual", "norm_position", "post"),
+    ],
+)
+def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
+    said = f"^model.{option} is {value}: it has no effect in model.architecture "
+    with pytest.raises(UserError, match=said):
+        build(recipe(f"lecture-{name}", **{option: value}))
+
+
+# --- before training ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(shakespeare) -> Tensor:
+    """Tiny shakespeare as ids (N,)."""
+    text = shakespeare.read_text(encoding="utf-8")
+    return torch.from_numpy(CharTokenizer(text).encode(text).astype("int64"))
+
+
+@torch.no_grad()
+def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
+    """Computes the loss over every so many-th window of the text."""
+    T = model.config.context
+    count = (len(ids) - 1) // T
+    windows, targets = (ids[i : i + count * T].view(-1, T)[::every] for i in (0, 1))
+    pairs = zip(windows.split(256), targets.split(256))
+    return sum(model(x, y).item() * len(x) for x, y in pairs) / len(windows)
+
+
+def test_bigram_starts_at_the_published_loss(corpus):
+    """The untrained bigram model has the published loss of about 4.67.
+
+    The loss is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off.
+    """
+    assert loss_over(build(recipe("lecture-bigram")), corpus) == pytest.approx(4.67, abs=0.15)
+
+
+@pytest.mark.parametrize("init", ["gpt2", "normal"])
+@pytest.mark.parametrize(
+    "options", [{}, {"head_bias": False}, {"head_bias": False, "tied": True}], ids=str
+)
+def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
+    """The untrained GPT has the loss that its weights' initial standard deviation implies.
+
+    The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2).
+    """
+    assert RECIPES["lecture-gpt"][1].model.init == "normal"
+    model = build(recipe("lecture-gpt", init=init, **options)).eval()
+    expected = math.log(65) + 192 * 0.02**2 / 2
+    assert loss_over(model, corpus, every=100) == pytest.approx(expected, abs=0.1)
+
+
+# --- one batch, learnt by heart -------------------------------------------------------------------
+
+
+def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
+    """Computes the lowest loss that a model which sees `reach` tokens can reach on a batch (B, T).
+
+    It is the entropy of the next token given the last `reach` ones and, as far as such a model can
+    see it, the start of the row.
+    """
+    seen = defaultdict(Counter)
+    for row, wanted in zip(tokens.tolist(), targets.tolist()):
+        for t, token in enumerate(wanted):
+            seen[tuple(row[max(0, t + 1 - reach) : t + 1])][token] += 1
+    pairs = [(count, counts.total()) for counts in seen.values() for count in counts.values()]
+    return sum(count * math.log(total / count) for count, total in pairs) / targets.numel()
+
+
+def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
+    """Trains a model on one batch with AdamW and returns the last loss.
+
+    It stops at the first loss below `below`, or after 3000 steps.
+    """
+    # one head's softmax saturates and stays where it is, unless its weights decay
+    table = model.config.architecture == "bigram"
+    lr, decay = (0.3, 0.0) if table else (3e-3, 0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=True)
+    for step in range(3000):
+        loss = model(tokens, targets)
+        if loss < below:
+            break
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / 3000)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in LARGER])
+def test_one_batch_is_learnt_to_its_floor(name, corpus, one_thread):
+    config = shrunk(name)
+    T = config.context
+    rows = 2 if name == "lecture-head" else 4  # 7,553 parameters that hold little
+    windows = torch.stack([corpus[1000 * i : 1000 * i + T + 1] for i in range(rows)])
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    lowest = floor(tokens, targets, 1 if config.architecture == "bigram" else T)
+    reached = overfit(build(config), tokens, targets, below=lowest + 0.04)
+    assert lowest - 1e-3 < reached < lowest + 0.05
+
+
+# --- O and P: abstracts ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def abstracts(tmp_path_factory) -> Path:
+    """Makes a folder for FASTGPT_DATA with paragraphs of Python's manual as `pubmed`."""
+    place = tmp_path_factory.mktemp("abstracts")
+    paragraphs = sorted(set("\n\n".join(topics.values()).split("\n\n")))
+    prepared(place / "pubmed", paragraphs[::10], tokenizer="wordpiece", vocab_size=800)
+    return place
+
+
+@pytest.fixture
+def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
+    """Returns the flags for a small version of the recipe pubmed."""
+    monkeypatch.setenv("FASTGPT_DATA", str(abstracts))
+    small = (
+        "--model.num-layers 2 --model.dim 32 --model.context 48 --train.batch-tokens 384"
+        " --train.device cpu --train.precision fp32 --train.sample-tokens 5 --log-every 5"
+    )
+    return ["pubmed", *small.split(), "--run-dir", str(tmp_path / "run")]
+
+
+def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
+    abstracts, flags, tmp_path, capsys
+):
+    Trainer(parse([*flags, "--epochs", "2"])).fit()
+    run, said = tmp_path / "run", capsys.readouterr().out
+    manifest = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
+    documents = manifest["splits"]["train"]["documents"]
+    losses = series(run, "val_loss")
+    per_epoch = math.ceil(documents / 8)
+    assert list(losses) == [0, per_epoch, math.ceil(2 * documents / 8)]
+    assert losses[0] == pytest.approx(math.log(800), abs=1)
+    assert list(losses.values()) == sorted(losses.values(), reverse=True)
+    for step, loss in losses.items():
+        epoch = step * 8 / documents
+        assert f"step {step:>6}  epoch {epoch:.2f}  val loss {loss:.4f}" in said
+        assert f"perplexity {math.exp(loss):.2f}" in said
+    progress = list(series(run, "train_loss"))
+    assert progress == [1, *range(5, progress[-1], 5), list(losses)[-1]]
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
+    assert (parse(flags).epochs, parse(flags).eval_epochs) == (20, 1)
+    config = parse([*flags, "--steps", "7", "--eval_every=3"])
+    assert (config.epochs, config.eval_epochs) == (None, None)
+    assert (config.steps, config.eval_every) == (7, 3)
+    with pytest.raises(UserError, match="--steps and --epochs are both given"):
+        parse([*flags, "--steps", "7", "--epochs", "1"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [("pubmed", "abstracts.jsonl"), ("tinystories-char", "TinyStories-valid.txt")],
+)
+def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
+    command = f"python -m fastgpt.prepare {named} --tokenizer .*--out {tmp_path / recipe}"
+    with pytest.raises(UserError, match=rf"^[^\n]*{command}[^\n]*$"):
+        Engine(parse([recipe, "--train.device", "cpu"]))
+
+
+# --- any checkpoint, one command ------------------------------------------------------------------
+
+SMALL = (
+    "--steps 1 --eval-every 0 --train.device cpu --train.precision fp32 --train.sample-tokens 0"
+    " --data.val-fraction 0.2 --data.eval-batches 0 --data.align none --train.batch-tokens 512"
+)
+SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
+    shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
+    place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
+    place += " --init-from None"
+    Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
+    capsys.readouterr()
+    sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
+    empty, first, second = re.split(r"--- .*sample \d of 2 ---\n", capsys.readouterr().out)
+    assert empty == ""
+    assert first != second

@@ -1,0 +1,158 @@
+"""GPUs that torch cannot use, or not for this run, are errors that say what to do."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastgpt.autotune import choose
+from fastgpt.cli import parse
+from fastgpt.config.config import OpsConfig
+from fastgpt.device import cuda_driver, device
+from fastgpt.errors import UserError
+from fastgpt.parallel import distributed
+from fastgpt.parallel.distributed import World
+from fastgpt.train.trainer import Trainer
+
+KERNEL_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Sat Aug 19 2023\n"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Simulates a machine's NVIDIA driver, nvidia-smi, PCI bus and build of torch."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cuda_driver, "LOADED", tmp_path / "version")
+    monkeypatch.setattr(cuda_driver, "PCI", tmp_path / "pci")
+
+    def make(loaded="", smi="", card="", built: str | None = "13.0"):
+        if loaded:
+            (tmp_path / "version").write_text(KERNEL_MODULE.format(loaded))
+        if smi:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        if card:
+            (tmp_path / "pci" / "0").mkdir(parents=True)
+            for name, text in zip(("vendor", "class"), card.split()):
+                (tmp_path / "pci" / "0" / name).write_text(f"{text}\n")
+        monkeypatch.setattr(torch.version, "cuda", built)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"loaded": "535.104.05"}, "CUDA 13.0: install NVIDIA's driver 580 or newer, or a torch"),
+        ({"loaded": "418.67"}, "CUDA 13.0: install NVIDIA's driver 580 or newer; or pass"),
+        ({"loaded": "470.57", "built": "12.6"}, "driver 525 or newer, or a torch for CUDA 11"),
+        ({"loaded": "580.65.06", "built": None}, "without CUDA: install a CUDA build of torch"),
+        ({"smi": "echo 535.98", "built": None}, "without CUDA: install a CUDA build of torch"),
+        ({"loaded": "999.1", "built": "14.1"}, "for CUDA 14.1 and cannot use it: see nvidia-smi"),
+        ({"card": "0x10de 0x030200"}, "13.0: install NVIDIA's driver 580 or newer"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, said):
+    machine(**facts)
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        device.pick_device("auto")
+    assert str(error.value).startswith("this machine has an NVIDIA GPU with")
+    assert str(error.value).endswith("; or pass --train.device cpu to use the CPU")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="sees no CUDA device here: this machine has an NVIDIA GPU"):
+        device.pick_device("cuda")
+    assert device.pick_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("facts", "visible"),
+    [
+        ({"smi": "exit 9"}, "0"),
+        ({"card": "0x1002 0x030000"}, "0"),
+        ({"card": "0x10de 0x040300"}, "0"),  # the sound device of a card
+        ({"loaded": "535.104.05"}, ""),
+        ({"loaded": "535.104.05"}, "-1"),
+    ],
+)
+def test_without_a_gpu_or_with_hidden_ones_the_cpu_is_right(machine, facts, visible, monkeypatch):
+    machine(**facts)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device.pick_device("auto") == "cpu"
+    with pytest.raises(UserError, match="sees no CUDA device here: expected one, its driver"):
+        device.pick_device("cuda")
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match=r"8 processes .* with 4 CUDA devices: .*_per_node=4$"):
+        distributed._take_device("cuda", World(rank=5, local_rank=5, size=8, local_size=8))
+    with pytest.raises(UserError, match="2 processes were started: expected one on MPS"):
+        distributed._take_device("mps", World(size=2))
+
+
+def test_a_gpu_in_use_by_others(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30))
+    device.check_free_memory("cuda", 2 << 30)
+    with pytest.raises(UserError, match=r"^H100 has 3\.0 of 80\.0 GiB free, .* need 20\.0: end"):
+        device.check_free_memory("cuda", 20 << 30)
+
+
+# --- what Triton needs to build its launchers -----------------------------------------------------
+
+
+@pytest.fixture
+def toolchain(monkeypatch, tmp_path):
+    """Simulates which compilers and headers are installed."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    include = tmp_path / "include"
+    include.mkdir()
+    monkeypatch.setattr(device.sysconfig, "get_paths", lambda _: {"include": str(include)})
+
+    def install(*names: str):
+        for name in names:
+            (include if name == "Python.h" else tmp_path).joinpath(name).touch(mode=0o755)
+
+    return install
+
+
+PLAIN = OpsConfig(norm="torch", loss="torch", rotary="torch", activation="torch")
+
+
+@pytest.mark.parametrize(
+    ("installed", "cc", "missing"),
+    [
+        (["gcc"], "", r"Python\.h is missing: install it .apt install python3\.[0-9]+-dev, "),
+        (["g++", "Python.h"], "", r"no C compiler was found \(CC, gcc, clang\): install gcc"),
+        (["gcc", "Python.h"], "/opt/cc", r"no C compiler was found \(CC is /opt/cc\)"),
+        (["clang", "Python.h"], "", None),
+    ],
+)
+@pytest.mark.parametrize("ops", [PLAIN, replace(PLAIN, attention="triton")])
+def test_what_kernels_need_is_checked_before_any_trial(
+    toolchain, monkeypatch, installed, cc, missing, ops
+):
+    toolchain(*installed)
+    if cc:
+        monkeypatch.setenv("CC", cc)
+    choose.require_toolchain(replace(ops, attention="sdpa"), "cuda")
+    choose.require_toolchain(OpsConfig(), "cuda", undecided=())
+    choose.require_toolchain(OpsConfig(), "cpu")
+    if missing is None:
+        return choose.require_toolchain(ops, "cuda")
+    with pytest.raises(UserError, match=rf"{missing}.*--train.compile off --ops.attention sdpa$"):
+        choose.require_toolchain(ops, "cuda")
+    monkeypatch.setattr(device, "has_compiler", lambda: True)
+    compiled, note = device.pick_compile("auto", "cuda")
+    assert (compiled, note[-22:]) == (False, "; torch.compile is off"), note
+    return None
+
+
+def test_a_run_without_a_compiler_ends_before_it_reads_its_data(toolchain, monkeypatch, tiny):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="no C compiler was found"):
+        Trainer(parse(tiny("--train.device cuda --data.source nowhere")))

@@ -1,0 +1,182 @@
+"""Settings that depend on the machine: number format, compiler, and its matmul rate."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastgpt.cli import parse
+from fastgpt.device import device
+from fastgpt.kernels import linear
+from fastgpt.train.metrics import read_records
+from fastgpt.train.trainer import Trainer
+from tests.runs import series
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "fast", "expected"),
+    [
+        ("auto", "cpu", True, "bf16"),
+        ("auto", "cpu", False, "fp32"),
+        ("auto", "cuda", True, "bf16"),
+        ("auto", "cuda", False, "fp32"),
+        ("bf16", "cpu", False, "bf16"),
+        ("fp32", "cpu", True, "fp32"),
+        ("fp16", "cuda", True, "fp16"),
+    ],
+)
+def test_precision(monkeypatch, asked, kind, fast, expected):
+    monkeypatch.setattr(device, "has_fast_bf16", lambda _: fast)
+    assert device.pick_precision(asked, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "fast"),
+    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)],
+)
+def test_cpus_with_fast_bf16(monkeypatch, features, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    assert device.has_fast_bf16("cpu") is fast
+
+
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "kind", "expected"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_compile(monkeypatch, asked, kind, expected, found):
+    monkeypatch.setattr(device, "has_compiler", lambda: found)
+    compiled, line = device.pick_compile(asked, kind)
+    assert compiled is (expected and found)
+    assert ("no C++ compiler" in line) is (expected and not found)
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++", "own"])
+def test_compilers_that_are_found(no_compiler, monkeypatch, tmp_path, name):
+    assert not device.has_compiler()
+    (tmp_path / name).touch(mode=0o755)
+    if name == "own":
+        monkeypatch.setenv("CXX", str(tmp_path / name))
+    assert device.has_compiler()
+
+
+def test_training_without_a_compiler_says_so_in_one_line(tiny, no_compiler, capfd):
+    trainer = Trainer(parse(tiny("--train.compile on --train.device cpu --steps 2")))
+    trainer.fit()
+    out, err = capfd.readouterr()
+    [line] = [line for line in (out + err).splitlines() if "compiler" in line]
+    assert line.startswith("warning: ")
+    assert json.loads((trainer.run_dir / "manifest.json").read_text())["compile"] is False
+
+
+# --- peak -----------------------------------------------------------------------------------------
+
+
+def test_the_best_of_all_measurements_is_the_peak(tmp_path, monkeypatch):
+    took = []
+
+    def measured(_device, _dtype, seconds):
+        took.append(seconds)
+        return next(measurements)
+
+    monkeypatch.setattr(device, "measured_peak", measured)
+    measurements = iter([(2e11, 0.4), (9e11, 1.0), (5e11, 0.7), (3e11, 1.0)])
+    peaks = [device.peak_flops("cpu", "bf16", tmp_path, seconds=1.0) for _ in range(3)]
+    assert peaks == [(2e11, 0.4), (9e11, 1.0), (9e11, 0.7)]
+    assert took == [1.0, 0.25, 0.25]
+    assert device.peak_flops("cpu", "fp32", tmp_path) == (3e11, 1.0)
+    assert sorted(json.loads((tmp_path / "peak_flops.json").read_text()).values()) == [3e11, 9e11]
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+def test_a_busy_machine_is_noticed(fit, monkeypatch, capfd, share):
+    monkeypatch.setattr(device, "measured_peak", lambda *_: (1e6, share))
+    records = read_records(fit("--steps 2") / "metrics.jsonl")
+    said = "got only 70% of the CPU, so training will take longer" in capfd.readouterr().out
+    assert said == (share < 0.8)
+    # a peak that a run surpasses was too low: it is measured again, and is what the run reaches
+    assert all(0 < r["mfu"] <= 1 for r in records if "mfu" in r)
+
+
+def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, monkeypatch):
+    assert device.measured_peak("cpu", torch.float32, 0.2)[1] > 0.3
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)  # it never ran
+    assert device.measured_peak("cpu", torch.float32, 0.2)[1] == 0
+
+
+def test_the_peak_is_measured_in_the_memory_there_is_and_then_reset(monkeypatch):
+    """There is room for matrices of 512 x 512; what they take is not the run's peak memory."""
+    tried = []
+
+    def product(a, _):
+        tried.append(len(a))
+        if len(a) > 512:
+            raise torch.OutOfMemoryError
+
+    cpu = replace(device.CPU, reset_peak_memory=lambda: tried.append("reset"))
+    monkeypatch.setitem(device.KINDS, "cpu", cpu)
+    monkeypatch.setattr("fastgpt.kernels.linear", product)
+    device.measured_peak("cpu", torch.float32, 0.0)
+    assert tried == [1024, 512, 512, "reset"]
+
+
+def test_peak_is_what_the_machine_does(tmp_path, one_thread):
+    """The measured peak is within a factor of 1.8 of a matrix product timed by hand, in turns."""
+    a, b = torch.randn(2, 768, 768)
+    times = []
+    for _ in range(8):  # over two seconds: each has the core for itself once
+        peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)  # the fastest so far
+        for _ in range(20):
+            begin = time.perf_counter()
+            linear(a, b)
+            times.append(time.perf_counter() - begin)
+    assert 1 / 1.8 < peak / (2 * 768**3 / min(times)) < 1.8
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "3", "null", '{"KEY": null}', '{"KEY": "x"}'])
+def test_damaged_memory_is_measured_again(tmp_path, damage):
+    memory = tmp_path / "peak_flops.json"
+    device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
+    [key] = json.loads(memory.read_text())
+    memory.write_text(damage.replace("KEY", key))
+    again, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
+    assert json.loads(memory.read_text()) == {key: again}
+
+
+def test_memory_that_cannot_be_written_is_done_without(tmp_path):
+    """The peak speed is measured even where its cache file cannot be written.
+
+    There is one measurement only, after loading the libraries, which takes a second on a GPU.
+    """
+    (tmp_path / "file").touch()
+    assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0)[0] > 1e8
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not device.has_compiler(), reason="no C++ compiler")
+def test_compiled_training_gives_the_losses_of_eager(fit, tmp_path):
+    """Compiled training gives the losses of eager mode, and evaluations do not recompile it."""
+    flags = "--train.device cpu --optim.kind adamw --run-dir"
+    eager = fit(flags, str(tmp_path / "eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled = fit(f"--train.compile on {flags}", str(tmp_path / "compiled"))
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], counters["graph_break"]
+    # training, evaluation, and the sampling that is not compiled
+    assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
+    assert json.loads((compiled / "manifest.json").read_text())["compile"] is True
+    for key in ("train_loss", "val_loss"):
+        assert series(compiled, key) == pytest.approx(series(eager, key), rel=1e-4)

@@ -1,0 +1,357 @@
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
+from fastgpt.kernels import runtime
+from fastgpt.model.build import build_model
+from fastgpt.model.generation import generate
+from fastgpt.model.gpt import GPT
+from fastgpt.ops import tables
+from fastgpt.ops.kv_cache import Cache
+from tests.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp, shrunk
+from tests.parity import launches
+
+PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
+PADDED = pad_sequence(PROMPTS, batch_first=True)
+GREEDY = {"lengths": torch.tensor([5, 1, 3]), "vocab_size": 30, "temperature": 0}
+
+
+def sharp_model(**options) -> GPT:
+    return sharp(num_heads=2, dim=16, vocab_size=30, **options)
+
+
+class Bigram(nn.Module):
+    """A fake network whose logits follow from the last token alone."""
+
+    def __init__(self, logits: list[list[float]]) -> None:
+        super().__init__()
+        self.table = torch.tensor(logits)
+        self.config = ModelConfig(num_heads=1, dim=1, context=4, vocab_size=len(logits))
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        return self.table[tokens]
+
+
+def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
+    """Samples many tokens and returns the share of each."""
+    model = Bigram([torch.tensor(probabilities).log().tolist()] * len(probabilities))
+    options = {"vocab_size": len(probabilities), **options}
+    tokens = generate(model, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=1, **options)
+    return torch.bincount(tokens[:, 1], minlength=len(probabilities)) / n
+
+
+@torch.no_grad()
+def test_greedy_is_the_argmax_over_the_last_context_tokens():
+    """Greedy generation takes the likeliest token, given the last `context` tokens.
+
+    A prompt longer than the context is cropped for the model, but kept in the text.
+    """
+    model = sharp_model(context=8)
+    for prompt in (torch.tensor([3, 1, 4, 1]), torch.randint(30, (20,))):
+        expected = greedy(model, prompt, 12)
+        assert len(set(expected[len(prompt) :])) > 2
+        for cold in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-5}):
+            got = generate(model, prompt[None], max_new_tokens=12, vocab_size=30, **cold)
+            assert got.tolist() == [expected]
+
+
+def test_draws_repeat_from_the_generators_seed_alone():
+    model = sharp_model()
+
+    def drawn(seed: int, **options) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        options = {"max_new_tokens": 10, "vocab_size": 30, "generator": generator, **options}
+        return generate(model, PADDED, temperature=3.0, **options)
+
+    first = drawn(1)
+    torch.manual_seed(99)
+    assert torch.equal(drawn(1), first)
+    assert not torch.equal(drawn(2), first)
+    assert torch.equal(first[:, :5], PADDED)
+    assert torch.equal(drawn(1, max_new_tokens=0), PADDED)
+
+
+def test_temperature_divides_the_logits():
+    shares = draws([0.8, 0.2], temperature=2.0)  # square roots of the probabilities, 2 : 1
+    torch.testing.assert_close(shares, torch.tensor([2 / 3, 1 / 3]), atol=0.05, rtol=0)
+    assert draws([0.8, 0.2], temperature=0.2)[1] < 0.01  # 4 ** -5
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 1e-320}, [1]),  # 0 in fp32
+        ({"top_p": 0.1}, [1]),  # the likeliest is kept even where it is more than enough
+        ({"top_p": 0.39}, [1]),
+        ({"top_p": 0.41}, [1, 3]),
+        ({"top_p": 0.69}, [1, 3]),
+        ({"top_p": 0.71}, [1, 2, 3]),
+        ({"top_p": 1.0}, [0, 1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # of the three's own probability
+        ({"vocab_size": 3}, [0, 1, 2]),
+        ({"vocab_size": 3, "top_k": 1}, [1]),
+        ({"vocab_size": 1}, [0]),
+    ],
+    ids=str,
+)
+def test_only_these_tokens_are_drawn(options, kept):
+    shares = draws([0.1, 0.4, 0.2, 0.3], **options)
+    assert shares.nonzero().flatten().tolist() == kept
+    probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])[kept]
+    torch.testing.assert_close(shares[kept], probabilities / probabilities.sum(), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_ties_keep_no_more_tokens_than_asked_for(options):
+    assert (draws([0.25] * 4, **options) > 0).sum() == 2
+
+
+def test_greedy_ignores_ids_without_text():
+    model = Bigram([[0.0, 1.0, 9.0]] * 3)
+    tokens = generate(model, torch.tensor([[0]]), max_new_tokens=3, vocab_size=2, temperature=0)
+    assert tokens.tolist() == [[0, 1, 1, 1]]
+
+
+def test_no_gradient_is_kept():
+    model = sharp_model()
+    tokens = generate(model, PADDED, max_new_tokens=2, vocab_size=30)
+    assert not tokens.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- what is computed -----------------------------------------------------------------------------
+
+
+def counted(model: GPT) -> list[int]:
+    """Records the number of tokens in each later call of the model."""
+    counts = []
+    model.wte.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    return counts
+
+
+@torch.no_grad()
+def test_each_token_is_computed_once_as_long_as_the_text_fits():
+    model, options = sharp_model(), {"vocab_size": 30, "temperature": 0}
+    computed = counted(model)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=12, **options)
+    assert sum(computed) == 2 * (5 + 11)
+    generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=14, **options)
+    assert sum(computed) == 2 * (5 + 11) + 2 * (5 + 11 + 2 * 16)  # two more windows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"position": kind} for kind in ("learned", "rotary", "sinusoidal", "none")),
+        {"document_mask": True, "eot_id": 5},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_prompts_of_any_lengths_continue_as_each_would_alone(options):
+    model = sharp_model(**options)
+    for junk in (0, 29):  # what the rows are filled up with is not seen
+        batch = pad_sequence(PROMPTS, batch_first=True, padding_value=junk)
+        for new in (1, 11, 12, 30):  # the context is 16
+            got = generate(model, batch, max_new_tokens=new, **GREEDY)
+            assert got.shape == (3, 5 + new)
+            alone = [greedy(model, prompt, new) for prompt in PROMPTS]
+            for row, expected in zip(got.tolist(), alone, strict=True):
+                assert row == expected + [0] * (5 + new - len(expected))
+            assert len({token for row in alone for token in row}) > 6 or new == 1
+
+
+@torch.no_grad()
+def test_a_row_ends_with_the_stop_token_and_all_rows_end_the_work():
+    model = sharp_model()
+    computed = counted(model)
+    full = [greedy(model, prompt, 11) for prompt in PROMPTS]
+    drawn = [set(row[len(prompt) :]) for row, prompt in zip(full, PROMPTS, strict=True)]
+    for stop in sorted(set.union(*drawn)):
+        computed.clear()
+        got = generate(model, PADDED, max_new_tokens=11, stop_id=stop, **GREEDY)
+        steps = 0
+        for row, whole, prompt in zip(got.tolist(), full, PROMPTS, strict=True):
+            after = whole[len(prompt) :]
+            n = after.index(stop) + 1 if stop in after else 11
+            steps = max(steps, n)
+            expected = whole[: len(prompt) + n]
+            assert row == expected + [stop] * (16 - len(expected))
+        assert sum(computed) == 3 * (5 + steps - 1)
+
+
+# --- the cache of keys and values -----------------------------------------------------------------
+
+
+CHUNKS = ([16], [1] * 16, [5, 1, 1, 4, 5], [15, 1])
+DOCUMENTS = {"document_mask": True, "eot_id": 7}
+MORE = {
+    "documents": DOCUMENTS,
+    "documents-window": {**DOCUMENTS, "window": 4, "position": "rotary"},
+    "documents-modern": {**DOCUMENTS, **OPTIONS["modern"]},
+}
+each_option = pytest.mark.parametrize(
+    "options", [*OPTIONS.values(), *MORE.values()], ids=[*OPTIONS, *MORE]
+)
+
+
+def step_by_step(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
+    """Computes the logits at all positions with the cache, a few tokens at a time."""
+    cache = Cache(model.config, len(tokens), sum(chunks), tokens.device)
+    return torch.cat([model(part, cache=cache) for part in tokens.split(chunks, 1)], 1)
+
+
+def documents(B: int = 2, T: int = 16) -> Tensor:
+    tokens = draw_tokens(B, T)
+    tokens[0, [3, 4, 9]] = 7
+    tokens[1, [0, 15]] = 7
+    return tokens
+
+
+@each_option
+@torch.no_grad()
+def test_logits_equal_those_of_the_whole_at_every_position(options):
+    model, tokens = build(**options).eval(), documents()
+    expected = model(tokens)
+    for chunks in CHUNKS:
+        got = step_by_step(model, tokens, chunks)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_logits_of_every_recipe_equal_those_of_the_whole(name):
+    """For every recipe, logits computed with the cache equal those of a whole forward pass.
+
+    The lecture's steps are models of their own.
+    """
+    model, tokens = initial(shrunk(name), context=16).eval(), draw_tokens()
+    got = step_by_step(model, tokens, [5, 1, 1, 4, 5])
+    torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS["modern"], MORE["documents-window"], {"score_scale": "width"}],
+    ids=["gpt2", "modern", "documents-window", "score-scale"],
+)
+@torch.no_grad()
+def test_on_our_kernels_logits_are_the_same(options):
+    chosen = on_cpu(decode="triton", rotary="triton")
+    model, tokens = build(chosen=chosen, **options).eval(), documents()
+    with launches("_decode_attention_kernel"):
+        got = step_by_step(model, tokens, [5, 1, 2, 8])
+    torch.testing.assert_close(got, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_under_autocast_it_is_kept_in_its_dtype():
+    model, tokens = build().eval(), draw_tokens()
+    cache = Cache(model.config, 2, 16, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.cat([model(part, cache=cache) for part in tokens.split([9, 7], 1)], 1)
+        expected = model(tokens)
+    kept = cache.layers[0].keys_values
+    assert kept is not None
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 2
+    assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_cache_that_is_full_or_too_large_is_refused():
+    model = build().eval()
+    cache = Cache(model.config, 2, 10, "cpu")
+    model(draw_tokens(T=8), cache=cache)
+    with pytest.raises(ValueError, match=r"^tokens: expected at most 2 more, got 3$"):
+        model(draw_tokens(T=3), cache=cache)
+    model(draw_tokens(T=2), cache=cache)
+    for size in (0, 17):
+        said = rf"^size: expected 1 to the context of 16, got {size}"
+        with pytest.raises(ValueError, match=said):
+            Cache(model.config, 2, size, "cpu")
+
+
+# --- on a GPU, of which meta tensors show shapes and launches -------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Generates on the meta device as on an sm_90.
+
+    Returns the shapes and strides with which SDPA or the decode kernel is called, and the number of
+    all other ops, views not counted.
+    """
+    called: list[tuple] = []
+
+    def shapes(*tensors: Tensor | None) -> tuple:
+        return tuple((x.shape, x.stride()) for x in tensors if x is not None)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_) -> Tensor:
+        called.append(shapes(q, k, v, attn_mask))
+        return torch.empty_like(q)
+
+    class Counting(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.ops += not op.is_view
+            return op(*args, **(kwargs or {}))
+
+    def run(config: ModelConfig, decode: str, new: int) -> tuple[list[tuple], int]:
+        called.clear()
+        chosen = OpsConfig(attention="sdpa", decode=decode)  # pyright: ignore
+        with runtime.recording(90) as launched, Counting() as counting:
+            with torch.device("meta"):
+                model = build_model(config, tables.select(chosen, "meta", compiled=False)).eval()
+            counting.ops = 0
+            prompt = torch.zeros(1, 5, dtype=torch.int64, device="meta")
+            generate(model, prompt, max_new_tokens=new, vocab_size=30)
+        tensors = ([x for x in launch.args if isinstance(x, Tensor)] for launch in launched)
+        called.extend(shapes(*some) for some in tensors)
+        return called, counting.ops
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(Tensor, "cpu", lambda x: torch.zeros(x.shape))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("decode", "options"),
+    [("torch", {}), ("triton", {"window": 9, "document_mask": True, "eot_id": 7})],
+)
+def test_all_new_tokens_call_attention_with_one_shape(elsewhere, decode, options):
+    """cuDNN's attention plans anew for each shape: there is one for the prompt, and one more."""
+    config = ModelConfig(num_layers=1, num_heads=2, dim=16, context=256, vocab_size=30, **options)
+    called, _ = elsewhere(config, decode, 200)
+    assert len(called) == 200 + 199 * (decode == "triton")  # which has a second kernel
+    assert len(set(called)) == 2 + (decode == "triton")
+
+
+def test_sampling_and_evaluation_take_less_than_2_percent_of_a_run(elsewhere):
+    """Launches are counted, at 10 us each on the host, for `gpt2-124m` on eight H100.
+
+    Assumed are 110 ms for 65,536 tokens forward and backward, of which the forward takes a third, 3
+    plans of cuDNN, and in each layer 3 launches more: the mask's padding, and bf16 copies of both
+    norms' outputs.
+    """
+    config = RECIPES["gpt2-124m"][1]
+    (_, before), (called, after) = (elsewhere(config.model, "torch", new) for new in (2, 3))
+    launches = after - before + 3 * config.model.num_layers
+    assert len(called) == 3 * config.model.num_layers
+    sample_s = 10e-6 * launches * config.train.sample_tokens
+    ranks, token_s = 8, 0.11 / 65_536
+    evaluation_s = config.data.eval_tokens * token_s / 3 / ranks
+    steps_s = config.eval_every * config.train.batch_tokens * token_s / ranks
+    plans_s = 3 * 0.44 / (config.steps / config.eval_every)
+    assert launches < 220
+    assert sample_s + evaluation_s + plans_s < 0.02 * steps_s

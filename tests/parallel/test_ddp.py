@@ -1,0 +1,176 @@
+"""Ranks under torchrun: batches, losses and weights of one process, and one sync a step."""
+
+import json
+import os
+import re
+import signal
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.config.config import TrainConfig
+from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.parallel.ddp import replicate
+from fastgpt.train.metrics import read_records
+from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
+
+SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
+# train.py, but each rank says in the end what it was given and how often it synced.
+COUNTED = """
+import json, os
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+syncs, batches = [], []
+
+def hook(group, bucket):
+    syncs.append(bucket.buffer().numel())
+    return allreduce_hook(group, bucket)
+
+class Counted(DistributedDataParallel):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, hook)
+
+    def forward(self, x, y):
+        batches.append(x.tolist())
+        return super().forward(x, y)
+
+torch.nn.parallel.DistributedDataParallel = Counted
+import train
+train.main()
+with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
+    json.dump({"syncs": len(syncs), "numbers": sum(syncs), "batches": batches}, file)
+"""
+
+
+def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
+    """Two ranks reach the losses and weights of one process, and sync once per step.
+
+    Compares 2 ranks x 2 micro-steps x 2 sequences with 1 x 2 x 4 and 1 x 4 x 2, in fp32.
+    """
+    (tmp_path / "counted.py").write_text(COUNTED)
+    flags = "--train.micro-batch 2 --optim.kind adamw --data.eval-tokens 0"
+    argv = tiny(flags, f"--run-dir {tmp_path / 'two'}")
+    process = torchrun(2, str(tmp_path / "counted.py"), *argv, SEEN=str(tmp_path / "rank"))
+    finish(process)
+    for size in (4, 2):
+        one = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / f'one-{size}'}")
+        assert_same_up_to_rounding(tmp_path / "two", one)
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text())["ranks"] == 2
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    # one bucket holds this model: 8 steps of 2 micro-steps are 8 syncs of every weight
+    weights = load_file(one / "checkpoints" / "step_00000008" / "model.safetensors")
+    total = sum(weight.numel() for weight in weights.values()) + 44 * 32
+    for rank in ranks:
+        assert (rank["syncs"], rank["numbers"]) == (8, 8 * total)
+        assert len(rank["batches"]) == 16
+    tokens = np.frombuffer(text.read_bytes(), np.uint8)[:655]  # all but the tenth that is held out
+    samples = Mixture([SampleOrder(655, context=16, seed=1337)], [1.0])
+    with Loader([tokens], samples, context=16, global_batch=8, micro_batch=8) as loader:
+        expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
+    pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
+    assert [row for pair in pairs for batch in pair for row in batch] == expected
+
+
+def test_ddp_that_syncs_no_buffers_prints_no_warning():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="error"):
+            replica = replicate(nn.BatchNorm1d(2), TrainConfig())
+    finally:
+        dist.destroy_process_group()
+    assert replica.broadcast_buffers is False
+
+
+def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(2, str(ROOT / "train.py"), *tiny(flags))
+    read_until(process, r"^step +20/")
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert "FutureWarning" not in err
+    stopped = [line for line in out.splitlines() if line.startswith("stopped after step ")]
+    assert len(stopped) == 1, out
+    assert f"-m torch.distributed.run --nproc_per_node=2 {ROOT}/train.py --resume /" in out
+    step = int(stopped[0].split()[3].rstrip(","))
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    assert checkpoint.load(saved).step == step
+    run = fit(flags, f"--steps {step + 2} --resume auto")
+    assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_sigusr1_to_one_rank_ends_all_with_the_status_for_the_queue(tiny, tmp_path):
+    script = "import os, train\nprint('pid', os.getpid(), flush=True)\ntrain.main()"
+    (tmp_path / "told.py").write_text(script)
+    flags = "--steps 100000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(2, str(tmp_path / "told.py"), *tiny(flags))
+    pid = int(process.stdout.readline().split()[1])
+    read_until(process, r"^step +20/")
+    os.kill(pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, "torchrun's own"
+    assert re.findall(r"exitcode *: (-?\d+) ", err) == ["75", "75"], err
+    assert "stopped by SIGUSR1 and saved: exit status 75" in err
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    assert f"stopped after step {checkpoint.load(saved).step}, saved in {saved}" in out
+
+
+@pytest.mark.parametrize(
+    ("sent", "ranks", "hangs"),
+    [(signal.SIGKILL, 2, False), (signal.SIGKILL, 2, True), (signal.SIGUSR1, 1, False)],
+)
+def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
+    """Ranks save and end soon after torchrun, and those that cannot save end without."""
+    script = "import train\n"
+    if hangs:  # rank 1, and so does rank 0, which waits for it
+        script += (
+            "import os, time; from fastgpt.train.engine import Engine; step = Engine.train_step\n"
+        )
+        script += "rest = lambda self: self.step == 20 and os.environ['RANK'] == '1' and"
+        script += " time.sleep(60)\nEngine.train_step = lambda *x: rest(x[0]) or step(*x)\n"
+    (tmp_path / "hangs.py").write_text(f"{script}train.main()")
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(ranks, str(tmp_path / "hangs.py"), *tiny(flags))
+    read_until(process, r"^step +20/")
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=40)  # the ranks have the other ends of both pipes
+    assert err.count(f"error: torchrun (process {process.pid}) has ended: saving, and ending") == 1
+    assert ("\nstopped after step " in out) is not hangs
+    assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)
+
+
+@pytest.mark.slow
+def test_headline_command(tmp_path):
+    """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 8:
+        pytest.skip("8 ranks need 8 GPUs where there is one")
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
+    [run] = (tmp_path / "runs").iterdir()
+    assert f"\ndone after step 2: {run}\n" in out
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
+    [saved] = checkpoint.steps_on_disk(run / "checkpoints")
+    assert saved.name == "step_00000002"
+    assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
+
+
+@pytest.mark.slow
+def test_batch_that_ranks_cannot_share(tiny):
+    process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "error: --train.batch-tokens is 48" in err
+    # where torchrun's report of many lines ends
+    assert "traceback : error: --train.batch-tokens is 48" in err.splitlines()[-2]
+    assert "2 ranks" in err

@@ -1,0 +1,120 @@
+"""Weights shared out among ranks by FSDP2: losses, weights and checkpoints of one process."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.cli import parse
+from fastgpt.config.config import ParallelConfig
+from fastgpt.errors import UserError
+from fastgpt.parallel import distributed
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import check_combination
+from fastgpt.parallel.mesh import ranks_of_a_model
+from tests.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
+
+TRAIN = str(ROOT / "train.py")
+
+
+# of which the second rank's part of the vocabulary is padding only
+PACKED = (
+    " --model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm"
+    " --model.qk-norm-weight --model.vocab-multiple 512 --train.label-smoothing 0.1"
+    " --train.z-loss 0.01 --model.softcap 15"
+)
+
+
+@pytest.mark.parametrize(("more", "ranks"), [("", 2), (PACKED, 4)], ids=["plain", "packed"])
+def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
+    """Steps 1 to 4 on one rank, 5 and 6 on several with other kinds, 7 and 8 on one again.
+
+    The checkpoint of step 4 is damaged in a file that the second rank verifies.
+    """
+    flags = f"--optim.kind adamw --optim.schedule constant --train.resume-check on {more}"
+    whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
+    saved = fit(flags, "--steps 4 --save-every 3") / "checkpoints"
+    with (saved / "step_00000004" / "state.pt").open("r+b") as file:
+        file.write(b"damage")
+    kinds = "--steps 5 --parallel.kind fsdp", "--steps 6 --parallel.kind fsdp --parallel.tp 2"
+    runs = [tiny(flags, "--resume auto", kind) for kind in kinds]
+    out = finish(torchrun_in_turn(ranks, tmp_path / "jobs", runs))
+    assert out.count("is damaged: state.pt has sha256") == 1
+    run = fit(flags, "--resume auto --parallel.tp 1")
+    assert [path.name for path in checkpoint.steps_on_disk(saved)] == [
+        "step_00000005", "step_00000006", "step_00000008",
+    ]  # fmt: skip
+    for name in ("train_loss", "grad_norm"):
+        assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["--parallel.kind fsdp", "--parallel.cp 2"])
+def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, tiny, tmp_path):
+    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
+    process = torchrun(2, TRAIN, *tiny(flags, kind))
+    read_until(process, r"^step +20/")
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[1]), signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert "Warning" not in err
+    [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
+    step = checkpoint.load(saved).step
+    assert f"stopped after step {step}, saved" in out
+
+
+def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
+    """Losses, relative: within 1 % of those with fp32 gathers, and not equal to them."""
+    flags = "--parallel.kind fsdp --optim.kind adamw --train.precision bf16 --parallel.dtype"
+    kinds = ("fp32", "bf16")
+    runs = [tiny(flags, kind, f"--run-dir {tmp_path / kind}") for kind in kinds]
+    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    losses = [series(tmp_path / kind, "val_loss") for kind in kinds]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert losses[0] != losses[1]
+
+
+def test_memory_is_shared_by_the_ranks_of_a_group():
+    for kind, shards, expected in (("ddp", None, 1), ("fsdp", None, 8), ("hsdp", 4, 4)):
+        config = ParallelConfig(kind=kind, shards=shards)
+        assert ranks_of_a_model(config, World(size=8)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "said"),
+    [
+        ("--parallel.dtype bf16", "fp32", r"--parallel.dtype is bf16: expected --train.precision"),
+        ("", "fp16", r"--parallel.kind is fsdp: expected --train.precision bf16 or fp32"),
+    ],
+)
+def test_what_does_not_go_with_shared_weights_is_refused(flags, precision, said, tiny):
+    config = parse(tiny("--parallel.kind fsdp", flags))
+    with pytest.raises(UserError, match=said):
+        check_combination(config, precision)
+
+
+def test_collectives_of_nccl_are_given_up_after_ten_minutes_and_no_others():
+    """A second gloo, for `cuda`, stands for NCCL."""
+    dist.Backend.register_backend("second", dist.ProcessGroupGloo, devices=["cuda"])
+    dist.init_process_group("cpu:gloo,cuda:second", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = [dist.group.WORLD, dist.new_group(), dist.new_group(backend="gloo")]
+        distributed.limit_waits("cuda")
+        both = [
+            [group._get_backend(torch.device(on)) for group in groups] for on in ("cuda", "cpu")
+        ]
+        minutes = [[x.options._timeout.seconds / 60 for x in backends] for backends in both]
+    finally:
+        dist.destroy_process_group()
+    assert minutes == [[10, 10, 30], [30, 30, 30]]
+
+
+def test_groups_must_divide_the_ranks(tiny):
+    with pytest.raises(UserError, match=r"--parallel.shards is 2: expected None, because"):
+        ParallelConfig(kind="fsdp", shards=2)
+    process = torchrun(2, TRAIN, *tiny("--parallel.kind hsdp --parallel.shards 3"))
+    assert process.wait(timeout=60) != 0
+    assert "error: --parallel.shards is 3: expected a divisor of" in process.stderr.read()

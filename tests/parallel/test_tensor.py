@@ -1,0 +1,100 @@
+"""Layers whose work ranks share: dropout's masks, the rows of each rank, what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from fastgpt.cli import parse
+from fastgpt.config.config import ParallelConfig
+from fastgpt.config.model import ModelConfig
+from fastgpt.errors import UserError
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.mesh import peers, ranks_of_a_model
+from fastgpt.parallel.tensor import check_tensor, row_order
+from tests.runs import finish, outcome, torchrun
+
+TP = "--parallel.kind fsdp --parallel.tp 2"
+
+TWICE = """
+import sys
+import torch
+from fastgpt.cli import parse
+from fastgpt.parallel.failure import abort_all_ranks
+from fastgpt.parallel import build
+from fastgpt.train.trainer import Trainer
+build_model = build.build_model
+def told(*args, **options):
+    model = build_model(*args, **options)
+    print("built on", model.wte.weight.device.type, flush=True)
+    return model
+build.build_model = told
+with abort_all_ranks():
+    for run in ("a", "b"):
+        trainer = Trainer(parse([*sys.argv[2:], "--run-dir", sys.argv[1] + "/" + run]))
+        trainer.fit()
+    for name, weight in trainer.engine.model.named_parameters():
+        one, other = trainer.world.gather(weight.detach().to_local().reshape(1, -1))
+        kind = "replicated" if weight.placements[-1].is_replicate() else "cut"
+        if trainer.world.is_main:
+            print("parts", name, kind, torch.equal(one, other), flush=True)
+"""
+
+
+def test_ranks_draw_the_same_masks_for_what_they_share(tiny, tmp_path):
+    (tmp_path / "train.py").write_text(TWICE)
+    flags = f"{TP} --model.dropout 0.2 --model.attention-dropout 0 --train.micro-batch 2"
+    out = finish(torchrun(2, str(tmp_path / "train.py"), str(tmp_path), *tiny(flags)))
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+    assert (out.count("built on meta"), out.count("built on cpu")) == (4, 2), "whole on one rank"
+    parts = re.findall(r"^parts (\S+) (replicated|cut) (True|False)$", out, re.MULTILINE)
+    assert {kind for _, kind, _ in parts} == {"replicated", "cut"}
+    for name, kind, equal in parts:
+        assert (kind, equal) in {("replicated", "True"), ("cut", "False")}, name
+
+
+def test_a_rank_has_its_queries_with_their_keys_and_values():
+    """By hand: four query heads of width 2, two key/value heads, and SwiGLU's gate of width 4."""
+    config = ModelConfig(num_heads=4, num_kv_heads=2, dim=8, ffn_dim=4, activation="swiglu")
+    order = row_order(config, "h.3.attn.c_attn.weight", 2)
+    queries, keys, values = [0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]
+    expected = queries[:4] + keys[:2] + values[:2] + queries[4:] + keys[2:] + values[2:]
+    assert order is not None
+    assert order.tolist() == expected
+    gates = row_order(config, "h.3.mlp.c_fc.bias", 2)
+    assert gates is not None
+    assert gates.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    for name in ("wte.weight", "h.3.mlp.c_proj.weight", "h.3.ln_1.weight"):
+        assert row_order(config, name, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model.dropout 0.1", "expected --model.attention-dropout 0, not 0.1"),
+        ("--ops.loss chunked", "expected --ops.loss auto or torch, not chunked"),
+        ("--model.num-heads 1", "expected --model.num-heads to be a multiple of it, not 1"),
+        ("--model.num-kv-heads 1", "expected --model.num-kv-heads to be a multiple of it, not 1"),
+        ("--model.ffn-dim 33", "expected the feed-forward width to be a multiple of it, not 33"),
+        ("--model.vocab-multiple 257", "--model.vocab-multiple, to be a multiple of it, not 257"),
+        ("--model.architecture residual", "expected --model.architecture gpt, not residual"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_shared_layers_is_refused(flags, said, tiny):
+    config = parse(tiny(TP, flags))
+    config = replace(config, model=replace(config.model, vocab_size=256))
+    with pytest.raises(UserError) as error:
+        check_tensor(config)
+    assert str(error.value).startswith("--parallel.tp is 2: expected ")
+    assert said in str(error.value)
+
+
+def test_ranks_must_divide_into_groups():
+    with pytest.raises(UserError, match=r"--parallel.tp is 2: expected --parallel.kind fsdp or"):
+        ParallelConfig(tp=2)
+    config = ParallelConfig(kind="hsdp", tp=2, cp=2, shards=4)
+    assert (peers(config, World(size=8)), ranks_of_a_model(config, World(size=8))) == (4, 4)
+    with pytest.raises(UserError, match=r"--parallel.cp x --parallel.tp is 4: expected a divisor"):
+        peers(config, World(size=6))
+    with pytest.raises(UserError, match=r"--parallel.shards is 2: expected a multiple of .* 4"):
+        ranks_of_a_model(replace(config, shards=2), World(size=8))

@@ -1,0 +1,106 @@
+"""A run that makes no progress ends, and leaves the Python stacks of all ranks behind."""
+
+import re
+import time
+
+import pytest
+
+from fastgpt.cli import parse
+from fastgpt.errors import UserError
+from fastgpt.parallel import distributed, watchdog
+from fastgpt.parallel.watchdog import Watchdog
+from tests.runs import torchrun
+
+SLEEPS_IN_ITS_DATA = """
+import os, pathlib, time
+import train
+from fastgpt.data.loader import Loader
+
+batches, take = [], Loader.next
+
+def sleepy(self):
+    batches.append(1)
+    if len(batches) == 6 and os.environ["RANK"] == "1":
+        pathlib.Path(os.environ["SEEN"]).touch()
+        time.sleep(600)
+    return take(self)
+
+Loader.next = sleepy
+train.main()
+"""
+
+
+def test_a_rank_that_sleeps_in_its_data_ends_all_and_the_stacks_of_all_are_there(tiny, tmp_path):
+    script, seen = tmp_path / "sleeps.py", tmp_path / "seen"
+    script.write_text(SLEEPS_IN_ITS_DATA)
+    flags = "--eval-every 0 --train.micro-batch 2 --train.stall-s 4"
+    process = torchrun(2, str(script), *tiny(flags), SEEN=str(seen))
+    _, err = process.communicate(timeout=120)
+    assert time.time() - seen.stat().st_mtime < 4 + 20
+    assert process.returncode == 1
+    stacks = [(tmp_path / "run" / f"stalled-rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "in sleepy" in stacks[1]
+    assert "in sleepy" not in stacks[0]
+    assert stacks[1].startswith("rank 1, process ")
+    assert all("in train_step" in text and "in main" in text for text in stacks)
+    said = re.findall(r"error: rank (\d) has made no progress for (\d+) s \((.*?)\): all", err)
+    said = {rank: (int(seconds), what) for rank, seconds, what in said}
+    assert said["1"] == (4, "step 3, micro-step 2 of 2: reading a batch")
+    assert said["0"][0] in (3, 4), "the one that waits had begun a little later"
+    assert said["0"][1].startswith("step 3")
+    assert err.count(f"are in {tmp_path}/run/stalled-rank-") >= 2
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Reports that were asked for, in place of the end of this process."""
+    asked = []
+    monkeypatch.setattr(distributed, "end_stalled", asked.append)
+    monkeypatch.setattr(watchdog, "SLOW_S", 0.6)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("slow", "pause", "ends"), [(False, 0.4, True), (True, 0.4, False), (True, 0.9, True)]
+)
+def test_a_slow_phase_is_given_more_time_and_progress_starts_anew(
+    slow, pause, ends, ended, tmp_path
+):
+    dog = Watchdog(0.2, tmp_path / "stacks", 0)
+    dog.start()
+    for _ in range(5):
+        dog.doing("training")
+        time.sleep(0.05)
+    dog.doing("training", slow=slow)
+    time.sleep(pause)
+    dog.close()
+    assert ended == [dog.report] * ends
+
+
+def test_the_first_phase_of_a_name_may_compile_and_zero_means_never(ended, tmp_path):
+    dogs = [Watchdog(seconds, tmp_path / "stacks", 0) for seconds in (0.2, 0)]
+    for dog in dogs:
+        dog.start()
+        dog.doing("forward and backward")
+    time.sleep(0.4)
+    dogs[0].close()
+    time.sleep(0.4)
+    dogs[1].close()
+    assert ended == []
+
+
+def test_stacks_that_cannot_be_written_go_to_stderr(tmp_path, capfd):
+    dog = Watchdog(1, tmp_path / "missing" / "stacks", 0)
+    dog.doing("training", "step 3")
+    watchdog.WRITE_S, before = 0.1, watchdog.WRITE_S
+    dog.report()
+    watchdog.WRITE_S = before
+    said = capfd.readouterr().err
+    assert "in test_stacks_that_cannot_be_written_go_to_stderr" in said
+    assert said.endswith("(step 3: training): all ranks end; the Python stacks of its threads are"
+                         " above\n")  # fmt: skip
+
+
+def test_a_negative_time_is_refused(tiny):
+    with pytest.raises(UserError, match=r"--train.stall-s is -1.0: expected 0 or more"):
+        parse(tiny("--train.stall-s -1"))

@@ -1,0 +1,216 @@
+"""Helpers that start, interrupt and compare runs."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from safetensors.torch import load_file
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.tensors import octets
+from fastgpt.display import Display
+from fastgpt.train.metrics import read_records
+from tests.processes import ROOT
+
+# --- cut short ------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """A power cut, which nothing in the trainer may catch to tidy up."""
+
+
+def crash():
+    raise Crash
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def at_step(monkeypatch, step, action):
+    """Patches the trainer so that `action` runs once, after `step` has been logged."""
+    show = Display.step
+
+    def shown(self, record, steps):
+        show(self, record, steps)
+        if record["step"] == step:
+            monkeypatch.setattr(Display, "step", show)
+            action()
+
+    monkeypatch.setattr(Display, "step", shown)
+
+
+def before_each(monkeypatch, owner, name, action):
+    """Makes each call of a function begin with `action`, which gets the same arguments."""
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        action(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@contextmanager
+def raised_at_line(number, error, *files):
+    """Raises `error` before the `number`th line that runs in any of the source files."""
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise error
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Simulates a full disk: no file can grow beyond this many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def one_line_error(capfd, command, *args):
+    """Returns the one line on stderr with which a command must fail."""
+    with pytest.raises(SystemExit) as stopped:
+        command(*args)
+    error = capfd.readouterr().err
+    assert stopped.value.code == 1
+    assert re.fullmatch(r"error: .*\n", error), error
+    return error
+
+
+# --- compared -------------------------------------------------------------------------------------
+
+
+def series(run, key):
+    """Returns the values of one key of metrics.jsonl as {step: value}."""
+    return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
+
+
+def outcome(run):
+    """Returns what two equal runs share: losses, norms and rates by step, and the last weights."""
+    kept = ("step", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
+    records = [
+        {key: value for key, value in record.items() if key in kept}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+    weights = checkpoint.load(checkpoint.steps_on_disk(run / "checkpoints")[-1]).weights
+    bits = hashlib.sha256()
+    for name in sorted(weights):
+        bits.update(octets(weights[name]).data)
+    return records, bits.hexdigest()
+
+
+def assert_shows_two_curves(png):
+    """Asserts that an image has the blue and the orange of Matplotlib's first two lines."""
+    colours = np.unique(imread(png)[..., :3].reshape(-1, 3).round(2), axis=0)
+    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):
+        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
+
+
+def assert_same_up_to_rounding(run, expected):
+    """Asserts equality up to the order of sums: as measured, losses agree to 3e-7."""
+    for key, tolerance in (("train_loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert series(run, key) == pytest.approx(series(expected, key), rel=tolerance)
+    weights, wanted = (
+        load_file(checkpoint.steps_on_disk(path / "checkpoints")[-1] / "model.safetensors")
+        for path in (run, expected)
+    )
+    for name in [name for name in weights if name.endswith("c_attn.bias")]:
+        # the keys' biases change no attention: AdamW makes steps of the rounding of their gradients
+        weights[name], wanted[name] = (
+            torch.stack(x[name].chunk(3))[[0, 2]] for x in (weights, wanted)
+        )
+    torch.testing.assert_close(weights, wanted, rtol=1e-3, atol=1e-5)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def torchrun(ranks, *argv, cwd=ROOT, before=(), **environment):
+    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
+
+    The words `before` stand before the command.
+
+    The port comes through torchrun's own environment variable, so that the command is as typed.
+    """
+    scripts = sysconfig.get_path("scripts")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
+    own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
+    own["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
+        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def torchrun_in_turn(ranks, folder, argvs):
+    """Starts one job that trains several runs, given by their flags, one after the other."""
+    folder.mkdir()
+    (folder / "argvs.json").write_text(json.dumps(argvs))
+    (folder / "train.py").write_text(IN_TURN)
+    return torchrun(ranks, str(folder / "train.py"), str(folder / "argvs.json"))
+
+
+IN_TURN = """
+import json, sys
+from fastgpt.cli import parse
+from fastgpt.parallel.failure import abort_all_ranks
+from fastgpt.train.trainer import Trainer
+with abort_all_ranks():
+    for argv in json.load(open(sys.argv[1])):
+        Trainer(parse(argv)).fit()
+"""
+
+
+def finish(process, timeout=150):
+    """Returns the output of a process that must succeed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def read_until(process, pattern):
+    """Reads the output's lines up to the first that matches."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return
+    raise AssertionError("".join(lines) + process.stderr.read())

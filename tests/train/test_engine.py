@@ -1,0 +1,66 @@
+"""The engine's steps where memory runs out or numbers are not finite, simulated on a CPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastgpt.cli import parse
+from fastgpt.device import device
+from fastgpt.errors import UserError
+from fastgpt.train.engine import Engine
+from fastgpt.train.trainer import Trainer
+
+
+def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
+    """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
+    events = []
+
+    def rehearse(_, tokens, *rest):
+        events.append(len(tokens))
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError
+
+    kind = replace(device.CPU, reset_peak_memory=lambda: events.append("reset"))
+    monkeypatch.setitem(device.KINDS, "cpu", kind)
+    monkeypatch.setattr("fastgpt.train.engine.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.engine.rehearse", rehearse)
+    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    assert events == [8, 4, "reset"]
+
+
+def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypatch):
+    def run_out(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("fastgpt.train.engine.REHEARSED", {"cpu"})
+    trainer = Trainer(parse(tiny("--train.micro-batch 8")))
+    trainer.engine.loss = run_out
+    with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
+        trainer.fit()
+    monkeypatch.setattr("fastgpt.train.engine.rehearse", run_out)
+    with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
+        Engine(parse(tiny()))
+
+
+def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
+    engine = Engine(parse(tiny("--optim.kind adamw --steps 20")))
+    engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weights = dict(engine.model.named_parameters())
+    for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():
+
+        def spoilt(gradient, steps=steps):
+            return gradient * (math.inf if engine.step + 1 in steps else 1)
+
+        weights[name].register_hook(spoilt)
+    for _ in range(3):
+        engine.train_step()
+        engine.finite_loss()
+    assert engine.optimizers.scaler.get_scale() == 2.0  # of the overflow
+    for _ in range(2):
+        engine.train_step()
+    said = r"^step 4: not finite; at step 5 .*: the gradient of h.0.mlp.c_fc.weight$"
+    with pytest.raises(UserError, match=said):
+        engine.finite_loss()
+    engine.loader.close()

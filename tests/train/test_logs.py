@@ -1,0 +1,125 @@
+"""Logs on a full, slow or broken disk never stop training, nor does a clock that jumps."""
+
+import itertools
+import re
+import threading
+import time
+from io import FileIO
+from unittest import mock
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fastgpt.checkpoint import checkpoint
+from fastgpt.cli import parse
+from fastgpt.train import log_writer
+from fastgpt.train.metrics import MetricsLog, read_records
+from fastgpt.train.trainer import Trainer
+from tests.processes import python
+from tests.runs import before_each, outcome, series
+
+
+def test_full_disk_of_the_metrics_is_a_warning_and_what_is_missing_is_counted(
+    tiny, tmp_path, capfd
+):
+    trainer = Trainer(parse(tiny("--eval-every 0")))
+    assert trainer.log is not None
+    trainer.log.file.close()
+    trainer.log.file = FileIO("/dev/full", "a")
+    (tmp_path / "run" / "samples.txt").symlink_to("/dev/full")
+    trainer.fit()
+    out = capfd.readouterr().out
+    assert out.count("warning: ") == 2
+    said = f"(no space left on the disk of {tmp_path}/run/metrics.jsonl): training goes on"
+    assert f"warning: the logs cannot be written {said}\n" in out
+    # 8 steps, 2 evaluations and 1 sample
+    assert "warning: the logs are not complete: 11 writes to them failed\n" in out
+    assert "done after step 8" in out
+    assert checkpoint.load(tmp_path / "run/checkpoints/step_00000008").step == 8
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+def test_lines_after_a_torn_one_are_kept(tmp_path):
+    log = MetricsLog(tmp_path, 0, "title")
+    for step in (1, 2):
+        log.write({"step": step, "tokens": 1, "tok_per_s": 1.0, "train_loss": 1.0})
+
+    def fill(data):
+        """Writes 5 bytes, and fails when it is called for the rest."""
+        if len(data) < 25:
+            log.file = file
+            raise OSError(28, "No space left on device")
+        return file.write(data[:5])
+
+    file, said = log.file, []
+    log.writer.warn = said.append
+    log.writer.start(tmp_path, lambda: setattr(log, "file", mock.Mock(write=fill)))
+    log.write({"step": 3, "tokens": 1})
+    log.write({"step": 4, "tokens": 1})
+    log.close()
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 4]
+    assert said[-1].endswith("1 write to them failed")
+
+
+def test_records_go_on_in_a_new_file_if_the_old_one_is_removed_or_replaced(
+    fit, tmp_path, monkeypatch, capfd
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    def damage(self, line):
+        if b'"step": 3,' in line:
+            path.unlink()
+        if b'"step": 6,' in line:
+            path.rename(f"{path}~")
+            path.touch()
+
+    before_each(monkeypatch, MetricsLog, "_append", damage)
+    fit("--eval-every 0")
+    assert set(series(tmp_path / "run", "train_loss")) == {6, 7, 8}
+    assert capfd.readouterr().out.count(f"warning: {path} was removed or replaced") == 2
+
+
+def test_a_disk_that_hangs_does_not_delay_training(fit, tmp_path, monkeypatch, capfd):
+    hang = threading.Event()
+    monkeypatch.setattr(log_writer, "MOST_WAITING", 4)
+    monkeypatch.setattr(log_writer, "PATIENCE_S", 0.2)
+    before_each(monkeypatch, MetricsLog, "_append", lambda *_: hang.wait(60))
+    fit("--eval-every 0 --train.sample-tokens 0")
+    hang.set()
+    out = capfd.readouterr().out
+    assert "(their disk does not keep up): training goes on" in out
+    # 10 records are two writes each; one hangs, and closing makes three more
+    assert "warning: the logs are not complete: 22 writes to them failed" in out
+
+
+def test_a_tracker_that_raises_costs_its_own_records_alone(fit, monkeypatch, capfd):
+    def fail(*_, **__):
+        raise RuntimeError("no connection")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+    run = fit("--eval-every 0 --train.sample-tokens 0")
+    assert list(series(run, "train_loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
+    out = capfd.readouterr().out
+    assert "the logs cannot be written (RuntimeError: no connection): training goes on" in out
+    assert "the logs are not complete: 10 writes" in out
+
+
+def test_output_to_a_full_disk_does_not_stop_the_run(tiny, tmp_path):
+    script = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nimport train\n"
+    done = python("-c", f"{script}train.main()", *tiny())
+    assert done.returncode == 0, done.stderr
+    first, last = done.stderr.splitlines()
+    assert first == "warning: stdout: No space left on device: training goes on"
+    assert re.fullmatch(r"warning: stdout is not complete: \d\d writes to it failed", last)
+    assert max(series(tmp_path / "run", "train_loss")) == 8
+
+
+def test_a_clock_that_jumps_changes_nothing(fit, tmp_path, monkeypatch):
+    """The clock of the wall goes back and forth by years; that of the machine does not."""
+    flags = "--train.stall-s 60"
+    expected = outcome(fit(flags, f"--run-dir {tmp_path / 'even'}"))
+    jumps = itertools.cycle([1e9, 0.0, 4e9, 2e9])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    run = fit(flags)
+    assert outcome(run) == expected
+    for key in ("tok_per_s", "mfu", "data_wait"):
+        assert all(value >= 0 for value in series(run, key).values())
