@@ -117,7 +117,7 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
         UserError: an option is set that has no effect in this network.
 
     >>> config = fastgpt.ModelConfig(architecture="bigram", activation="relu", vocab_size=50)
-    >>> from fastgpt.ops.tables import select
+    >>> from fastgpt.ops import select
     >>> ops = select(fastgpt.OpsConfig(), "cpu", compiled=False)
     >>> fastgpt.build_model(config, ops).num_params()
     2500

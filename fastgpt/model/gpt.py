@@ -42,7 +42,7 @@ class GPT(nn.Module):
 
     Args:
         config: `vocab_size` must be set.
-        ops: from `fastgpt.ops.tables.select`.
+        ops: from `fastgpt.ops.select`.
         label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
@@ -53,7 +53,7 @@ class GPT(nn.Module):
         UserError: the size of the vocabulary is missing.
 
     >>> config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, vocab_size=50)
-    >>> from fastgpt.ops.tables import select
+    >>> from fastgpt.ops import select
     >>> model = fastgpt.GPT(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
     >>> model.num_params()
     20496

@@ -47,7 +47,7 @@ class Trainer:
     Raises:
         UserError: the config or the data cannot work; raised before any training.
 
-    >>> from fastgpt.config.config import DataConfig, TrainConfig
+    >>> from fastgpt.config import DataConfig, TrainConfig
     >>> model = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=16)
     >>> data = DataConfig(source="mine.txt", tokenizer="bytes")
     >>> train = TrainConfig(batch_tokens=32, device="cpu", sample_tokens=0)
