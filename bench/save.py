@@ -29,7 +29,7 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import part
+from fastgpt.parallel.fsdp import local_shard
 from fastgpt.train.trainer import Trainer
 
 FLAGS = (
@@ -84,7 +84,7 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
             check = _seconds(engine.check_weights, world)
             copy = _seconds(partial(saver.save, step, *tree) if writes else time.time, world)
             row = {"check": check, "copy": copy, "write": _seconds(trainer._publish, world), **read}
-            own = (part(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
+            own = (local_shard(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
             rows.append({"ranks": world.size, "parallel": asked.kind, **row})
             rows[-1]["bytes"] = sum(x.nbytes for x in own)
     finally:
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         start = distributed.start("cpu")
-        path = start.from_main(Path(folder)) / "run"
+        path = start.broadcast_object(Path(folder)) / "run"
         if asked.keep is not None:
             path = asked.folder / asked.keep
         world, rows = measure(asked, path.absolute())

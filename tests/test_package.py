@@ -222,7 +222,9 @@ def test_the_sample_command_works_from_anywhere(typed, version, said, monkeypatc
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):
-    monkeypatch.setattr(manifest, "__file__", str(ROOT / "docs" / "kernels" / "run" / "manifest.py"))
+    monkeypatch.setattr(
+        manifest, "__file__", str(ROOT / "docs" / "kernels" / "run" / "manifest.py")
+    )
     monkeypatch.setenv("FASTGPT_COMMIT", "abc")
     assert manifest.provenance()["commit"] == "abc"
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpt.checkpoint import checkpoint, sharded
 from fastgpt.errors import OtherRankError, UserError, reason
 from fastgpt.parallel.distributed import PATIENCE, World
-from fastgpt.parallel.fsdp import part
+from fastgpt.parallel.fsdp import local_shard
 
 T = TypeVar("T")
 
@@ -50,10 +50,10 @@ class Snapshot:
         try:
             for number, tensor in enumerate(tensors):
                 buffer = self._buffer(number, tensor)
-                own = part(buffer)
+                own = local_shard(buffer)
                 ctypes.memset(own.data_ptr(), 0, own.nbytes)
         except RuntimeError as error:
-            size = sum(part(tensor).nbytes for tensor in tensors) / 2**30
+            size = sum(local_shard(tensor).nbytes for tensor in tensors) / 2**30
             raise UserError(
                 f"no host memory for a copy of weights and optimizer state ({size:.1f} GiB), from"
                 f" which checkpoints are written: {reason(error)}"
@@ -182,28 +182,30 @@ def _save_shards(
     Raises:
         UserError: the disk is full or cannot be written, on any rank.
     """
-    draft = checkpoint.Draft(folder, step)
+    writer = checkpoint.CheckpointWriter(folder, step)
     parts = {sharded.MODEL + name: x for name, x in weights.items()}
-    plain = {key: sharded.apart(x, key, parts) for key, x in state.items()}
+    plain = {key: sharded.flatten_state(x, key, parts) for key, x in state.items()}
 
     def begin() -> None:
-        with draft.errors():
-            draft.begin()
+        with writer.errors():
+            writer.begin()
 
     def publish() -> None:
-        with draft.errors():
-            path = draft.path / sharded.STATE
+        with writer.errors():
+            path = writer.path / sharded.STATE
             path.write_text(json.dumps(plain, indent=1))
             hashes[path.name] = checkpoint.sha256(path)
-            draft.publish(hashes, **fixed)
+            writer.publish(hashes, **fixed)
 
-    world.on_main(begin, group=group)
+    world.on_rank0(begin, group=group)
     try:
-        with draft.errors() if world.is_main else nullcontext():
-            sharded.write(draft.path, parts, group)
-            mine = sorted(draft.path.glob(sharded.SHARDS))[world.rank :: world.size]
-            found = world.of_each({path.name: checkpoint.sha256(path) for path in mine}, group)
+        with writer.errors() if world.is_main else nullcontext():
+            sharded.write(writer.path, parts, group)
+            mine = sorted(writer.path.glob(sharded.SHARDS))[world.rank :: world.size]
+            found = world.all_gather_object(
+                {path.name: checkpoint.sha256(path) for path in mine}, group
+            )
             hashes = {name: value for some in found for name, value in some.items()}
     except OSError as error:
         raise OtherRankError(str(error)) from error
-    world.on_main(publish, group=group)
+    world.on_rank0(publish, group=group)

@@ -39,8 +39,8 @@ T = TypeVar("T")
 FORMAT_VERSION = 2
 RECORD = "checkpoint.json"
 STEP = re.compile(r"step_\d{8,}")
-WHOLE = ("model.safetensors", "state.pt")
-REST = ("config.json", "tokenizer.json", "huggingface.json")
+WEIGHT_FILES = ("model.safetensors", "state.pt")
+SIDE_FILES = ("config.json", "tokenizer.json", "huggingface.json")
 """A model that was converted may lack the second, and it alone has the third."""
 
 
@@ -68,23 +68,26 @@ def save(
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
-        fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of `Draft.publish`, and of a
-            model that was converted `huggingface_json`, its `Source.kept`.
+        fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of
+            `CheckpointWriter.publish`, and of a model that was converted `huggingface_json`, its
+            `Source.kept`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.
     """
-    draft = Draft(folder, step)
-    with draft.errors():
-        draft.begin()
+    writer = CheckpointWriter(folder, step)
+    with writer.errors():
+        writer.begin()
         plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-        tensors.write(draft.path / WHOLE[0], plan, weights.values())
-        with (draft.path / WHOLE[1]).open("wb") as file:  # with a path, errors lack the reason
+        tensors.write(writer.path / WEIGHT_FILES[0], plan, weights.values())
+        with (writer.path / WEIGHT_FILES[1]).open(
+            "wb"
+        ) as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        return draft.publish({name: sha256(draft.path / name) for name in WHOLE}, **fixed)
+        return writer.publish({name: sha256(writer.path / name) for name in WEIGHT_FILES}, **fixed)
 
 
-class Draft:
+class CheckpointWriter:
     """Checkpoint of a step that is being written, under a temporary name."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -129,7 +132,7 @@ class Draft:
             save_tokenizer(self.path / "tokenizer.json")
         if huggingface_json is not None:
             (self.path / "huggingface.json").write_text(huggingface_json)
-        rest = {x: sha256(self.path / x) for x in REST if (self.path / x).exists()}
+        rest = {x: sha256(self.path / x) for x in SIDE_FILES if (self.path / x).exists()}
         record = {
             "format_version": FORMAT_VERSION, "step": self.step, "sha256": {**hashes, **rest},
         }  # fmt: skip
@@ -228,18 +231,18 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         UserError: a file is missing, altered or of an unknown format, or the ranks load different
             checkpoints.
     """
-    record = _together(path, world, lambda: _verified(path, world))
-    return _together(path, world, lambda: _read(path, record, state))
+    record = _on_all_ranks(path, world, lambda: _verified(path, world))
+    return _on_all_ranks(path, world, lambda: _read(path, record, state))
 
 
-def _together(path: Path, world: World, work: Callable[[], T]) -> T:
+def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
     """Returns the result of `work`; an error of one rank is raised on all, which wait for it."""
     result, problem = None, None
     try:
         result = work()
     except (UserError, OSError) as error:
         problem = str(error)
-    found = world.of_each((path.name, problem))
+    found = world.all_gather_object((path.name, problem))
     if others := {name for name, _ in found} - {path.name}:
         raise UserError(f"the ranks see different checkpoints: {path.name}, {min(others)}")
     for _, problem in found:
@@ -272,14 +275,14 @@ def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
         weights = shards.whole(values.get("rows", {}))
     else:
         values, shards = _state(path) if state else {}, None
-        weights = tensors.read(path / WHOLE[0])
+        weights = tensors.read(path / WEIGHT_FILES[0])
     return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
 
 
 def _state(path: Path) -> dict[str, Any]:
-    state = tensors.unpickle(path / WHOLE[1])
+    state = tensors.unpickle(path / WEIGHT_FILES[1])
     if not isinstance(state, dict):
-        raise UserError(f"{path / WHOLE[1]} holds {shown(state)}: expected a dictionary")
+        raise UserError(f"{path / WEIGHT_FILES[1]} holds {shown(state)}: expected a dictionary")
     return state
 
 
@@ -289,7 +292,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record = parse_json((path / RECORD).read_text())
         version = record["format_version"]
         whole = version != FORMAT_VERSION or (
-            type(record["step"]) is int and record["step"] >= 0 and _are_all(set(record["sha256"]))
+            type(record["step"]) is int
+            and record["step"] >= 0
+            and _is_complete(set(record["sha256"]))
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
@@ -304,13 +309,13 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _are_all(names: set[str]) -> bool:
+def _is_complete(names: set[str]) -> bool:
     """Returns True if these are the names of the files of a checkpoint."""
-    least = {"config.json", *WHOLE}
+    least = {"config.json", *WEIGHT_FILES}
     if STATE in names:
         shards = {name for name in names if fnmatch(name, SHARDS) and Path(name).name == name}
         least = {"config.json", STATE, *shards}
-    return len(least) > 2 and least <= names <= least | set(REST)
+    return len(least) > 2 and least <= names <= least | set(SIDE_FILES)
 
 
 def find(

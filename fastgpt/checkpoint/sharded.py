@@ -23,7 +23,7 @@ from fastgpt.checkpoint.tensors import Weights, header_length
 from fastgpt.errors import UserError, brief
 from fastgpt.files import parse_json
 from fastgpt.ops.dtensor import is_sharded
-from fastgpt.parallel.fsdp import part, part_like
+from fastgpt.parallel.fsdp import local_shard, shard_like
 
 STATE = "state.json"
 SHARDS = "shard-*.safetensors"
@@ -31,25 +31,25 @@ MODEL = "model."
 """Beginning of the names of weights; those of the state are places such as optimizers.0.step."""
 
 
-def apart(tree: Any, place: str, found: dict[str, Tensor]) -> Any:
+def flatten_state(tree: Any, place: str, found: dict[str, Tensor]) -> Any:
     """Returns `tree` as JSON, with {"tensor": NAME} for its tensors, which it adds to `found`."""
     if isinstance(tree, Tensor):
         found[place] = tree
         return {"tensor": place}
     if isinstance(tree, dict):
-        return {str(key): apart(x, f"{place}.{key}", found) for key, x in tree.items()}
+        return {str(key): flatten_state(x, f"{place}.{key}", found) for key, x in tree.items()}
     if isinstance(tree, list | tuple):
-        return [apart(x, f"{place}.{i}", found) for i, x in enumerate(tree)]
+        return [flatten_state(x, f"{place}.{i}", found) for i, x in enumerate(tree)]
     return tree
 
 
-def together(tree: Any, found: Mapping[str, Tensor]) -> Any:
-    """Undoes `apart`; keys that are numbers become ints again."""
+def unflatten_state(tree: Any, found: Mapping[str, Tensor]) -> Any:
+    """Undoes `flatten_state`; keys that are numbers become ints again."""
     if isinstance(tree, dict):
         if tree.keys() == {"tensor"}:
             return found[tree["tensor"]]
-        return {int(x) if x.isdecimal() else x: together(y, found) for x, y in tree.items()}
-    return [together(x, found) for x in tree] if isinstance(tree, list) else tree
+        return {int(x) if x.isdecimal() else x: unflatten_state(y, found) for x, y in tree.items()}
+    return [unflatten_state(x, found) for x in tree] if isinstance(tree, list) else tree
 
 
 def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -71,7 +71,7 @@ def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) ->
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads `state.json`, as `apart` returned it.
+    """Reads `state.json`, as `flatten_state` returned it.
 
     Raises:
         UserError: it is missing or damaged.
@@ -150,8 +150,8 @@ class Shards:
         self.read_into(wanted, alone=not any(map(is_sharded, wanted.values())))
         for weight in model.parameters():
             own = weight.detach()  # with rows in the model's order
-            part(own).copy_(part(part_like(own, weight)))
-        return together(state, wanted)
+            local_shard(own).copy_(local_shard(shard_like(own, weight)))
+        return unflatten_state(state, wanted)
 
     def whole(self, rows: Mapping[str, int]) -> Weights:
         """Returns the whole weights, each read when it is asked for.

@@ -36,8 +36,8 @@ def validation_batches(
     shared = {
         "context": context,
         "micro_batch": micro_batch,
-        "rank": world.reader,
-        "world_size": world.readers,
+        "rank": world.dp_rank,
+        "world_size": world.dp_size,
     }
     if config.data.eval_batches:
         samples = config.data.eval_batches * config.global_batch

@@ -103,7 +103,7 @@ def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str
         Stopped: on all ranks, if one was asked to stop.
     """
     world = world or World()
-    mine = task.questions[world.reader :: world.readers]
+    mine = task.questions[world.dp_rank :: world.dp_size]
     totals = torch.zeros(3, dtype=torch.float64)
     try:
         scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
@@ -112,7 +112,7 @@ def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str
             totals[:2] += torch.tensor(graded, dtype=torch.float64)
     except Stopped:
         totals[2] = 1
-    count = len(task.questions) * world.peers
+    count = len(task.questions) * world.non_dp_size
     first, second, stopped = (world.sum(totals) / count).tolist()
     if stopped:
         raise Stopped

@@ -52,7 +52,7 @@ def mean_loss(
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped
-    return total / count, int(count) // world.peers
+    return total / count, int(count) // world.non_dp_size
 
 
 def perplexity(loss: float) -> float:

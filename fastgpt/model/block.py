@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fastgpt.config.config import Recompute
 from fastgpt.config.model import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.model.context_split import Split
+from fastgpt.model.context_split import ContextShard
 from fastgpt.model.layers import (
     NORMS,
     Dropout,
@@ -32,16 +32,16 @@ from fastgpt.ops.protocols import Ops
 class Attention(nn.Module):
     """Causal self-attention; q, k and v are views of one packed projection, never copied."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, split: Split | None = None) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, cp_shard: ContextShard | None = None) -> None:
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
-        self.ops, self.split = ops, split
+        self.ops, self.cp_shard = ops, cp_shard
         self.heads: tuple[int, ...] = (H, K, K)
         self.head_dim = D
         self.scale, self.window = config.attention_scale, config.window
         self.p = config.dropout_at("attention")
         self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
-        as_projected = not config.qk_norm and config.position != "rotary" and split is None
+        as_projected = not config.qk_norm and config.position != "rotary" and cp_shard is None
         self.attention_packed = ops.attention_packed if as_projected else None
         self.c_attn = Projection(
             C,
@@ -97,8 +97,8 @@ class Attention(nn.Module):
             layer_cache.extend(k, v)
         if layer_cache is None or layer_cache.cache.fresh:
             attention = self.ops.attention
-            if self.split is not None and layer_cache is None:
-                attention = partial(self.split.attend, attention)
+            if self.cp_shard is not None and layer_cache is None:
+                attention = partial(self.cp_shard.attend, attention)
             return attention(
                 q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
             )
@@ -147,7 +147,7 @@ class Block(nn.Module):
     2017), x = norm(x + attn(x)), then x = norm(x + mlp(x)), and the residual returned is None.
 
     With `recompute` the backward computes activations again instead of keeping them: all of the
-    block (full), or what is before and after its attention (selective).
+    block (full), or what comes before and after its attention (selective).
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Block(nn.Module):
         config: ModelConfig,
         ops: Ops,
         recompute: Recompute = "none",
-        split: Split | None = None,
+        cp_shard: ContextShard | None = None,
     ) -> None:
         super().__init__()
         self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
         self.ln_1 = NORMS[config.norm](config, ops)
-        self.attn = Attention(config, ops, split)
+        self.attn = Attention(config, ops, cp_shard)
         self.ln_2 = NORMS[config.norm](config, ops)
         self.mlp = MLP(config, ops)
 
@@ -175,16 +175,16 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Residual | None]:
         stream, due = residual or (None, None)
         if self.training and self.recompute == "full":
-            x, total = _again(self.whole, x, stream, due, cos_sin, doc_ids)
+            x, total = checkpointed(self.run, x, stream, due, cos_sin, doc_ids)
         elif self.training and self.recompute == "selective":
-            qkv, total = _again(self.before, x, stream, due)
+            qkv, total = checkpointed(self.pre_attention, x, stream, due)
             y = self.attn.attend(qkv, cos_sin, doc_ids, None)
-            x, total = _again(self.after, y, total)
+            x, total = checkpointed(self.post_attention, y, total)
         else:
-            x, total = self.whole(x, stream, due, cos_sin, doc_ids, layer_cache)
+            x, total = self.run(x, stream, due, cos_sin, doc_ids, layer_cache)
         return x, None if total is None else Residual(total, self.mlp.c_proj.due)
 
-    def whole(
+    def run(
         self,
         x: Tensor,
         stream: Tensor | None,
@@ -194,17 +194,19 @@ class Block(nn.Module):
         layer_cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the block: its output, and with pre-norm the residual stream."""
-        qkv, total = self.before(x, stream, due)
-        return self.after(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
+        qkv, total = self.pre_attention(x, stream, due)
+        return self.post_attention(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
 
-    def before(self, x: Tensor, stream: Tensor | None, due: Tensor | None) -> tuple[Tensor, Tensor]:
+    def pre_attention(
+        self, x: Tensor, stream: Tensor | None, due: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Computes queries, keys and values, and what the attention's output is added to."""
         total = x
         if self.pre_norm:
             x, total = self.ln_1(x, None if stream is None else Residual(stream, due))
         return self.attn.projected(x), total
 
-    def after(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+    def post_attention(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """Computes the rest of the block from the heads' outputs y (B, T, H, D)."""
         x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.due)
         if self.pre_norm:
@@ -215,6 +217,6 @@ class Block(nn.Module):
         return x, None
 
 
-def _again(work: Callable[..., Any], *inputs: Any) -> Any:
+def checkpointed(work: Callable[..., Any], *inputs: Any) -> Any:
     """Calls `work` without keeping what its backward needs, which is computed again there."""
     return checkpoint(work, *inputs, use_reentrant=False)

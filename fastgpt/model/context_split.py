@@ -21,7 +21,7 @@ from fastgpt.ops.protocols import AttentionOp
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ContextShard:
     """A rank's part of each sequence of its group."""
 
     rank: int

@@ -23,7 +23,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.model.block import Block
-from fastgpt.model.context_split import Split
+from fastgpt.model.context_split import ContextShard
 from fastgpt.model.generation import check_tokens, generate
 from fastgpt.model.layers import (
     NORMS,
@@ -47,7 +47,7 @@ class GPT(nn.Module):
         z_loss: weight of the z-loss, used in training only.
         narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
         recompute: see `Block`.
-        split: this rank's part of each sequence when a loss is computed; None: all of it.
+        cp_shard: this rank's part of each sequence when a loss is computed; None: all of it.
 
     Raises:
         UserError: the size of the vocabulary is missing.
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         z_loss: float = 0.0,
         narrow_residual: bool = False,
         recompute: Recompute = "none",
-        split: Split | None = None,
+        cp_shard: ContextShard | None = None,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.narrow_residual = narrow_residual
         self.recompute: Recompute = recompute
-        self.split = split
+        self.cp_shard = cp_shard
         self.wte = Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config)
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -137,7 +137,7 @@ class GPT(nn.Module):
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
-        return Block(config, ops, self.recompute, self.split)
+        return Block(config, ops, self.recompute, self.cp_shard)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
         """Builds the normalisation before the head; None with post-norm."""
@@ -190,7 +190,7 @@ class GPT(nn.Module):
                 f"{tokens.shape[1]} tokens are longer than the model's context,"
                 f" {self.config.context}"
             )
-        if self.split is not None and targets is None and cache is None:
+        if self.cp_shard is not None and targets is None and cache is None:
             # logits are of whole sequences, and a rank may want them alone: with a cache, even one
             # that is used once, no rank waits for another
             cache = Cache(self.config, len(tokens), tokens.shape[1], tokens.device)
@@ -198,11 +198,11 @@ class GPT(nn.Module):
         doc_ids, weight = None, None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
-        if self.split is not None and cache is None:
-            positions = self.split.positions(tokens.shape[1], tokens.device)
+        if self.cp_shard is not None and cache is None:
+            positions = self.cp_shard.positions(tokens.shape[1], tokens.device)
             tokens = tokens[:, positions]
             if targets is not None:
-                targets, weight = self.split.targets(targets, positions)
+                targets, weight = self.cp_shard.targets(targets, positions)
         x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
         if self.narrow_residual:
             x = x.to(autocast_dtype(x))

@@ -11,8 +11,8 @@ from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.context import split_context
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import fill, shard
-from fastgpt.parallel.mesh import arrange, shares_weights
+from fastgpt.parallel.fsdp import broadcast_init, shard
+from fastgpt.parallel.mesh import build_mesh, shares_weights
 from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
 
@@ -32,13 +32,13 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
     if parallel.tp > 1:
         check_tensor(config)
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
-    mesh = arrange(parallel, world, device) if sharded or world.peers > 1 else None
+    mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
     options: dict[str, Any] = {
         "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
         "narrow_residual": config.train.residual == "bf16",
-        "split": split_context(config, mesh),
+        "cp_shard": split_context(config, mesh),
     }
 
     def whole() -> GPT:
@@ -53,5 +53,5 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
         for block in model.h:
             block.compile(fullgraph=True, dynamic=False)
     shard(model, parallel, mesh, gradients=config.train.ddp_dtype)
-    fill(model, whole, parallel, world)
+    broadcast_init(model, whole, parallel, world)
     return model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastgpt.config.config import Config
 from fastgpt.errors import UserError
-from fastgpt.model.context_split import Split
+from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.mesh import context_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_context(config: Config) -> None:
         )
 
 
-def split_context(config: Config, mesh: DeviceMesh | None) -> Split | None:
+def split_context(config: Config, mesh: DeviceMesh | None) -> ContextShard | None:
     """Returns this rank's part of sequences; None if each rank has its own.
 
     Args:
@@ -44,4 +44,4 @@ def split_context(config: Config, mesh: DeviceMesh | None) -> Split | None:
     check_context(config)
     assert mesh is not None
     context = context_of(mesh, config.parallel.cp)
-    return Split(context.get_local_rank(), context.size(), context.get_group())
+    return ContextShard(context.get_local_rank(), context.size(), context.get_group())

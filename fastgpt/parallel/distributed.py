@@ -33,18 +33,18 @@ class World:
     size: int = 1
     local_size: int = 1
     """Number of ranks on this machine."""
-    peers: int = 1
+    non_dp_size: int = 1
     """Number of neighbouring ranks that read the same data and compute it together."""
 
     @property
-    def readers(self) -> int:
+    def dp_size(self) -> int:
         """Number of groups of ranks that read data of their own."""
-        return self.size // self.peers
+        return self.size // self.non_dp_size
 
     @property
-    def reader(self) -> int:
+    def dp_rank(self) -> int:
         """Number of this rank's group."""
-        return self.rank // self.peers
+        return self.rank // self.non_dp_size
 
     @property
     def is_main(self) -> bool:
@@ -79,14 +79,14 @@ class World:
         gather(out, x.contiguous())
         return out
 
-    def from_main(self, value: Any, group: Any = None) -> Any:
+    def broadcast_object(self, value: Any, group: Any = None) -> Any:
         """Broadcasts the main rank's `value` to every rank."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    def of_each(self, value: T, group: Any = None) -> list[T]:
+    def all_gather_object(self, value: T, group: Any = None) -> list[T]:
         """Returns the ranks' values, any but tensors, in their order."""
         found = [value] * self.size
         if self.size > 1:
@@ -101,7 +101,7 @@ class World:
         """Makes a group of all ranks whose collective operations wait up to 30 days."""
         return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
-    def on_main(
+    def on_rank0(
         self,
         work: Callable[[], T],
         *,
@@ -123,7 +123,7 @@ class World:
             except UserError as error:
                 problem = error
         outcome = (value, None if problem is None else str(problem))
-        value, message = self.from_main(outcome, group)
+        value, message = self.broadcast_object(outcome, group)
         if message is not None:
             raise problem or OtherRankError(message)
         return value
@@ -167,10 +167,10 @@ def start(device_type: str) -> World:
     watch_launcher(saves=world.local_size == world.size, speaks=world.local_rank == 0)
     _take_device(device_type, world)
     if not dist.is_initialized():
-        backend, store = kind_of(device_type).backend, _meeting(world)
+        backend, store = kind_of(device_type).backend, _rendezvous_store(world)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         if world.size > 1:
-            watch_ranks(world.rank, world.size, world.from_main)
+            watch_ranks(world.rank, world.size, world.broadcast_object)
     return world
 
 
@@ -191,7 +191,7 @@ def _take_device(device_type: str, world: World) -> None:
     devices.set_device(world.local_rank)
 
 
-def _meeting(world: World) -> Any:
+def _rendezvous_store(world: World) -> Any:
     """Waits until all ranks have arrived, and returns the store that they share.
 
     After a restart torchrun's store may be the same as before, with the addresses of processes that

@@ -22,7 +22,7 @@ from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT, restore_padding
 from fastgpt.ops.dtensor import is_sharded
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.tensor import row_order, share_out
+from fastgpt.parallel.tensor import parallelize, qkv_permutation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +53,8 @@ def shard(
     """Shares out a model's parameters in place: those of each block, and the rest, together.
 
     Args:
-        model: on the device `meta`, so that no rank holds all of it; `fill` gives it its numbers.
+        model: on the device `meta`, so that no rank holds all of it; `broadcast_init`
+            fills it.
         mesh: from `fastgpt.parallel.mesh.arrange`, with the type of device that they are moved to.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
@@ -69,7 +70,7 @@ def shard(
     if config.tp > 1:
         # it gathers such a weight in two steps, and says that one would be faster
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        share_out(model, mesh["tensor"])
+        parallelize(model, mesh["tensor"])
         mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
@@ -77,7 +78,9 @@ def shard(
 
 
 @torch.no_grad()
-def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World) -> None:
+def broadcast_init(
+    model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World
+) -> None:
     """Gives a sharded model the numbers of one that the main rank builds; a collective operation.
 
     Args:
@@ -92,24 +95,26 @@ def fill(model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: Wo
         weights.update(built.named_parameters())
         return dict(built.named_buffers())
 
-    buffers = world.on_main(built_buffers, patient=True)
+    buffers = world.on_rank0(built_buffers, patient=True)
     shared = next(model.parameters())
     assert is_sharded(shared)
     model.to_empty(device=shared.device_mesh.device_type)
     for name, weight in model.named_parameters():
         assert is_sharded(weight)
-        order = row_order(model.config, name, config.tp) if config.tp > 1 else None
-        weight.row_order = order  # pyright: ignore[reportAttributeAccessIssue]
+        order = qkv_permutation(model.config, name, config.tp) if config.tp > 1 else None
+        weight.qkv_permutation = order  # pyright: ignore[reportAttributeAccessIssue]
         x = torch.empty(weight.shape, device=weight.device)
         if world.is_main:
             x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
-        part(weight).copy_(part(distribute_tensor(x, weight.device_mesh, weight.placements)))
+        local_shard(weight).copy_(
+            local_shard(distribute_tensor(x, weight.device_mesh, weight.placements))
+        )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 
 
 @contextmanager
-def without_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Context in which the backward of a sharded model keeps its gradients on their rank."""
     sharded = cast("FSDPModule", model)
     sharded.set_requires_gradient_sync(False)
@@ -122,7 +127,7 @@ def without_sync(model: nn.Module) -> Iterator[None]:
 def forget_iteration(model: nn.Module) -> None:
     """Drops what a failed forward or backward has left in a sharded model, gradients included.
 
-    `FSDPModule.reset_iter_state` keeps gradients of `without_sync`, and PyTorch 2.11 lacks it.
+    `FSDPModule.reset_iter_state` keeps gradients of `no_sync`, and PyTorch 2.11 lacks it.
     """
     root = cast("Any", model)._get_fsdp_state()
     if root._is_root is None:  # no forward has begun
@@ -133,19 +138,19 @@ def forget_iteration(model: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     root._state_ctx.iter_forward_root = None
-    with without_sync(model):  # ends a backward, here of blocks that have no gradients
+    with no_sync(model):  # ends a backward, here of blocks that have no gradients
         root._root_post_backward_final_callback()
 
 
 # --- parts and wholes -----------------------------------------------------------------------------
 
 
-def part(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, in the same memory; of a plain one all of it."""
     return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: Tensor, like: Tensor) -> Tensor:
+def full_tensor(x: Tensor, like: Tensor) -> Tensor:
     """Returns all of a tensor that is shared out as a parameter is; a collective operation.
 
     Its rows are in the model's order, which tensor-parallel ranks may have changed: see
@@ -153,34 +158,34 @@ def whole(x: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(x):
         return x
-    order = getattr(like, "row_order", None)
+    order = getattr(like, "qkv_permutation", None)
     return x.full_tensor() if order is None else x.full_tensor()[order.argsort()]
 
 
-def in_model_order(x: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor that is shared out as a parameter is, its rows in the order of `whole`.
+def unpermuted(x: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor sharded as a parameter is, with its rows in the order of `full_tensor`.
 
     Where they have another order, it is a collective operation, and the result is in host memory,
     because the device may have no room for a copy.
     """
-    if not is_sharded(x) or getattr(like, "row_order", None) is None:
+    if not is_sharded(x) or getattr(like, "qkv_permutation", None) is None:
         return x
     from torch.distributed.tensor import distribute_tensor
 
     found = torch.empty_like(x, device="cpu")
-    own = distribute_tensor(whole(x, like), x.device_mesh, x.placements, src_data_rank=None)
-    part(found).copy_(part(own))
+    own = distribute_tensor(full_tensor(x, like), x.device_mesh, x.placements, src_data_rank=None)
+    local_shard(found).copy_(local_shard(own))
     return found
 
 
-def part_like(x: Tensor, like: Tensor) -> Tensor:
+def shard_like(x: Tensor, like: Tensor) -> Tensor:
     """Shares out a tensor as `like` is, with the order of its rows.
 
     Args:
-        x: whole, on every rank; or from `in_model_order`, which is a collective operation if their
+        x: whole, on every rank; or from `unpermuted`, which is a collective operation if their
             orders differ.
     """
-    order = getattr(like, "row_order", None)
+    order = getattr(like, "qkv_permutation", None)
     if not is_sharded(like) or (is_sharded(x) and order is None):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -200,10 +205,10 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     for name, weight in model.named_parameters():
         padded = {name: weights[name]}
         restore_padding(model, padded, "")
-        part(weight).copy_(part(part_like(padded[name], weight)))
+        local_shard(weight).copy_(local_shard(shard_like(padded[name], weight)))
 
 
-def sum_over_parts(x: Tensor, like: Tensor) -> Tensor:
+def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
     """Sums `x` in place over the ranks that hold the parts of `like`; a collective operation."""
     if is_sharded(like):
         for name in like.device_mesh.mesh_dim_names or ():
@@ -214,11 +219,11 @@ def sum_over_parts(x: Tensor, like: Tensor) -> Tensor:
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each whole tensor, (n,); a collective operation."""
-    parts = torch._foreach_norm([part(x) for x in tensors])  # pyright: ignore
+    parts = torch._foreach_norm([local_shard(x) for x in tensors])  # pyright: ignore
     if not is_sharded(tensors[0]):
         return torch.stack(parts)
     torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore
-    return sum_over_parts(torch.stack(parts).square(), tensors[0]).sqrt()
+    return sum_over_shards(torch.stack(parts).square(), tensors[0]).sqrt()
 
 
 def _copies(x: Tensor) -> int:

@@ -39,13 +39,13 @@ class Lifeline:
     Args:
         rank: rank of this process; 0 is the main rank.
         size: number of ranks.
-        from_main: broadcasts the main rank's value to every rank.
+        broadcast_object: broadcasts the main rank's value to every rank.
 
     Raises:
         OSError: the main rank cannot be reached.
     """
 
-    def __init__(self, rank: int, size: int, from_main: Callable) -> None:
+    def __init__(self, rank: int, size: int, broadcast_object: Callable) -> None:
         self.loss = threading.Event()
         """Set when another rank has ended without being done."""
         self.report: Callable[[], None] = lambda: None
@@ -55,7 +55,7 @@ class Lifeline:
         if rank == 0:
             server = socket.create_server(("", 0), backlog=size)
             mine = server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)
-        port, self.token = from_main(mine)
+        port, self.token = broadcast_object(mine)
         if server is None:
             link = socket.create_connection((os.environ["MASTER_ADDR"], port))
             link.sendall(self.token + rank.to_bytes(RANK_BYTES))

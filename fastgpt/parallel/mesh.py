@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def peers(config: ParallelConfig, world: World) -> int:
+def non_dp_size(config: ParallelConfig, world: World) -> int:
     """Returns the number of neighbouring ranks that read the same data.
 
     Raises:
@@ -37,7 +37,7 @@ def shares_weights(config: ParallelConfig, world: World) -> bool:
     return config.kind != "ddp" and world.size > 1
 
 
-def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
+def model_ranks(config: ParallelConfig, world: World) -> int:
     """Returns the number of ranks that hold one copy of the model together.
 
     Raises:
@@ -52,7 +52,7 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
         given = f"--parallel.kind hsdp makes groups of a machine's {group} ranks"
     if world.size % group:
         raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
-    if group % peers(config, world):
+    if group % non_dp_size(config, world):
         raise UserError(
             f"{given}: expected a multiple of --parallel.cp x --parallel.tp,"
             f" {config.cp * config.tp}"
@@ -60,7 +60,7 @@ def ranks_of_a_model(config: ParallelConfig, world: World) -> int:
     return group
 
 
-def arrange(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
+def build_mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     """Returns the mesh of all ranks, of which each dimension that is not needed is left out.
 
     Raises:
@@ -68,7 +68,7 @@ def arrange(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    group = world.size if config.kind == "ddp" else ranks_of_a_model(config, world)
+    group = world.size if config.kind == "ddp" else model_ranks(config, world)
     shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
     if config.kind != "hsdp":  # it has a single group
         del shape["replicate"]

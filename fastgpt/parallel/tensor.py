@@ -63,14 +63,14 @@ def check_tensor(config: Config) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
-def share_out(model: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes the parameters of a `GPT` DTensors of `mesh`, in place, and cuts its heads' numbers."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     config = cast(ModelConfig, model.config)
     for name, weight in list(model.named_parameters()):
         cut = SPLIT.get(".".join(name.split(".")[-2:]))
-        order = row_order(config, name, mesh.size())
+        order = qkv_permutation(config, name, mesh.size())
         whole = weight.detach() if order is None else weight.detach()[order]
         placement = Replicate() if cut is None else Shard(cut)
         shared = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
@@ -81,7 +81,7 @@ def share_out(model: nn.Module, mesh: DeviceMesh) -> None:
         attention.heads = tuple(n // mesh.size() for n in attention.heads)
 
 
-def row_order(config: ModelConfig, name: str, ranks: int) -> Tensor | None:
+def qkv_permutation(config: ModelConfig, name: str, ranks: int) -> Tensor | None:
     """Returns the rows of a packed projection in the order of the ranks, (rows,) int64.
 
     Cut into as many parts, they are each rank's queries, keys and values, or its gate and the

@@ -46,7 +46,7 @@ def open_for_run(
         opened = _corpora(config, source, world, warn)
     if source is not None:
         init_from.check_vocabulary(source, opened.tokenizer)
-    if (main := world.from_main(opened.identity)) != opened.identity:
+    if (main := world.broadcast_object(opened.identity)) != opened.identity:
         raise UserError(
             f"{opened.name} differs between this rank ({opened.identity[:12]}) and the main rank"
             f" ({main[:12]}): give every host the same prepared directory"
@@ -74,7 +74,7 @@ def _corpora(
         data.orders(config.model.context, config.seed)
 
     # the main rank downloads, prepares and checks the data, then all ranks open it
-    world.on_main(open_once, patient=True)
+    world.on_rank0(open_once, patient=True)
     return opened()
 
 
@@ -90,7 +90,7 @@ def _conversations(config: Config, source: Source | None, world: World) -> Data:
             val_fraction=config.data.val_fraction,
         )
 
-    world.on_main(lambda: opened().name)  # which prints what is wrong
+    world.on_rank0(lambda: opened().name)  # which prints what is wrong
     return opened()
 
 

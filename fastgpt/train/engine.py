@@ -39,12 +39,12 @@ from fastgpt.parallel.ddp import replicate
 from fastgpt.parallel.fsdp import (
     check_combination,
     forget_iteration,
-    in_model_order,
     load_weights,
-    part,
-    without_sync,
+    local_shard,
+    no_sync,
+    unpermuted,
 )
-from fastgpt.parallel.mesh import peers, ranks_of_a_model, shares_weights
+from fastgpt.parallel.mesh import model_ranks, non_dp_size, shares_weights
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.run import directory
@@ -79,7 +79,7 @@ class Engine:
         if self.device == "cpu":
             device.keep_freed_memory()
         self.world = distributed.start(self.device)
-        self.world = replace(self.world, peers=peers(config.parallel, self.world))
+        self.world = replace(self.world, non_dp_size=non_dp_size(config.parallel, self.world))
         self.precision = device.pick_precision(config.train.precision, self.device)
         self.sharded = shares_weights(config.parallel, self.world)
         if self.sharded:
@@ -106,7 +106,7 @@ class Engine:
             init_from.check_architecture(config, self.source.config)
         self.config = directory.with_epochs(config, sum(self.epoch_sizes))
         self.flops_per_token = flops_per_token(self.config.model)
-        share = ranks_of_a_model(config.parallel, self.world)
+        share = model_ranks(config.parallel, self.world)
         device.check_free_memory(self.device, least_bytes(self.config) // share)
         self._build_model()
         self.step, self.lr = 0, 0.0
@@ -127,9 +127,9 @@ class Engine:
         self._open_loader(orders, self._restore())
 
     @property
-    def meets(self) -> bool:
+    def has_forward_collectives(self) -> bool:
         """True if ranks meet in each forward."""
-        return self.sharded or self.world.peers > 1
+        return self.sharded or self.world.non_dp_size > 1
 
     def _build_model(self) -> None:
         config = self.config
@@ -139,9 +139,9 @@ class Engine:
         if narrow and self.precision != "bf16":
             expected = "expected --train.precision bf16"
             raise UserError(f"--train.residual is bf16: {expected}, which is {self.precision} here")
-        most = max(1, min(config.train.micro_batch, config.global_batch // self.world.readers))
+        most = max(1, min(config.train.micro_batch, config.global_batch // self.world.dp_size))
         sizes = Sizes(config.model, most, self.precision, self.compiled, narrow)
-        asked, self.trials = self.world.on_main(
+        asked, self.trials = self.world.on_rank0(
             lambda: choose.choose(config.ops, sizes, self.device, self.warn), patient=True
         )
         selected = tables.select(asked, self.device, compiled=self.compiled)
@@ -226,9 +226,13 @@ class Engine:
         self.source = replace(self.source, weights=in_memory({}))  # they are in the model now
 
     def _open_loader(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> None:
-        config, ranks = self.config, self.world.readers
+        config, ranks = self.config, self.world.dp_size
         if config.global_batch % ranks:
-            of = f" that read data, {self.world.peers} together" if self.world.peers > 1 else ""
+            of = (
+                f" that read data, {self.world.non_dp_size} together"
+                if self.world.non_dp_size > 1
+                else ""
+            )
             raise UserError(
                 f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
                 f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks{of}"
@@ -255,7 +259,7 @@ class Engine:
             context=config.model.context,
             global_batch=config.global_batch,
             micro_batch=self.micro_batch,
-            rank=self.world.reader,
+            rank=self.world.dp_rank,
             world_size=ranks,
             pad_id=self.data.pad_id,
             device=self.device,
@@ -272,10 +276,10 @@ class Engine:
         tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
         # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
-        room = 0 if loaded else sum(8 * part(x).numel() for x in self.optimizers.parameters)
-        accumulates = size * self.world.readers < self.config.global_batch
+        room = 0 if loaded else sum(8 * local_shard(x).numel() for x in self.optimizers.parameters)
+        accumulates = size * self.world.dp_size < self.config.global_batch
         quiet = [self.replica is not None or accumulates, self.replica is not None]
-        micro_steps = [self._quiet() if x else nullcontext() for x in quiet]
+        micro_steps = [self._no_sync() if x else nullcontext() for x in quiet]
         try:
             rehearse(self.replica or self.loss, tokens, self.autocast(), room, micro_steps)
         finally:
@@ -309,11 +313,11 @@ class Engine:
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
                 self.doing("agreeing with the other ranks to go on", at)
-                stop.check(self.world, ranks_meet=last or self.meets)
+                stop.check(self.world, ranks_meet=last or self.has_forward_collectives)
             self.doing("reading a batch", at)
             x, y = self.loader.next()
             self.doing("forward and backward", at)
-            with nullcontext() if last else self._quiet():
+            with nullcontext() if last else self._no_sync():
                 with self.autocast(), timed:
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
@@ -333,10 +337,10 @@ class Engine:
         if self.spikes is not None:
             self.spikes.after_step(self.step, self.train_loss, self.grad_norm)
 
-    def _quiet(self) -> AbstractContextManager:
+    def _no_sync(self) -> AbstractContextManager:
         """Returns a context in which gradients stay on their rank."""
         if self.sharded:
-            return without_sync(self.model)
+            return no_sync(self.model)
         return nullcontext() if self.replica is None else self.replica.no_sync()
 
     def autocast(self) -> AbstractContextManager:
@@ -369,7 +373,9 @@ class Engine:
                 world=self.world,
                 device=self.device,
                 autocast=self.autocast(),
-                stop=SyncedStop(stop, self.world) if stop is not None and self.meets else stop,
+                stop=SyncedStop(stop, self.world)
+                if stop is not None and self.has_forward_collectives
+                else stop,
             )
             for corpus in self.data.corpora
         ]
@@ -384,7 +390,9 @@ class Engine:
             max_tokens=max_tokens, step=self.step, micro_batch=self.micro_batch, world=self.world,
         )  # fmt: skip
         shape = (self.micro_batch, self.config.model.context)
-        return as_many_on_all_ranks(mine, self.world, shape) if self.meets else mine
+        return (
+            as_many_on_all_ranks(mine, self.world, shape) if self.has_forward_collectives else mine
+        )
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""
@@ -401,7 +409,7 @@ class Engine:
             return self.model.state_dict(), self.state()
         # not the model's own: FSDP puts whole weights in their place between two forwards
         own = zip(self.names, self.optimizers.parameters)
-        weights = {name: in_model_order(x.detach(), x) for name, x in own}
+        weights = {name: unpermuted(x.detach(), x) for name, x in own}
         rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
         return weights, self.state() | {"rows": rows}
 

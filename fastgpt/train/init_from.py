@@ -190,4 +190,4 @@ def _padded(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x on the weight's device, with zeros for the padding of the vocabulary."""
     whole = torch.zeros(weight.shape, device=weight.device)
     whole[: len(x)] = x
-    return fsdp.part_like(whole, weight)
+    return fsdp.shard_like(whole, weight)

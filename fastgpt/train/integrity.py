@@ -20,7 +20,7 @@ from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss
 from fastgpt.kernels import parity
 from fastgpt.ops.dtensor import is_sharded
-from fastgpt.parallel.fsdp import part
+from fastgpt.parallel.fsdp import local_shard
 from fastgpt.train.engine import Engine
 
 MOST_COST = 0.01
@@ -41,9 +41,9 @@ def check_replicas(engine: Engine) -> int:
         UserError: replicas differ; it names the ranks and the first such tensor.
     """
     weights = [x.detach() for x in engine.optimizers.parameters]
-    bits = [part(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
+    bits = [local_shard(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
     sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
-    found = engine.world.of_each(list(zip(map(_place, weights), sums)))
+    found = engine.world.all_gather_object(list(zip(map(_place, weights), sums)))
 
     def compare() -> int:
         shared = 0
@@ -59,7 +59,7 @@ def check_replicas(engine: Engine) -> int:
                 )
         return shared
 
-    return engine.world.on_main(compare)
+    return engine.world.on_rank0(compare)
 
 
 def _place(x: Tensor) -> int:

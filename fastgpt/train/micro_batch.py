@@ -70,7 +70,7 @@ def _any_rank_fails(size: int, runs: Callable[[int], None], world: World) -> boo
             backend = group._get_backend(torch.device("cpu"))
             backend._set_default_timeout(timedelta(seconds=ALONE_S))
     try:
-        found = world.of_each(own, group)
+        found = world.all_gather_object(own, group)
     except RuntimeError:  # a rank waits for this one
         found = [own, (False, -1)]
     failed = any(ran_out for ran_out, _ in found)
@@ -97,7 +97,7 @@ def equal_memory(device: str, world: World, exchanged: int) -> Iterator[None]:
     world.sum(torch.zeros(exchanged, dtype=torch.uint8, device=device))
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    least = max(0, min(world.of_each(free - min(OUTSIDE, total // 16))))
+    least = max(0, min(world.all_gather_object(free - min(OUTSIDE, total // 16))))
     share = (torch.cuda.memory_reserved() + least) / total
     torch.cuda.set_per_process_memory_fraction(share)
     yield

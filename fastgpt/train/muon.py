@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import is_sharded, part, part_like, whole
+from fastgpt.parallel.fsdp import full_tensor, is_sharded, local_shard, shard_like
 
 MOST = 2**27
 """Number of elements that a rank orthogonalises at once, at most: 0.5 GB in fp32."""
@@ -47,8 +47,8 @@ class Muon(torch.optim.Muon):
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             for alike in self._batches(weights):
-                momenta = [part(self.state[weight]["momentum_buffer"]) for weight in alike]
-                grads = [part(grad) for grad in gradients(alike)]
+                momenta = [local_shard(self.state[weight]["momentum_buffer"]) for weight in alike]
+                grads = [local_shard(grad) for grad in gradients(alike)]
                 taken = None if self.found_inf is None else 1 - self.found_inf
                 if taken is not None:
                     for momentum, grad in zip(momenta, grads):  # lerp towards itself
@@ -59,11 +59,13 @@ class Muon(torch.optim.Muon):
                     updates = updates.to(alike[0].dtype, memory_format=torch.contiguous_format)
                 rows, columns = alike[0].shape
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))
-                parts = [part(weight) for weight in alike]
+                parts = [local_shard(weight) for weight in alike]
                 decay = group["lr"] * group["weight_decay"]
                 if taken is not None:
                     updates, decay = updates * taken, decay * taken
-                own = [part(part_like(update, like)) for update, like in zip(updates, alike)]
+                own = [
+                    local_shard(shard_like(update, like)) for update, like in zip(updates, alike)
+                ]
                 kept = 1 - decay
                 if updates.is_cpu:  # which rounds a number to the weights' bf16, but not a tensor
                     kept = torch.as_tensor(kept, dtype=torch.float64)
@@ -100,7 +102,7 @@ class Muon(torch.optim.Muon):
         momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
         if is_sharded(alike[0]):  # all ranks gather each of them, and some keep it
             sums = [g.lerp(m, momentum).bfloat16() for g, m in zip(grads, momenta)]
-            wholes = [whole(x, like) for x, like in zip(sums, alike)]
+            wholes = [full_tensor(x, like) for x, like in zip(sums, alike)]
             return torch.stack([wholes[i] for i in own])
         nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=torch.bfloat16)
         sums = torch._foreach_lerp([grads[i] for i in own], [momenta[i] for i in own], momentum)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastgpt.config.config import OptimConfig
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import in_model_order, norms, part, part_like
+from fastgpt.parallel.fsdp import local_shard, norms, shard_like, unpermuted
 from fastgpt.train.muon import Muon
 
 
@@ -81,7 +81,7 @@ class Optimizers:
         if self.config.grad_clip:
             # as nn.utils.clip_grads_with_norm_, for parts
             factor = (self.config.grad_clip / (norm + 1e-6)).clamp(max=1)
-            torch._foreach_mul_([part(x) for x in gradients], factor)  # pyright: ignore
+            torch._foreach_mul_([local_shard(x) for x in gradients], factor)  # pyright: ignore
         # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
         # clipping has spread an infinity of one to the other.
         if not self.scaler.is_enabled() or norm.isfinite():
@@ -95,10 +95,10 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of both, with rows in the model's order: see `in_model_order`."""
+        """Returns the state of both, with rows in the model's order: see `unpermuted`."""
         states = [optimizer.state_dict() for optimizer in self.all]
         return {
-            "optimizers": self._with_moments(in_model_order, states),
+            "optimizers": self._with_moments(unpermuted, states),
             "scaler": self.scaler.state_dict(),
         }
 
@@ -106,7 +106,7 @@ class Optimizers:
         def own(x: Tensor, weight: Tensor) -> Tensor:
             if x.dim() and x.shape != weight.shape:
                 raise ValueError("the optimizer's state has other shapes than the weights")
-            return part_like(x, weight) if x.dim() else x
+            return shard_like(x, weight) if x.dim() else x
 
         states = self._with_moments(own, state["optimizers"])
         for optimizer, loaded in zip(self.all, states):

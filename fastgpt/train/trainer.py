@@ -70,13 +70,13 @@ class Trainer:
         with ExitStack() as cleanup:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
-            self.world.on_main(lambda: self._lock(config))
+            self.world.on_rank0(lambda: self._lock(config))
             self.engine = Engine(config, self.display.warn, data)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
             self._check_integrity()
             self.prompt = self._encoded_prompt()
-            self.tasks = self.world.on_main(self._read_tasks)
+            self.tasks = self.world.on_rank0(self._read_tasks)
             self._open_run()
             cleanup.pop_all()
 
@@ -112,7 +112,7 @@ class Trainer:
 
     def _scorer(self, stop: StopSignal | None = None) -> Scorer:
         engine = self.engine
-        together = self.world if engine.meets else None
+        together = self.world if engine.has_forward_collectives else None
         synced = stop if stop is None or together is None else SyncedStop(stop, self.world)
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
@@ -130,7 +130,7 @@ class Trainer:
     def _open_run(self) -> None:
         """Creates or reopens the run directory, and prints the header."""
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
-        self.run_dir = self.world.on_main(self._open_run_dir)
+        self.run_dir = self.world.on_rank0(self._open_run_dir)
         stacks = self.run_dir / f"stalled-rank-{self.world.rank}.txt"
         self.watchdog = Watchdog(self.config.train.stall_s, stacks, self.world.rank)
         self.engine.doing = self.watchdog.doing
@@ -144,8 +144,8 @@ class Trainer:
             keep_every=self.config.train.keep_every,
             huggingface_json=template and json.dumps({"chat_template.jinja": template}),
         )
-        self.peak = self.world.on_main(self._measured_peak)
-        self.world.on_main(self._open_log)
+        self.peak = self.world.on_rank0(self._measured_peak)
+        self.world.on_rank0(self._open_log)
         self.display.header(header(self.engine, self.peak, self.run_dir))
 
     def _measured_peak(self) -> float:
@@ -270,7 +270,7 @@ class Trainer:
         due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
         records = self.log.records if self.log is not None else []
         seen = any(r["step"] == step and "val_loss" in r for r in records)
-        return self.world.from_main(due and not seen)
+        return self.world.broadcast_object(due and not seen)
 
     def _way_back(self) -> str:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
@@ -344,11 +344,11 @@ class Trainer:
 
     def _by_savers(self, work: Callable[[], None]) -> None:
         """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
-        self.world.on_main(lambda: self.lock and self.lock.check())
+        self.world.on_rank0(lambda: self.lock and self.lock.check())
         if self.engine.sharded:  # an error of one's writing is an error on all
             work()
         else:
-            self.world.on_main(work)
+            self.world.on_rank0(work)
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
@@ -442,7 +442,7 @@ class Trainer:
         step = self.engine.step
         self.engine.optimizers.zero_grad()
         saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
-        if not self.world.from_main(self.saver.has(step)):
+        if not self.world.broadcast_object(self.saver.has(step)):
             self._save()
         self._publish()
         self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))

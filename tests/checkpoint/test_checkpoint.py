@@ -19,7 +19,7 @@ import torch
 
 from fastgpt.checkpoint import async_saver, checkpoint
 from fastgpt.checkpoint.async_saver import Saver
-from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, REST, WHOLE
+from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, SIDE_FILES, WEIGHT_FILES
 from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
@@ -57,7 +57,7 @@ def test_what_is_saved_is_read_back(folder):
     assert (saved.path, saved.step) == (folder / "step_00000005", 5)
     assert saved.weights["wte.weight"].tolist() == [5.0] * 8
     assert saved.state["loader"] == {"epoch": 0, "index": 5}
-    assert content(saved.path) == sorted([*WHOLE, *REST, "checkpoint.json"])
+    assert content(saved.path) == sorted([*WEIGHT_FILES, *SIDE_FILES, "checkpoint.json"])
     modes = {path.stat().st_mode for path in saved.path.iterdir()}
     assert len(modes) == 1, "others may read either all of it or nothing"
 
@@ -249,7 +249,7 @@ def cut(path):
 
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("name", [*WHOLE, *REST])
+@pytest.mark.parametrize("name", [*WEIGHT_FILES, *SIDE_FILES])
 def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, damage):
     save(folder, 1)
     newest = save(folder, 2)

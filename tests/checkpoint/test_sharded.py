@@ -46,7 +46,7 @@ def written_by_ranks(path, ranks, padded=300):
                 offsets[name] = {"saved_offsets": [first] + [0] * (x.dim() - 1) if x.dim() else []}
         names.append(f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
         save_file(own, path / names[-1], {"DCP_SHARDING_INFO": json.dumps(offsets)})
-    for name in checkpoint.WHOLE:
+    for name in checkpoint.WEIGHT_FILES:
         (path / name).unlink()
     record = {"format_version": 2, "step": whole.step}
     record["sha256"] = {name: checkpoint.sha256(path / name) for name in names}
@@ -112,7 +112,7 @@ def test_ranks_of_a_machine_share_the_checksums(parts):
     ],
 )
 def test_ranks_load_the_same_checkpoint_or_none(told, said, parts, monkeypatch):
-    monkeypatch.setattr(World, "of_each", lambda _, own: [own, told])
+    monkeypatch.setattr(World, "all_gather_object", lambda _, own: [own, told])
     with pytest.raises(UserError, match=said):
         checkpoint.load(parts)
 

@@ -9,16 +9,16 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
-from fastgpt.model.context_split import Split
+from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.context import split_context
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.mesh import peers
+from fastgpt.parallel.mesh import non_dp_size
 
-WORLD = World(size=4, peers=2)
+WORLD = World(size=4, non_dp_size=2)
 
 
 def split(rank, size):
-    return Split(rank, size, None)  # pyright: ignore[reportArgumentType] - nothing is exchanged
+    return ContextShard(rank, size, None)  # pyright: ignore[reportArgumentType] - nothing is exchanged
 
 
 def test_each_token_has_one_rank_and_work_is_even():
@@ -63,8 +63,8 @@ def test_what_does_not_go_with_it_is_refused(flags, said, tiny):
 
 def test_ranks_that_do_not_divide_are_refused(tiny):
     config = parse(tiny("--parallel.cp 3")).parallel
-    assert peers(config, World(size=6)) == 3
+    assert non_dp_size(config, World(size=6)) == 3
     with pytest.raises(
         UserError, match=r"cp x --parallel.tp is 3: expected a divisor of .* ranks, 4$"
     ):
-        peers(config, WORLD)
+        non_dp_size(config, WORLD)

@@ -15,7 +15,7 @@ from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
-from fastgpt.parallel.mesh import ranks_of_a_model
+from fastgpt.parallel.mesh import model_ranks
 from tests.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
 
 TRAIN = str(ROOT / "train.py")
@@ -80,7 +80,7 @@ def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
 def test_memory_is_shared_by_the_ranks_of_a_group():
     for kind, shards, expected in (("ddp", None, 1), ("fsdp", None, 8), ("hsdp", 4, 4)):
         config = ParallelConfig(kind=kind, shards=shards)
-        assert ranks_of_a_model(config, World(size=8)) == expected
+        assert model_ranks(config, World(size=8)) == expected
 
 
 @pytest.mark.parametrize(

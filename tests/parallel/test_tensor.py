@@ -10,8 +10,8 @@ from fastgpt.config.config import ParallelConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.mesh import peers, ranks_of_a_model
-from fastgpt.parallel.tensor import check_tensor, row_order
+from fastgpt.parallel.mesh import model_ranks, non_dp_size
+from fastgpt.parallel.tensor import check_tensor, qkv_permutation
 from tests.runs import finish, outcome, torchrun
 
 TP = "--parallel.kind fsdp --parallel.tp 2"
@@ -56,16 +56,16 @@ def test_ranks_draw_the_same_masks_for_what_they_share(tiny, tmp_path):
 def test_a_rank_has_its_queries_with_their_keys_and_values():
     """By hand: four query heads of width 2, two key/value heads, and SwiGLU's gate of width 4."""
     config = ModelConfig(num_heads=4, num_kv_heads=2, dim=8, ffn_dim=4, activation="swiglu")
-    order = row_order(config, "h.3.attn.c_attn.weight", 2)
+    order = qkv_permutation(config, "h.3.attn.c_attn.weight", 2)
     queries, keys, values = [0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]
     expected = queries[:4] + keys[:2] + values[:2] + queries[4:] + keys[2:] + values[2:]
     assert order is not None
     assert order.tolist() == expected
-    gates = row_order(config, "h.3.mlp.c_fc.bias", 2)
+    gates = qkv_permutation(config, "h.3.mlp.c_fc.bias", 2)
     assert gates is not None
     assert gates.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     for name in ("wte.weight", "h.3.mlp.c_proj.weight", "h.3.ln_1.weight"):
-        assert row_order(config, name, 2) is None
+        assert qkv_permutation(config, name, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_ranks_must_divide_into_groups():
     with pytest.raises(UserError, match=r"--parallel.tp is 2: expected --parallel.kind fsdp or"):
         ParallelConfig(tp=2)
     config = ParallelConfig(kind="hsdp", tp=2, cp=2, shards=4)
-    assert (peers(config, World(size=8)), ranks_of_a_model(config, World(size=8))) == (4, 4)
+    assert (non_dp_size(config, World(size=8)), model_ranks(config, World(size=8))) == (4, 4)
     with pytest.raises(UserError, match=r"--parallel.cp x --parallel.tp is 4: expected a divisor"):
-        peers(config, World(size=6))
+        non_dp_size(config, World(size=6))
     with pytest.raises(UserError, match=r"--parallel.shards is 2: expected a multiple of .* 4"):
-        ranks_of_a_model(replace(config, shards=2), World(size=8))
+        model_ranks(replace(config, shards=2), World(size=8))

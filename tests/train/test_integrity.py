@@ -19,7 +19,7 @@ from tests.runs import torchrun
 FLIP = """
 import os, torch, train
 from fastgpt.train.engine import Engine
-from fastgpt.parallel.fsdp import part
+from fastgpt.parallel.fsdp import local_shard
 
 step = Engine.train_step
 
@@ -27,7 +27,7 @@ def flipped(engine, stop=None):
     step(engine, stop)
     if engine.step == 3 and os.environ["RANK"] == os.environ["FAULTY"]:
         [weight] = [x for n, x in engine.model.named_parameters() if n == "h.0.mlp.c_fc.weight"]
-        part(weight.detach()).view(torch.int32)[0, 5] ^= 1
+        local_shard(weight.detach()).view(torch.int32)[0, 5] ^= 1
 
 Engine.train_step = flipped
 train.main()

@@ -131,7 +131,7 @@ def test_all_ranks_may_allocate_what_the_fullest_gpu_has_left(total, margin, mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * gib, total * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * gib)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
-    monkeypatch.setattr(World, "of_each", lambda _, free: [free, free - gib])
+    monkeypatch.setattr(World, "all_gather_object", lambda _, free: [free, free - gib])
     monkeypatch.setattr(World, "sum", lambda _, x: exchanged.append(x.nbytes))
     with OnTheCPU("cuda"), micro_batch.equal_memory("cuda", World(size=2), 2**20):
         assert (exchanged, limits) == ([2**20], [(2 + 5 - margin) / total])
