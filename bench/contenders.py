@@ -29,7 +29,7 @@ from fastgpt.config.config import Config, OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""
@@ -97,7 +97,7 @@ def expect_gpt2(model: ModelConfig) -> None:
 
 def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
     config = replace(plan.config, ops=ops)
-    engine = Engine(config, warn=lambda _: None)
+    engine = build_engine(config, warn=lambda _: None)
     if engine.loader.accumulation > 1:
         raise UserError(
             f"{config.global_batch} sequences need accumulation ({engine.micro_batch} at a time)"
@@ -108,9 +108,9 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
 
     step.waited = lambda: engine.loader.waited_s  # pyright: ignore
     return step, {
-        "ops": engine.ops.names,
-        "trials": engine.trials,
-        "compile": engine.compiled,
+        "ops": engine.model.ops.names,
+        "trials": engine.plan.trials,
+        "compile": engine.plan.compiled,
         "optimizer": config.optim.kind,
     }
 

@@ -30,6 +30,7 @@ from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard
+from fastgpt.train.build import load as restore
 from fastgpt.train.trainer import Trainer
 
 FLAGS = (
@@ -72,9 +73,10 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
         last = checkpoint.steps_on_disk(path / "checkpoints")[-1]
         load = partial(checkpoint.load, last, world=world)
         read["verify"] = _seconds(load, world)
-        read["load"] = _seconds(lambda: engine.load(load()), world) - read["verify"]
+        loaded = _seconds(lambda: restore(load(), engine.model, engine.optimizers), world)
+        read["load"] = loaded - read["verify"]
     engine.train_step()
-    writes = engine.sharded or world.is_main
+    writes = engine.plan.sharded or world.is_main
     if writes:
         saver.reserve(*engine.snapshot())
     try:

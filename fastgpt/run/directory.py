@@ -1,19 +1,12 @@
 """Run directories: finding, creating, opening and resuming them."""
 
 import itertools
-import math
 import time
-from dataclasses import asdict, replace
-from operator import attrgetter
 from pathlib import Path
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.commands import resume_command
-from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, to_json
-from fastgpt.config.saved import saved_config
-from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, writing
 from fastgpt.files import write_atomically
 
@@ -119,64 +112,3 @@ def way_back(path: Path, ranks: int) -> str:
     saved = checkpoint.steps_on_disk(path / "checkpoints")
     found = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
     return f"{found}; to resume: {resume_command(path, ranks)}"
-
-
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
-
-    The vocabulary has as many tokens as the tokenizer, unless `config` asks for more.
-
-    Raises:
-        UserError: `config` asks for fewer, or the mask needs an end-of-text token that is missing.
-    """
-    asked, needed = config.model.vocab_size, tokenizer.vocab_size
-    if asked is not None and asked < needed:
-        raise UserError(
-            f"--model.vocab-size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
-        )
-    eot_id = tokenizer.eot_id if config.model.document_mask else None
-    if config.model.document_mask and eot_id is None:
-        raise UserError(
-            f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token to"
-            " tell documents apart: use another tokenizer, for example gpt2"
-        )
-    model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
-    return replace(config, model=model)
-
-
-def with_epochs(config: Config, samples: int) -> Config:
-    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
-    per_step = config.global_batch
-
-    def steps(epochs: float | None, given: int) -> int:
-        return given if epochs is None else math.ceil(epochs * samples / per_step)
-
-    return replace(
-        config,
-        steps=steps(config.epochs, config.steps),
-        eval_every=steps(config.eval_epochs, config.eval_every),
-    )
-
-
-def check_same(saved: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ from `saved`."""
-    kept = load_tokenizer(saved.path / "tokenizer.json")
-    if not same_tokenizer(kept, tokenizer):
-        raise UserError(
-            f"checkpoint {saved.path} and the data have different vocabularies: {kept.kind} with "
-            f"{kept.vocab_size} tokens in the checkpoint, {tokenizer.kind} with "
-            f"{tokenizer.vocab_size} in the data; with equal numbers, some tokens differ"
-        )
-    before = saved_config(saved.path)
-    kept = ("optim.kind", "data.val_fraction", "data.sampling", "data.align", "seed")
-    for name in (*(f"model.{field}" for field in asdict(config.model)), *kept):
-        old, new = (attrgetter(name)(settings) for settings in (before, config))
-        if old != new:
-            raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {saved.path}")
-
-
-def check_step(config: Config, step: int, path: Path) -> None:
-    """Raises `UserError` if the checkpoint `path`, of `step`, is beyond the run's last step."""
-    if step > config.steps:
-        asked = "--steps" if config.epochs is None else f"--epochs {config.epochs} in steps"
-        raise UserError(f"{asked} is {config.steps}: {path} is already at step {step}")

@@ -22,16 +22,16 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
     return {
         "device": device.device_name(engine.device),
         "ranks": engine.world.size,
-        "precision": engine.precision,
-        "compile": engine.compiled,
+        "precision": engine.plan.precision,
+        "compile": engine.plan.compiled,
         "micro_batch": engine.micro_batch,
-        "ops": engine.ops.names,
-        "trials": engine.trials,
+        "ops": engine.model.ops.names,
+        "trials": engine.plan.trials,
         "parameters": engine.model.num_params(),
         "peak_flops": peak,
         "mfu": MFU_CONVENTION,
         "resumed_from_step": engine.step or None,
-        "started_from": None if engine.source is None else str(engine.source.path),
+        "started_from": None if engine.plan.source is None else str(engine.plan.source.path),
         "data": {
             "name": engine.data.name,
             "sha256": engine.data.sha256,
@@ -41,7 +41,7 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
             "val_tokens": sum(len(corpus.val) for corpus in engine.data.corpora),
             "align": engine.config.data.align,
             "weights": engine.data.weights,
-            "samples_per_epoch": engine.epoch_sizes,
+            "samples_per_epoch": engine.plan.epoch_sizes,
         },
     }
 
@@ -49,20 +49,20 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
 def header(engine: Engine, peak: float, run_dir: Path) -> dict[str, str]:
     """Returns the lines that a run prints before it begins, by their first word."""
     config, known = engine.config, facts(engine, peak)
-    data, compiled = known["data"], "on" if engine.compiled else "off"
+    data, compiled = known["data"], "on" if engine.plan.compiled else "off"
     python = f" of Python {data['python']}" if data["python"] else ""
     parts = {"sequence": engine.micro_batch, "micro-step": engine.loader.accumulation,
              "rank": engine.world.size}  # fmt: skip
     batch = " x ".join(counted(number, noun) for noun, number in parts.items())
     left = counted(config.steps - engine.step, "more step" if engine.step else "step")
-    resumed = {} if engine.source is None else {"weights": f"from {engine.source.path}"}
-    if engine.resumed_from is not None:
-        resumed["resumed"] = f"from {engine.resumed_from}, step {engine.step}"
-        resumed["changed"] = ", ".join(engine.changes) or "no settings"
+    resumed = {} if engine.plan.source is None else {"weights": f"from {engine.plan.source.path}"}
+    if engine.restored.path is not None:
+        resumed["resumed"] = f"from {engine.restored.path}, step {engine.step}"
+        resumed["changed"] = ", ".join(engine.restored.changes) or "no settings"
     return {
         "recipe": config.recipe,
         **resumed,
-        "device": f"{known['device']}, {engine.precision}, compile {compiled}",
+        "device": f"{known['device']}, {engine.plan.precision}, compile {compiled}",
         "model": f"{known['parameters']:,} parameters, context {config.model.context}",
         "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
         f"{short(data['val_tokens'])} validation tokens"
@@ -83,7 +83,7 @@ def _epochs_planned(engine: Engine) -> str:
     config = engine.config
     samples = config.steps * config.global_batch
     data = engine.data
-    counts = zip(data.corpora, data.weights, engine.epoch_sizes, engine.coverage)
+    counts = zip(data.corpora, data.weights, engine.plan.epoch_sizes, engine.plan.coverage)
     return ", ".join(
         f"{samples * weight / size:.3g} passes over {corpus.name} ({size:,} samples, which"
         f" cover {f'{covered:.0%}'.replace('100%', 'all')} of its tokens)"

@@ -116,12 +116,14 @@ def own_loss(engine: Engine) -> dict[str, Any]:
     facts = [
         torch.__version__, torch.backends.cpu.get_cpu_capability(),
         device.device_name(engine.device), engine.world.size, asdict(config.parallel),
-        engine.micro_batch, engine.precision, config.train.tf32, config.train.residual,
-        engine.compiled, engine.ops.names,
+        engine.micro_batch, engine.plan.precision, config.train.tf32, config.train.residual,
+        engine.plan.compiled, engine.model.ops.names,
     ]  # fmt: skip
     setup = hashlib.sha256(json.dumps([*facts, installed("triton"), sources()]).encode())
     # TF32 rounds to as many bits as fp16
-    precision = "fp16" if config.train.tf32 and engine.precision == "fp32" else engine.precision
+    precision = engine.plan.precision
+    if config.train.tf32 and precision == "fp32":
+        precision = "fp16"
     return {"loss": loss, "precision": precision, "setup": setup.hexdigest()}
 
 
@@ -156,7 +158,7 @@ def check_recorded_loss(engine: Engine) -> None:
             `fastgpt.kernels.parity` allows in the coarser of both precisions.
     """
     sources()  # now: they may be edited while the run goes on
-    recorded, path = engine.recorded_loss, engine.resumed_from
+    recorded, path = (engine.restored.state or {}).get("own_loss"), engine.restored.path
     if recorded is None or engine.config.train.resume_check == "off":
         return
     now = own_loss(engine)

@@ -23,6 +23,34 @@ ALONE_S = 300.0
 step, or still compile."""
 
 
+def largest_micro_batch(config: Config, world: World, warn: Callable[[str], None]) -> int:
+    """Returns the largest size up to `train.micro_batch` that divides a rank's sequences.
+
+    Args:
+        warn: called with one line if it is less than half of what was asked for.
+
+    Raises:
+        UserError: the batch does not divide among the ranks.
+    """
+    ranks = world.dp_size
+    if config.global_batch % ranks:
+        of = f" that read data, {world.non_dp_size} together" if world.non_dp_size > 1 else ""
+        raise UserError(
+            f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
+            f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks{of}"
+        )
+    share = config.global_batch // ranks
+    most = min(share, config.train.micro_batch)
+    size = next(size for size in range(most, 0, -1) if share % size == 0)
+    if 2 * size <= most:
+        warn(
+            f"{share} sequences per rank divide into micro-batches of {size} at "
+            f"most (--train.micro-batch is {config.train.micro_batch}): another "
+            "--train.batch-tokens would be faster"
+        )
+    return size
+
+
 def fitting(
     most: int, share: int, runs: Callable[[int], None], world: World, warn: Callable[[str], None]
 ) -> int:

@@ -31,7 +31,7 @@ from fastgpt.run import directory, manifest
 from fastgpt.run.lock import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.train.data import sample_prompt
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from fastgpt.train.header import facts, header
 from fastgpt.train.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
 from fastgpt.train.metrics import MetricsLog
@@ -71,7 +71,7 @@ class Trainer:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
-            self.engine = Engine(config, self.display.warn, data)
+            self.engine = build_engine(config, self.display.warn, data)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
             self._check_integrity()
@@ -112,7 +112,7 @@ class Trainer:
 
     def _scorer(self, stop: StopSignal | None = None) -> Scorer:
         engine = self.engine
-        together = self.world if engine.has_forward_collectives else None
+        together = self.world if engine.plan.has_forward_collectives else None
         synced = stop if stop is None or together is None else SyncedStop(stop, self.world)
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
@@ -137,7 +137,7 @@ class Trainer:
         template = self.engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            self.world if self.engine.sharded else None,
+            self.world if self.engine.plan.sharded else None,
             config_json=to_json(self.config),
             save_tokenizer=self.engine.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
@@ -151,7 +151,7 @@ class Trainer:
     def _measured_peak(self) -> float:
         """Measures the FLOP/s that MFU is relative to; warns if other programs use the cores."""
         engine = self.engine
-        peak, share = device.peak_flops(engine.device, engine.precision, cache_dir())
+        peak, share = device.peak_flops(engine.device, engine.plan.precision, cache_dir())
         if share < 0.8:
             self.display.warn(
                 f"other programs are using this machine: a short test got only {share:.0%} of the"
@@ -246,7 +246,7 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if not self.saver.reserved and (self.world.is_main or engine.sharded):
+            if not self.saver.reserved and (self.world.is_main or engine.plan.sharded):
                 self.saver.reserve(*engine.snapshot())
             if _due(engine.step, config.train.verify_every):
                 check_replicas(engine)
@@ -345,7 +345,7 @@ class Trainer:
     def _by_savers(self, work: Callable[[], None]) -> None:
         """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
         self.world.on_rank0(lambda: self.lock and self.lock.check())
-        if self.engine.sharded:  # an error of one's writing is an error on all
+        if self.engine.plan.sharded:  # an error of one's writing is an error on all
             work()
         else:
             self.world.on_rank0(work)
@@ -412,7 +412,7 @@ class Trainer:
 
     def _stopping(self) -> bool:
         """Returns True if this rank need not sample; ranks that share weights agree on it."""
-        if self.engine.sharded:
+        if self.engine.plan.sharded:
             return self.stop.agreed(self.world)
         return self.log is None or self.stop.received is not None
 

@@ -12,7 +12,7 @@ from fastgpt.cli import parse
 from fastgpt.config.recipes import EXPECTED, RECIPES, expected
 from fastgpt.display import duration
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
 # published so early, are what the runs had that ended where the published ones end.
@@ -30,7 +30,7 @@ EARLY = {
 @pytest.mark.parametrize("recipe", EARLY)
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
-    engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    engine = build_engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
     with closing(engine.loader):
         for _ in range(steps):
             engine.train_step()

@@ -12,7 +12,7 @@ from fastgpt.checkpoint.sharded import STATE
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.parallel.distributed import World
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from tests.runs import finish, outcome, series, torchrun, torchrun_in_turn
 
 
@@ -134,7 +134,7 @@ def test_rank_without_its_file_is_noticed(parts):
 
 def test_parts_of_another_model_are_refused(parts, tiny):
     with pytest.raises(UserError, match=r"model.dim|do not fit|does not fit"):
-        Engine(parse(tiny(f"--resume {parts} --model.dim 16")))
+        build_engine(parse(tiny(f"--resume {parts} --model.dim 16")))
 
 
 def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):

@@ -26,7 +26,7 @@ from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 
 V, CONTEXT = 100, 40
 LLAMA3 = {
@@ -106,7 +106,7 @@ def converted(source: Path, target: Path, to: str, **options) -> Path:
 def refused(argv: list[str], said: str) -> None:
     """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
-        Engine(parse(argv))
+        build_engine(parse(argv))
 
 
 def weights(path: Path) -> Weights:

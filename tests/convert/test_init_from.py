@@ -15,7 +15,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from fastgpt.train.trainer import Trainer
 from tests import runs
 from tests.convert.models import CONTEXT, V, converted, refused, saved, saved_run, theirs
@@ -49,7 +49,7 @@ def test_the_loss_begins_at_the_models_own_and_falls(context, hf, argv, tmp_path
     model = AutoModelForCausalLM.from_pretrained(hf)
     run = saved_run(tmp_path / "llama", ByteTokenizer(), vocab_size=BYTES, **LLAMA)
     for source, logits in ((hf, lambda x: model(x).logits), (run, fastgpt.load(run)[0])):
-        engine = Engine(parse(argv(source, f"--model.context {context}", "finetune-gpt2")))
+        engine = build_engine(parse(argv(source, f"--model.context {context}", "finetune-gpt2")))
         assert engine.config.model.dropout_at("residual") == 0
         begins_with_the_loss_of(engine, logits)
         [(before, _)] = engine.evaluate("val")
@@ -65,7 +65,7 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
         run = saved_run(tmp_path / kind, vocab_size=BYTES, activation=activation)
         source = converted(run, tmp_path / file, kind, verify=False)
         refused(argv(source), rf"{file} has no tokenizer: pass .*tokenizer gpt2")
-        engine = Engine(parse(argv(source, "--data.tokenizer bytes")))
+        engine = build_engine(parse(argv(source, "--data.tokenizer bytes")))
         begins_with_the_loss_of(engine, fastgpt.load(run)[0])
 
 
@@ -107,7 +107,7 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bpe \(256")
     other = replace(parse(argv(hf)), model=ModelConfig(num_layers=2, context=16))
     with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
-        Engine(other)
+        build_engine(other)
     without = "--init-from None --model.context 16 --take-over"
     refused(argv(hf, without), r"--take-over: there is no --init-from")
 
@@ -116,7 +116,7 @@ def test_data_of_another_tokenizer_is_refused(hf, argv, tmp_path):
     other, same = (prepared(tmp_path / kind, texts(50), kind) for kind in ("bpe", "bytes"))
     said = r"bpe was prepared with tokenizer 'bpe', not .*tiny-gpt2-\w+\.json'"
     refused(argv(hf, f"--data.source {other}"), said)
-    Engine(parse(argv(hf, f"--data.source {same}"))).loader.close()
+    build_engine(parse(argv(hf, f"--data.source {same}"))).loader.close()
     run = saved_run(tmp_path / "no-tokenizer")
     refused(argv(run, "--data.tokenizer bytes"), rf"\(256 tokens\): .*step_0+ needs at most {V}")
 
@@ -136,4 +136,4 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
 def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
     run = converted(hf, tmp_path / "converted", "run", verify=False)
     refused(["--resume", str(run)], r"no optimizer state: start a new run .*--init-from .*ed$")
-    Engine(parse(argv(run))).loader.close()
+    build_engine(parse(argv(run))).loader.close()

@@ -14,7 +14,7 @@ from fastgpt.cli import parse
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from fastgpt.train.trainer import Trainer
 from tests.convert.models import CONTEXT, refused, saved_run, theirs
 from tests.runs import series
@@ -88,7 +88,7 @@ def llmc(other, folder, dtype=torch.float32):
 @pytest.mark.parametrize("write", [nanogpt, llmc, partial(llmc, dtype=torch.bfloat16)])
 def test_the_next_losses_are_those_of_the_other_program(write, argv, tmp_path, monkeypatch):
     other, said, batches = Other("gelu" if write is nanogpt else "gelu_new"), [], []
-    engine = Engine(parse(argv(write(other, tmp_path), FLAGS)), said.append)
+    engine = build_engine(parse(argv(write(other, tmp_path), FLAGS)), said.append)
     draw = engine.loader.next
     monkeypatch.setattr(engine.loader, "next", lambda: batches.append(draw()) or batches[-1])
     for step in range(11, 16):

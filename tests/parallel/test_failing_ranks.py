@@ -18,12 +18,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastgpt import cli
 from fastgpt.errors import UserError
-from fastgpt.train import trainer
+from fastgpt.train import engine
 from tests.processes import ROOT
 
 
 def rank(how: str, folder: Path, argv: list[str]) -> None:
-    number, train_step = int(os.environ["RANK"]), trainer.Engine.train_step
+    number, train_step = int(os.environ["RANK"]), engine.Engine.train_step
 
     def failing_step(self, stop=None):
         if self.step == 2 and number == 2:
@@ -33,7 +33,7 @@ def rank(how: str, folder: Path, argv: list[str]) -> None:
             time.sleep(60)
         train_step(self, stop)
 
-    trainer.Engine.train_step = failing_step
+    engine.Engine.train_step = failing_step
     if how == "late":
         (folder / "failed").touch()
         time.sleep(600 * (number == 2))

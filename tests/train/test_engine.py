@@ -9,7 +9,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from fastgpt.train.trainer import Trainer
 
 
@@ -24,9 +24,9 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
 
     kind = replace(device.CPU, reset_peak_memory=lambda: events.append("reset"))
     monkeypatch.setitem(device.KINDS, "cpu", kind)
-    monkeypatch.setattr("fastgpt.train.engine.REHEARSED", {"cpu"})
-    monkeypatch.setattr("fastgpt.train.engine.rehearse", rehearse)
-    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    monkeypatch.setattr("fastgpt.train.build.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.build.rehearse", rehearse)
+    build_engine(parse(tiny("--train.micro-batch 8"))).loader.close()
     assert events == [8, 4, "reset"]
 
 
@@ -34,18 +34,18 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     def run_out(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("fastgpt.train.engine.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.build.REHEARSED", {"cpu"})
     trainer = Trainer(parse(tiny("--train.micro-batch 8")))
     trainer.engine.loss = run_out
     with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
         trainer.fit()
-    monkeypatch.setattr("fastgpt.train.engine.rehearse", run_out)
+    monkeypatch.setattr("fastgpt.train.build.rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
-        Engine(parse(tiny()))
+        build_engine(parse(tiny()))
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
-    engine = Engine(parse(tiny("--optim.kind adamw --steps 20")))
+    engine = build_engine(parse(tiny("--optim.kind adamw --steps 20")))
     engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = dict(engine.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():

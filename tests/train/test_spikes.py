@@ -9,7 +9,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.train import spikes
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import Engine, build_engine
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, outcome, series, torchrun
 from tests.train.test_skips import poison
@@ -30,7 +30,8 @@ def short(monkeypatch):
 
 def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
     plain = "--optim.grad-clip 0 --optim.weight-decay 0 --optim.beta2 0.95"
-    engine, said, batches = Engine(parse(tiny(FLAGS, plain)), lambda x: said.append(x)), [], []
+    said, batches = [], []
+    engine = build_engine(parse(tiny(FLAGS, plain)), said.append)
     said.clear()
     read = engine.loader.next
     engine.loader.next = lambda: batches.append(read()) or batches[-1]

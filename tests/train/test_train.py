@@ -31,7 +31,7 @@ from fastgpt.display import Display
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel import signals
-from fastgpt.train.engine import Engine
+from fastgpt.train.engine import build_engine
 from fastgpt.train.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
 from tests.runs import ROOT, assert_shows_two_curves, before_each, series
@@ -142,7 +142,7 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
     flags = "--train.label-smoothing 0.1 --train.z-loss 0.01 --steps 1"
     plain, run = fit(f"--steps 1 --run-dir {tmp_path / 'plain'}"), fit(flags)
     assert series(run, "val_loss")[0] == series(plain, "val_loss")[0]
-    engine = Engine(parse(tiny("--steps 1")))
+    engine = build_engine(parse(tiny("--steps 1")))
     engine.model.label_smoothing, engine.model.z_loss = 0.1, 0.01
     loss = engine.model(*engine.loader.next())
     engine.loader.close()

@@ -1,0 +1,176 @@
+"""Plan of a run: all that its settings leave open is decided here, once, before it is built.
+
+`fastgpt.cli.parse` turns a command line into a `Config`; `resolve` turns that into a `Plan`, and
+`fastgpt.train.build` builds the model, the optimizers and the loader from it. After `resolve` no
+setting changes. A run saves its settings as config.json, and the rest of the plan in manifest.json.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastgpt.autotune import choose
+from fastgpt.autotune.trials import Sizes
+from fastgpt.config.config import Config
+from fastgpt.convert.source import Source
+from fastgpt.data.dataset import DataSet
+from fastgpt.data.items import Data, ItemSet
+from fastgpt.data.order import SampleOrder
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.device import device
+from fastgpt.errors import UserError
+from fastgpt.ops import tables
+from fastgpt.ops.protocols import Ops
+from fastgpt.parallel import distributed
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import check_combination
+from fastgpt.parallel.mesh import model_ranks, non_dp_size, shares_weights
+from fastgpt.train import init_from
+from fastgpt.train.data import check_splits, open_for_run
+from fastgpt.train.micro_batch import largest_micro_batch, least_bytes
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run as it was resolved: its settings, and what they left open."""
+
+    config: Config
+    """The vocabulary, steps and intervals are numbers; of the ops it has what was asked for."""
+    world: World
+    device: str
+    precision: str
+    """Precision of autocast: fp32, bf16 or fp16."""
+    compiled: bool
+    sharded: bool
+    """True if each rank holds a part of each weight."""
+    ops: Ops
+    trials: dict[str, Any]
+    """Verdicts of `fastgpt.autotune` on the ops that were left to it."""
+    micro_batch: int
+    """Sequences of a micro-step, if memory does not ask for fewer."""
+    source: Source | None
+    """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
+    data: DataSet | ItemSet
+    orders: list[SampleOrder]
+    """Order of the samples of each corpus."""
+    epoch_sizes: list[int]
+    """Number of samples of each corpus in an epoch."""
+    coverage: list[float]
+    """Share of each corpus's tokens that an epoch reads."""
+
+    @property
+    def has_forward_collectives(self) -> bool:
+        """True if ranks exchange tensors in each forward."""
+        return self.sharded or self.world.non_dp_size > 1
+
+
+def resolve(config: Config, warn: Warn = print, data: Data | None = None) -> Plan:
+    """Decides what a run's settings leave open; a collective operation of the ranks.
+
+    Args:
+        warn: called on the main rank with each warning, one line long.
+        data: own data sets, in place of what `config.data` names.
+
+    Raises:
+        UserError: the settings, the data, the model to start from and the device do not fit
+            together.
+    """
+    on = device.pick_device(config.train.device)
+    world = distributed.start(on)
+    world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
+    warn = warn if world.is_main else lambda _: None
+    precision = device.pick_precision(config.train.precision, on)
+    sharded = shares_weights(config.parallel, world)
+    _check_precision(config, precision, sharded)
+    compiled, note = device.pick_compile(config.train.compile, on)
+    choose.require_toolchain(config.ops, on)
+    if note:
+        warn(note)
+    source = init_from.source_of(config, warn)
+    opened = open_for_run(config, data, source, world, warn)
+    if data is not None:  # no text that a later run could find
+        own = replace(config.data, source=data.name)
+        size = config.model.vocab_size or data.vocab_size
+        config = replace(config, data=own, model=replace(config.model, vocab_size=size))
+    orders = opened.orders(config.model.context, config.seed)
+    epoch_sizes = [order.epoch_size(0) for order in orders]
+    config = with_vocabulary(config, opened.tokenizer)
+    if source is not None:
+        init_from.check_architecture(config, source.config)
+    config = with_epochs(config, sum(epoch_sizes))
+    device.check_free_memory(on, least_bytes(config) // model_ranks(config.parallel, world))
+    coverage = [order.coverage() for order in orders]
+    check_splits(config, opened, coverage, warn)
+    micro_batch = largest_micro_batch(config, world, warn)
+    narrow = config.train.residual == "bf16"
+    sizes = Sizes(config.model, micro_batch, precision, compiled, narrow)
+    chosen, trials = world.on_rank0(
+        lambda: choose.choose(config.ops, sizes, on, warn), patient=True
+    )
+    return Plan(
+        config=config,
+        world=world,
+        device=on,
+        precision=precision,
+        compiled=compiled,
+        sharded=sharded,
+        ops=tables.select(chosen, on, compiled=compiled),
+        trials=trials,
+        micro_batch=micro_batch,
+        source=source,
+        data=opened,
+        orders=orders,
+        epoch_sizes=epoch_sizes,
+        coverage=coverage,
+    )
+
+
+def _check_precision(config: Config, precision: str, sharded: bool) -> None:
+    """Raises `UserError` if a setting does not go with the precision of this device."""
+    if sharded:
+        check_combination(config, precision)
+    if config.ops.attention == "flash_attn" and precision == "fp32":
+        raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+    if config.train.residual == "bf16" and precision != "bf16":
+        expected = "expected --train.precision bf16"
+        raise UserError(f"--train.residual is bf16: {expected}, which is {precision} here")
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
+
+    The vocabulary has as many tokens as the tokenizer, unless `config` asks for more.
+
+    Raises:
+        UserError: `config` asks for fewer, or the mask needs an end-of-text token that is missing.
+    """
+    asked, needed = config.model.vocab_size, tokenizer.vocab_size
+    if asked is not None and asked < needed:
+        raise UserError(
+            f"--model.vocab-size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
+        )
+    eot_id = tokenizer.eot_id if config.model.document_mask else None
+    if config.model.document_mask and eot_id is None:
+        raise UserError(
+            f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token to"
+            " tell documents apart: use another tokenizer, for example gpt2"
+        )
+    model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
+    return replace(config, model=model)
+
+
+def with_epochs(config: Config, samples: int) -> Config:
+    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
+    per_step = config.global_batch
+
+    def steps(epochs: float | None, given: int) -> int:
+        return given if epochs is None else math.ceil(epochs * samples / per_step)
+
+    return replace(
+        config,
+        steps=steps(config.epochs, config.steps),
+        eval_every=steps(config.eval_epochs, config.eval_every),
+    )
