@@ -8,11 +8,11 @@
     FULL=1                  no budgets: every test, case and batch size, two starts of each step
     FASTGPT_COMMIT=...      the commit, where there is no .git
 
-The stages are env, aot, parity, bench, step, account and convergence. Each is a process with a
-time budget of its own, which for aot and parity follows from the kernels and tests counted, and
-its outcome is recorded at once, so that a later failure loses nothing. The figure of a stage says
-what its budget cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs
-every stage on a CPU, at tiny shapes, with the kernels in Triton's interpreter.
+The stages are env, aot, parity, bench, step and convergence. Each is a process with a time budget
+of its own, which for aot and parity follows from the kernels and tests counted, and its outcome is
+recorded at once, so that a later failure loses nothing. The figure of a stage says what its budget
+cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs every stage on a CPU,
+at tiny shapes, with the kernels in Triton's interpreter.
 """
 
 import argparse
@@ -180,11 +180,6 @@ def _step(context: Context, seconds: float) -> list[str]:
     return [*command, "--contenders", *names]
 
 
-def _account(context: Context, _: float) -> list[str]:
-    where = ["--gpus", "A100"] if context.rehearse else ["--beside", str(context.out)]
-    return ["-m", "bench.account", *where]
-
-
 def _convergence(context: Context, seconds: float) -> list[str]:
     command = ["-m", "bench.convergence", "--out", str(context.out)]
     if context.rehearse:
@@ -221,7 +216,6 @@ STAGES = (
     Stage("parity", _parity_budget, _parity, "test", _tests),
     Stage("bench", lambda _: 150, _bench, "op", _measured),
     Stage("step", lambda _: 180, _step, "step", _steps),
-    Stage("account", lambda _: 60, _account),
     Stage("convergence", lambda _: 60, _convergence),
 )
 """Stages of `make gpu`."""
@@ -291,7 +285,7 @@ def run_stage(stage: Stage, context: Context) -> Row:
     seconds = 24 * 3600 if context.full else stage.budget(context)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)
-    if context.rehearse and stage.name not in ("aot", "account"):  # these compile
+    if context.rehearse and stage.name != "aot":  # which compiles
         environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
     command = [sys.executable, *stage.command(context, seconds)]

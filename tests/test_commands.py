@@ -62,7 +62,6 @@ SHORTER = [
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench --only.*$", r"\g<0> --quick --rounds 2"),
-    (r"^python -m bench.account --publish$", r"\g<0> --gpus A100"),
     (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
     (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
     (r"^python -m bench.muon \S+.*$", "python -m bench.muon shakespeare-cpu --rounds 2"),

@@ -131,7 +131,7 @@ def test_full_asks_for_more_than_a_budget_allows(stage, monkeypatch, tmp_path):
     monkeypatch.setattr(Context, "arch", 90)
     short, full = (stage.command(Context(tmp_path, full, False), 60.0) for full in (False, True))
     assert short[0] == full[0] == "-m"
-    assert (short == full) == (stage.name in ("env", "account"))
+    assert (short == full) == (stage.name == "env")
 
 
 @pytest.mark.parametrize(("full", "arch", "compiled"), [(False, 90, 90), (True, 103, 100)])

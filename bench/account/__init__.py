@@ -1,1 +1,0 @@
-"""Account of a training step on GPUs that need not be there."""
