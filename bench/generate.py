@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from bench import records
+from bench import records, tables
 from bench.contenders import expect_gpt2
 from bench.timing import Timed, Timer, quantiles
 from bench.trainers import nanogpt_module
@@ -31,7 +31,6 @@ from fastgpt.ops.tables import select
 
 VOCABULARY = 65
 """Tiny shakespeare's vocabulary, for recipes that take theirs from the text."""
-HEADER = "case|implementation|s (p20, p50, p80)|ms a token"
 ROWS = 4
 """Number of prompts in the cases with several."""
 Generates = Callable[[list[Tensor]], Any]
@@ -163,16 +162,8 @@ def main(argv: list[str]) -> None:
     if bench.recipe not in RECIPES:
         raise unknown_name("recipe", bench.recipe, RECIPES)
     rows = measure(bench)
-    records.show(HEADER, map(cells, rows))
+    records.show(tables.GENERATE, map(tables.generate_cells, rows))
     print(records.Writer("cpu").write("generate", *rows))
-
-
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Formats a record as cells of the table; a token is one of all rows' new tokens."""
-    seconds = row["seconds"]
-    figures = " ".join(f"{seconds[p]:.2f}" for p in ("p20", "p50", "p80"))
-    per_token = 1e3 * seconds["p50"] / (row["tokens"] * len(row["prompts"]))
-    return row["case"], row["implementation"], figures, f"{per_token:.1f}"
 
 
 if __name__ == "__main__":

@@ -90,6 +90,15 @@ def is_ours(row: dict[str, Any]) -> bool:
     return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
 
 
+def ours_and_best_peer(rows: Rows) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Returns our fastest row and the fastest of all others; None where there is none."""
+    mine = {True: [], False: []}
+    for row in rows:
+        mine[is_ours(row)].append(row)
+    ours, best = (min(mine[which], key=seconds, default=None) for which in (True, False))
+    return ours, best
+
+
 def _value(kind: str, ours: dict[str, Any], peer: dict[str, Any] | None) -> float | None:
     peak, of_peer = (row.get("peak_bytes") for row in (ours, peer or {}))
     match kind:

@@ -5,8 +5,6 @@ from typing import Any
 
 from matplotlib.figure import Figure  # without pyplot: no display is looked for
 
-from bench.parts import PARTS
-
 Row = dict[str, Any]
 
 
@@ -129,11 +127,13 @@ def of_steps(rows: list[Row], folder: Path, slug: str) -> str:
     left.set_yticks(range(len(rows)), names, fontsize=7)
     _tidy(left, xlabel="tok/s")
     reached = [0.0] * len(rows)
-    for part in PARTS:
+    parts = next((row["parts"] for row in rows if "parts" in row), {})
+    for part in parts:
         spent = [row.get("parts", {}).get(part, 0.0) for row in rows]
         right.barh(range(len(rows)), spent, left=reached, label=part)
         reached = [a + b for a, b in zip(reached, spent)]
-    right.legend(fontsize=7)
+    if parts:
+        right.legend(fontsize=7)
     right.invert_yaxis()
     _tidy(right, xlabel="ms of a step")
     return "\n" + _save(figure, folder, f"{slug}-step", "training step")

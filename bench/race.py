@@ -13,11 +13,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench import records
+from bench import records, tables
 from bench.timing import time_process
 from bench.trainers import nanogpt_module
 from fastgpt.config import flags
@@ -33,7 +32,6 @@ NANOGPT_FLAGS = (
     "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000",
     "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True",
 )  # fmt: skip
-HEADER = "run|seconds|validation loss|nanoGPT's time / this time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,18 +116,8 @@ def main(argv: list[str]) -> None:
         rows.append(
             {"run_name": name, "seconds": seconds, "val_loss": losses, "nanogpt_over_it": ratios}
         )
-    records.show(HEADER, map(cells, rows))
+    records.show(tables.RACE, map(tables.race_cells, rows))
     print(records.Writer("cpu").write("race", *rows))
-
-
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Formats the record of one trainer's runs as cells of the table, in run order."""
-    return (
-        row["run_name"] if "run_name" in row else row["run"],  # in old records
-        " ".join(f"{s:.1f}" for s in row["seconds"]),
-        " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
-        " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
-    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import goals, plots, records, tables
-from bench.goals import seconds
+from bench.goals import ours_and_best_peer, seconds
 from bench.tables import Row
 from fastgpt.config import flags
 from fastgpt.errors import UserError, run_command
@@ -20,6 +20,8 @@ from fastgpt.errors import UserError, run_command
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = ("ours", "all")
 """Implementations that count as ours in a record of a refusal; `all`: the whole case failed."""
+SHOWN = ("op", "step", "missing", "refused", "race", "generate", "data", "stage", "tune")
+"""Kinds of records for which a device has a section on the page."""
 HEAD = """# Benchmarks
 
 `python -m bench.report --publish` writes this page from the raw records that `make bench` and
@@ -79,10 +81,9 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 def summary(ops: list[Row], steps: list[Row]) -> str:
     """Lays out a line for each op and training step: ours, the best peer, share of the limit."""
     lines, ratios = [], []
-    for rows, shown in ((steps, steps_of), (ops, typical)):
-        for group in shown(rows):
-            ours = min(filter(goals.is_ours, group), key=seconds, default=None)
-            best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
+    for groups in (tables.grouped(steps, "case"), typical(ops)):
+        for group in groups:
+            ours, best = ours_and_best_peer(group)
             if ours is None:
                 continue
             share = f"{ours['share']:.0%}" if "share" in ours else f"{ours['mfu']:.0%} (MFU)"
@@ -107,21 +108,10 @@ def _standing(ratios: list[float]) -> str:
     )
 
 
-def steps_of(rows: list[Row]) -> list[list[Row]]:
-    """Groups the rows by training step."""
-    return [
-        [r for r in rows if r["case"] == case] for case in dict.fromkeys(r["case"] for r in rows)
-    ]
-
-
 def typical(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of each op's first case: those of `both` if it was timed, else the
-    forward's.
-    """
+    """Returns the rows of each op's first case, of `both` if it was timed, else the forward's."""
     found = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        first = next(row["case"] for row in rows if row["op"] == op)
-        group = [row for row in rows if row["case"] == first]
+    for group, *_ in (tables.grouped(rows, "case") for rows in tables.grouped(rows, "op")):
         passes = {row["pass"] for row in group}
         found.append([r for r in group if r["pass"] == ("both" if "both" in passes else "fwd")])
     return found
@@ -153,10 +143,9 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
     pages = []
-    for op in dict.fromkeys(row["op"] for row in ops):
-        mine = [
-            {**row, "link": os.path.relpath(row["path"], folder)} for row in ops if row["op"] == op
-        ]
+    for group in tables.grouped(ops, "op"):
+        op = group[0]["op"]
+        mine = [{**row, "link": os.path.relpath(row["path"], folder)} for row in group]
         picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
         page = folder / f"{slug}-{records.slug(op)}.md"
         content = f"# {op} on {device}\n\n{GUIDE}\n\n{picture}\n{tables.op_table(mine, wanted)}"
@@ -185,7 +174,7 @@ def write(results: Path, docs: Path) -> Path:
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     text = HEAD + (NOTES if rows else "\nThere are no records yet.\n")
-    for device in sorted({row["device"] for row in rows}):
+    for device in sorted({row["device"] for row in rows if row["kind"] in SHOWN}):
         text += section(device, [row for row in rows if row["device"] == device], folder)
     path = docs / "benchmarks.md"
     path.write_text(text, encoding="utf-8")

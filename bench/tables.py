@@ -1,14 +1,26 @@
-"""Tables of records in Markdown for `bench.report`, one function for each kind of record."""
+"""Tables of records in Markdown for `bench.report`, one function for each kind of record.
+
+A record's columns are written here once, for the page and for the command that measures it.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from bench import generate, goals, race
-from bench.goals import seconds
-from bench.parts import PARTS
+from bench import goals
+from bench.goals import ours_and_best_peer, seconds
 
 Row = dict[str, Any]
+RACE = "run|seconds|validation loss|nanoGPT's time / this time"
+GENERATE = "case|implementation|s (p20, p50, p80)|ms a token"
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> list[list[Row]]:
+    """Returns the rows that agree in all keys, group by group, in the order of their first rows."""
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[key] for key in keys)].append(row)
+    return list(groups.values())
 
 
 def table(header: str, lines: Iterable[Iterable[str]]) -> str:
@@ -54,12 +66,9 @@ def gigabytes(row: Row) -> str:
 def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
     """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
     lines = []
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["case"], row["pass"]].append(row)
-    for (case, which), group in groups.items():
-        ours = next((r for r in group if r["implementation"] == "ours"), None)
-        best = min((r for r in group if r is not ours), key=seconds, default=None)
+    for group in grouped(rows, "case", "pass"):
+        case, which = group[0]["case"], group[0]["pass"]
+        ours, best = ours_and_best_peer(group)
         for row in group:
             name = row["implementation"] + (" †" if "inexact" in row else "")
             ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
@@ -90,10 +99,9 @@ def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) 
 
 def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
     lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        group = [row for row in rows if row["case"] == case]
-        ours = min(filter(goals.is_ours, group), key=seconds, default=None)
-        best = min((r for r in group if not goals.is_ours(r)), key=seconds, default=None)
+    for group in grouped(rows, "case"):
+        case = group[0]["case"]
+        ours, best = ours_and_best_peer(group)
         for row in group:
             first = f"{row['first_step_s']:.1f}" if "first_step_s" in row else ""
             if not row.get("first_step_alone", True):
@@ -121,16 +129,15 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
 
 def parts_table(rows: list[Row]) -> str:
     """Lays out the milliseconds of each part, with the share of its limit where it has one."""
-    lines = []
-    for row in rows:
-        if "parts" in row:
-            cells = []
-            for part in PARTS:
-                spent, least = row["parts"][part], row["limits"][part]
-                share = f" ({least / spent:.0%})" if spent and least else ""
-                cells.append(f"{spent:.2f}{share}")
-            lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
-    return table("case|trainer|" + "|".join(PARTS) + "|", lines) if lines else ""
+    lines, parts = [], []
+    for row in (row for row in rows if "parts" in row):
+        cells, parts = [], row["parts"]
+        for part, spent in parts.items():
+            least = row["limits"][part]
+            share = f" ({least / spent:.0%})" if spent and least else ""
+            cells.append(f"{spent:.2f}{share}")
+        lines.append((row["case"].split("/", 1)[1], row["implementation"], *cells, link(row)))
+    return table(f"case|trainer|{'|'.join(parts)}|", lines) if lines else ""
 
 
 def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
@@ -169,8 +176,8 @@ def other_tables(rows: list[Row]) -> str:
     stages = list({row["stage"]: row for row in stages}.values())
     text = ""
     for title, header, found, cells in (
-        ("Whole processes to a loss", f"{race.HEADER}|", races, race.cells),
-        ("Text generation", f"{generate.HEADER}|", texts, generate.cells),
+        ("Whole processes to a loss", f"{RACE}|", races, race_cells),
+        ("Text generation", f"{GENERATE}|", texts, generate_cells),
         ("Data", "measurement|result|", data, _data),
         ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
     ):
@@ -184,6 +191,24 @@ def _latest(rows: list[Row]) -> list[Row]:
     """Returns the rows of the newest run; old records of races do not know theirs."""
     runs = [row["run"] if row["kind"] != "race" or "run_name" in row else "" for row in rows]
     return [row for row, run in zip(rows, runs, strict=True) if run == max(runs)]
+
+
+def race_cells(row: Row) -> tuple[str, ...]:
+    """Formats the record of one trainer's runs, in the order of the runs."""
+    return (
+        row["run_name"] if "run_name" in row else row["run"],  # in old records
+        " ".join(f"{s:.1f}" for s in row["seconds"]),
+        " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
+        " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
+    )
+
+
+def generate_cells(row: Row) -> tuple[str, ...]:
+    """Formats a record of text generation; a token is one of all rows' new tokens."""
+    seconds = row["seconds"]
+    figures = " ".join(f"{seconds[p]:.2f}" for p in ("p20", "p50", "p80"))
+    per_token = 1e3 * seconds["p50"] / (row["tokens"] * len(row["prompts"]))
+    return row["case"], row["implementation"], figures, f"{per_token:.1f}"
 
 
 def _data(row: Row) -> tuple[str, str]:
