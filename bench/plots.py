@@ -65,35 +65,6 @@ def _draw_roofs(axes: Any, rows: list[Row]) -> None:
         axes.plot(x, [min(matmul, copy * i) / 1e12 for i in x], color="grey", linewidth=1)
 
 
-def predicted(
-    points: list[tuple[str, float, float]], roofs: dict[str, float], slopes: dict[str, float],
-    folder: Path, name: str,
-) -> str:  # fmt: skip
-    """Draws a kernel's predicted speed under the roofline.
-
-    Args:
-        points: (tile, FLOPs a byte, TFLOP/s).
-        roofs: TFLOP/s that each unit can do.
-        slopes: TB/s of each level of memory.
-    """
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    x = [min(1.0, *(p[1] / 2 for p in points)), max(1e3, *(2 * p[1] for p in points))]
-    for unit, rate in roofs.items():
-        axes.plot(x, [rate] * 2, color="grey", linewidth=1)
-        axes.annotate(unit, (x[0], rate), fontsize=7, va="bottom")
-    for level, rate in slopes.items():
-        end = min(x[1], max(roofs.values()) / rate)
-        axes.plot([x[0], end], [rate * x[0], rate * end], color="grey", linewidth=1)
-        axes.annotate(level, (x[0], rate * x[0]), fontsize=7, va="bottom")
-    for tile, intensity, tflops in points:
-        axes.plot(intensity, tflops, "o", label=tile)
-    axes.set(xscale="log", yscale="log")
-    axes.legend(fontsize=7)
-    _tidy(axes, xlabel="FLOPs a byte", ylabel="TFLOP/s, predicted", title=name)
-    return _save(figure, folder, name, name)
-
-
 def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
     """Draws every implementation's time over ours by case and pass; above 1 ours is faster."""
     ours = {

@@ -18,26 +18,21 @@ passes over shared memory's banks, multiply-adds. The machine code says what a p
 It does not know that wgmma and tcgen05.mma wait for operands in shared memory, as
 `bench.tune.predict` does. All other latencies, bandwidth lost to the order of accesses, launches
 and the last wave are left out, so it is a lower bound that ranks. --tiles compares tiles of
-attention (BLOCK_M x BLOCK_N x warps x stages) with those that ship. A plot of each kernel's
-roofline is written to bench/results/local/profile, or with --publish to docs/benchmarks.
+attention (BLOCK_M x BLOCK_N x warps x stages) with those that ship.
 """
 
 import argparse
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import plots
-from bench.records import LOCAL, RESULTS
-from bench.report import DOCS
-from bench.tune.predict import FIRST_TILE, STEP_OF, identity, records
+from bench.tune.predict import FIRST_TILE
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.spec import SHAPES, STEPS
+from fastgpt.kernels.attention.spec import STEPS
 from fastgpt.kernels.proof import sass
 from fastgpt.kernels.proof.compile import Row, compile_config
 from fastgpt.kernels.proof.execute.counters import pipe_of
@@ -131,12 +126,6 @@ class Prediction:
     """FLOPs of the products and of the 32-bit arithmetic."""
     touched: int
     """Bytes of memory that the kernel reads or writes, each once."""
-    measured: float | None
-    """Milliseconds on a GPU, of a record."""
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.milliseconds / 1e9
 
 
 def settings(text: str) -> dict[str, int]:
@@ -168,42 +157,18 @@ def predictions(call: Call, tile: str = "") -> list[Prediction]:
             flops += 2 * c.total("multiply_adds")
             blocks = (meta[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_T") if name in meta)
             ours = tile or f"{'x'.join(map(str, (*blocks, row.warps, row.stages)))} shipped"
-            numbers = (milliseconds, bound, flops, c.total("touched"), _measured(row, meta, call))
+            numbers = (milliseconds, bound, flops, c.total("touched"))
             found.append(Prediction(row.kernel, ours, *numbers))
     return found
 
 
-def _measured(row: Row, meta: dict[str, Any], call: Call) -> float | None:
-    """Returns the milliseconds that `bench.tune` has on record of a kernel of attention."""
-    p = call.problem
-    if row.kernel not in STEP_OF or SHAPES[meta["BLOCK_D"]] != (p["B"], p["T"], p["H"]):
-        return None
-    kind, masks = str(call.dtype).removeprefix("torch."), "causal" if meta["CAUSAL"] else "full"
-    return records().get(identity(replace(row, config=f"D={p['D']} {kind} {masks}"), meta))
-
-
 def shown(found: list[Prediction], title: str) -> Table:
-    columns = ("kernel", "tile", "predicted ms", "bound by", "TFLOP/s", "GB/s", "measured", "error")
+    columns = ("kernel", "tile", "predicted ms", "bound by", "TFLOP/s", "GB/s")
     table = Table(*columns, title=title, title_justify="left")
     for x in sorted(found, key=lambda x: (x.name, x.milliseconds)):
-        rates = f"{x.tflops:.1f}", f"{x.touched / x.milliseconds / 1e6:.0f}"
-        error = f"{x.milliseconds / x.measured - 1:+.0%}" if x.measured else "-"
-        measured = f"{x.measured:.4f}" if x.measured else "-"
-        table.add_row(x.name, x.tile, f"{x.milliseconds:.4f}", x.bound, *rates, measured, error)
+        rates = (f"{x.flops / x.milliseconds / 1e9:.1f}", f"{x.touched / x.milliseconds / 1e6:.0f}")
+        table.add_row(x.name, x.tile, f"{x.milliseconds:.4f}", x.bound, *rates)
     return table
-
-
-def write_plots(found: list[Prediction], arch: int, folder: Path, slug: str) -> None:
-    """Draws the roofline of each kernel, with a point for each tile."""
-    device = DEVICES[arch]
-    clocks = device.multiprocessors * device.ghz / 1e3
-    roofs = {"fp32": 64 * device.fp32 * clocks, "tensor cores": device.flops * clocks}
-    slopes = {"memory": device.bandwidth / 1e3, "L2": device.l2 * clocks}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys(x.name for x in found):
-        mine = (x for x in found if x.name == name and x.tflops)
-        points = [(x.tile, x.flops / x.touched, x.tflops) for x in mine]
-        plots.predicted(points, roofs, slopes, folder, f"{slug}-{name.strip('_')}")
 
 
 def main(argv: list[str]) -> None:
@@ -212,7 +177,6 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=name, description=__doc__, formatter_class=kind)
     arguments(parser)
     parser.add_argument("--tiles", nargs="+", default=[], metavar="MxNxWxS", help="attention's")
-    parser.add_argument("--publish", action="store_true", help="write plots to docs/benchmarks")
     args = parser.parse_args(argv)
     if args.tiles and not args.op.startswith("attention"):
         raise UserError(f"--tiles are those of attention, not of {args.op}")
@@ -227,14 +191,8 @@ def main(argv: list[str]) -> None:
     print(
         f"Assumed: {device.multiprocessors} multiprocessors at {device.ghz} GHz,"
         f" {device.l2:.0f} bytes of L2 a clock each, {device.bandwidth} GB/s;"
-        f" a first tile takes {FIRST_TILE:.0f} clocks;"
-        " see --help"
+        f" a first tile takes {FIRST_TILE:.0f} clocks; see --help"
     )
-    if not any(x.measured for x in found):
-        print("No GPU's record of these kernels exists, so the error is not known.")
-    folder = DOCS / "benchmarks" if args.publish else RESULTS / LOCAL / "profile"
-    write_plots(found, args.arch, folder, name.replace(" ", "-").replace("_", ""))
-    print(f"Plots: {folder}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ each slot all candidates (blocks, warps, and for the best a bound on registers) 
 of time in every form that the row serves. A candidate that spills, needs more shared memory than
 there is or lacks its tensor-core instruction is dropped.
 
-With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`, or with --counted by
-`bench.profile`. The shipped row stays where it is right and within MARGIN of the best, unless
---write is given with --margin 0.
+With --static, which needs no GPU, the rest is ranked by `bench.tune.predict`. The shipped row stays
+where it is right and within MARGIN of the best, unless --write is given with --margin 0.
 
 Without --static, on CUDA, the best of that ranking and the shipped row are checked against the
 reference and timed in turn; --write then takes the measured best. Raw samples are added to
@@ -36,8 +35,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from bench.timing import Timer
-from bench.tune.predict import identity, records
-from bench.tune.search import Candidate, Settings, Slot, reasons, recount, search, slots
+from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
 from fastgpt.errors import UserError, counted, run_command
 from fastgpt.kernels.aot import SHARED_LIMIT, TUNED, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
@@ -93,11 +91,10 @@ def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int
         if not (mine or x in right[:top]):
             continue
         s = x.settings
-        measured = x.recorded if x.measured in (None, math.inf) else x.measured
         cells = (s["num_warps"], s["num_stages"], s.get("maxnreg", "-"), x.rows[0].registers)
         times = ["-" if x.problems else f"{x.predicted:.4f}", "-", "-"]
-        if measured:
-            times[1:] = f"{measured:.4f}", f"{x.predicted / measured - 1:+.0%}"
+        if x.measured and x.measured < math.inf:
+            times[1:] = f"{x.measured:.4f}", f"{x.predicted / x.measured - 1:+.0%}"
         note = "shipped" * mine + (f": {x.problems[0]}" if x.problems else "")
         table.add_row(f"{s['BLOCK_M']} x {s['BLOCK_N']}", *map(str, cells), *times, note)
     return table
@@ -124,7 +121,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--static", action="store_true", help="rank by machine code; needs no GPU")
-    add("--counted", action="store_true", help="rank by executing the code too; takes minutes")
     add("--arch", type=family, nargs="+", choices=SHARED_LIMIT, help="archs, with --static")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only slots that contain a TEXT")
     add("--write", action="store_true", help="write the choice into the tables")
@@ -171,7 +167,6 @@ def main(argv: list[str]) -> int:
 def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     within = json.loads(args.within.read_text(encoding="utf-8")) if args.within else None
-    known = records()
     survivors: dict[str, list[Settings]] = {}
     wrong = 0
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
@@ -186,16 +181,12 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
             found = search(
                 arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep, tick=tick
             )
-            if args.counted:
-                recount(arch, slot, found, tick)
             if not args.static:
                 from bench.tune.measure import measure
 
                 seconds = args.budget / len(todo)
                 measure(arch, slot, found, now, args.top, seconds, timer=Timer("cuda"))
             progress.remove_task(task)
-            for x in found:
-                x.recorded = known.get(identity(x.rows[0], x.configs[0].launch.meta))
             chosen = choose(found, now, args.margin)
             console.print(shown(arch, slot, found, now, args.top))
             console.print(verdict(chosen, now, found) + "\n", highlight=False)

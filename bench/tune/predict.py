@@ -12,13 +12,10 @@ Not included: every other latency, memory beyond L2, the last wave of programs. 
 bound that ranks tiles of different size; only the records of a GPU show how far off it is.
 """
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from bench.records import RESULTS
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
 from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
@@ -110,23 +107,3 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
     fixed = row.warps * outside / ISSUE + FIRST_TILE / blocks
     total = full * clocks[0] + masked * clocks[-1] + programs * fixed
     return B * H * total / device.multiprocessors / device.ghz / 1e6
-
-
-# --- beside what was measured ---------------------------------------------------------------------
-
-
-def identity(row: Row, meta: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the key that matches a measurement with a compiled configuration."""
-    tile = (meta["BLOCK_M"], meta["BLOCK_N"], row.warps, row.stages, meta.get("maxnreg"))
-    return row.arch, row.kernel, row.config, *tile
-
-
-def records(folder: Path = RESULTS) -> dict[tuple[Any, ...], float]:
-    """Reads median milliseconds by `identity` from all `*-tune.jsonl`; the latest line wins."""
-    found = {}
-    for path in sorted(folder.rglob("*-tune.jsonl"), key=lambda path: path.name):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            r = json.loads(line)
-            tile = (r["BLOCK_M"], r["BLOCK_N"], r["num_warps"], r["num_stages"], r["maxnreg"])
-            found[(r["arch"], r["kernel"], r["case"], *tile)] = r["milliseconds"]["p50"]
-    return found

@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from bench.profile import predict
 from bench.tune.predict import milliseconds
 from fastgpt.kernels.aot import judge
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.spec import MASKS, SHAPES, STEPS, case
+from fastgpt.kernels.attention.spec import MASKS, STEPS, case
 from fastgpt.kernels.proof.compile import Config, Row, compile_all
-from fastgpt.kernels.proof.profile import Call, profile
 from fastgpt.kernels.proof.sass import ceiling
 from fastgpt.kernels.runtime import recording
-from fastgpt.kernels.specs import SPECS
 
 Settings = dict[str, int]
 WARPS = (4, 8)
@@ -80,8 +77,6 @@ class Candidate:
     """Predicted milliseconds of the kernel variant that ranks the candidate."""
     measured: float | None = None
     """Milliseconds; infinite for a candidate that was not timed where others were."""
-    recorded: float | None = None
-    """Milliseconds of an earlier record, shown but not used in the choice."""
     configs: list[Config] = field(default_factory=list)
 
     @property
@@ -198,26 +193,6 @@ def search(
         right = sorted((x for x in found if not x.problems), key=lambda x: x.predicted)
         found += examine(arch, slot, bounded(arch, right), jobs, tick)
     return sorted(found, key=lambda x: (bool(x.problems), x.predicted))
-
-
-def recount(arch: int, slot: Slot, found: list[Candidate], tick: Tick = lambda: None) -> None:
-    """Predicts the right candidates again by what executing them counts, and ranks by that.
-
-    Slots with masks keep their prediction: documents are of random length.
-    """
-    D, masks = next(slot.forms())
-    if masks not in MASKS[:2]:
-        return
-    problem = dict(zip("BTH", SHAPES[D]), D=D, causal=masks == "causal")
-    dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
-    call = Call(SPECS["attention"], problem, dtype, arch, STEPS[slot.step][0])
-    for x in found:
-        if not x.problems:
-            with trying(slot.step, x.settings):
-                (counts,) = profile(call)
-            x.predicted, _ = predict(x.rows[0], counts)
-            tick()
-    found.sort(key=lambda x: (bool(x.problems), x.predicted))
 
 
 def reasons(found: Iterable[Candidate]) -> Counter[str]:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from bench import plots
 from bench.profile import predict, settings
 from fastgpt.errors import UserError
 from fastgpt.kernels.proof.compile import Row
@@ -67,10 +66,3 @@ def test_a_tile_is_read_or_named():
     assert [*settings("128x64x8x3").values()] == [128, 64, 8, 3]
     with pytest.raises(UserError, match=r"--tiles 128x64: expected BLOCK_M x BLOCK_N x warps"):
         settings("128x64")
-
-
-def test_a_plot_of_the_predicted_roofline_is_written(tmp_path):
-    points = [("64x64", 200.0, 300.0), ("128x64", 300.0, 320.0)]
-    said = plots.predicted(points, {"tensor cores": 989.0}, {"memory": 3.35}, tmp_path, "sm90-fwd")
-    assert said == "![sm90-fwd](benchmarks/sm90-fwd.png)\n"
-    assert (tmp_path / "sm90-fwd.png").stat().st_size > 10_000

@@ -11,7 +11,7 @@ from bench.timing import Samples, Timer
 from bench.tune import __main__ as tune
 from bench.tune import measure as tune_measure
 from bench.tune.__main__ import choose, read, verdict, write
-from bench.tune.predict import FIRST_TILE, identity, milliseconds, passes, product_clocks, records
+from bench.tune.predict import FIRST_TILE, milliseconds, passes, product_clocks
 from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
 from fastgpt.kernels.attention.config import TUNING, serves, trying
@@ -117,19 +117,6 @@ def test_a_pass_of_few_instructions_waits_for_l2():
 
 def test_nothing_is_predicted_of_an_unknown_arch_or_without_loops():
     assert milliseconds(row(arch=77), META, 16) is milliseconds(row(loops=[]), META, 16) is None
-
-
-def test_a_measurement_stands_beside_its_prediction(tmp_path):
-    folder = tmp_path / "some-gpu"
-    folder.mkdir()
-    about = {"arch": 90, "kernel": FWD.__name__, "case": CASE, **SETTINGS, "maxnreg": None}
-    lines = [json.dumps({**about, "milliseconds": {"p50": ms}}) for ms in (9.0, 0.5)]
-    (folder / "2000-01-01-tune.jsonl").write_text("\n".join(lines))  # the later line wins
-    (folder / "2000-01-02-other.jsonl").write_text("not a record of the tuner")
-    known = records(tmp_path)
-    assert known[identity(row(), META)] == 0.5
-    assert identity(row(), {**META, "maxnreg": 128}) not in known
-    assert records(tmp_path / "none") == {}
 
 
 # --- choice ---------------------------------------------------------------------------------------
@@ -328,7 +315,6 @@ import pathlib, sys
 from fastgpt.kernels.attention import config as attention_config
 from bench.tune import __main__ as tune
 attention_config.TUNING = pathlib.Path(sys.argv[1])
-tune.records = lambda: {}
 sys.exit(tune.main(sys.argv[2:]))
 """
 
