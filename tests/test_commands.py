@@ -45,7 +45,7 @@ SHORTER = [
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
-    (r"^make bench-regress.*$", "make bench-regress ARGS='-k add_layer_norm'"),
+    (r"^make bench-regress.*$", "make bench-regress ARGS='--only add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
     (r"^make tune$", f"make tune ARGS='{SLOT}'"),
     (r"^make clean$", f"make -f {ROOT}/Makefile clean"),
