@@ -40,7 +40,6 @@ PATIENCE = 5
 START_S = 600
 """Seconds that a process may take to build and compile."""
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-OUT_OF_MEMORY = "out of memory"
 SIZES = (
     "num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias", "dropout",
     "init",
@@ -60,6 +59,10 @@ class Plan:
     @property
     def tokens(self) -> int:
         return self.config.train.batch_tokens
+
+    def in_fp32(self) -> "Plan":
+        train = replace(self.config.train, precision="fp32")
+        return replace(self, precision="fp32", config=replace(self.config, train=train))
 
 
 def write_text(path: Path, vocab: int, tokens: int) -> None:
@@ -112,13 +115,8 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
         "trials": engine.plan.trials,
         "compile": engine.plan.compiled,
         "optimizer": config.optim.kind,
+        "precision": plan.precision,
     }
-
-
-def _fastgpt_fp32(plan: Plan) -> Built:
-    train = replace(plan.config.train, precision="fp32")
-    step, facts = _fastgpt(replace(plan, config=replace(plan.config, train=train)), plan.config.ops)
-    return step, {**facts, "precision": "fp32"}
 
 
 def _every_op(*wanted: str) -> OpsConfig:
@@ -140,25 +138,25 @@ def _reference(plan: Plan, *, compiled: bool) -> Built:
     expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
     step = plain_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
-    return step, {"compile": compiled, "optimizer": "adamw"}
+    return step, {"compile": compiled, "optimizer": "adamw", "precision": plan.precision}
 
 
-def _nanogpt(plan: Plan, precision: str) -> Built:
+def _nanogpt(plan: Plan) -> Built:
     assert plan.nanogpt is not None
     expect_gpt2(plan.config.model)
     batches = _random_batches(plan)
-    step = nanogpt_step(plan.config, plan.nanogpt, plan.on, precision, batches)
-    return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": precision}
+    step = nanogpt_step(plan.config, plan.nanogpt, plan.on, plan.precision, batches)
+    return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": plan.precision}
 
 
 CONTENDERS: dict[str, Callable[[Plan], Built]] = {
     "fastgpt": lambda plan: _fastgpt(plan, plan.config.ops),
-    "fastgpt fp32": _fastgpt_fp32,
+    "fastgpt fp32": lambda plan: _fastgpt(plan.in_fp32(), plan.config.ops),
     "fastgpt triton": lambda plan: _fastgpt(plan, TRITON_OPS),
     "eager": lambda plan: _reference(plan, compiled=False),
     "compiled": lambda plan: _reference(plan, compiled=True),
-    "nanogpt": lambda plan: _nanogpt(plan, plan.precision),
-    "nanogpt fp32": lambda plan: _nanogpt(plan, "fp32"),
+    "nanogpt": _nanogpt,
+    "nanogpt fp32": lambda plan: _nanogpt(plan.in_fp32()),
 }
 
 
@@ -225,7 +223,7 @@ def serve(pipe: Connection, name: str, plan: Plan) -> None:
             else:
                 pipe.send({"parts": parts.profile(step, plan.on)})
     except torch.OutOfMemoryError:
-        pipe.send({"failed": OUT_OF_MEMORY})
+        pipe.send({"failed": "out of memory"})
     except UserError as error:
         pipe.send({"failed": str(error)})
     except Exception as error:

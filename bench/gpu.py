@@ -33,13 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-try:
-    from bench import records
-except ImportError:  # the stage `env` names the missing dependency
-    records = None  # pyright: ignore[reportAssignmentType]
+import torch
+
+from bench import records
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "rich", "tyro", "matplotlib")
+NEEDED = ("triton", "pytest", "hypothesis", "matplotlib")
 REHEARSED = "layer_norm and errors_are_seen"
 """pytest's `-k` expression for the tests that a trial run without a GPU selects."""
 FORM_S = 3.0
@@ -66,8 +65,6 @@ class Context:
         """Compute capability as one number, for which the kernels are compiled."""
         if self.rehearse:
             return 90
-        import torch
-
         major, minor = torch.cuda.get_device_capability()
         return 10 * major + minor
 
@@ -122,7 +119,7 @@ def parity_files() -> list[str]:
     """
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [p for p in paths if "pytest.mark.gpu" in p.read_text("utf-8")]
-    found.sort(key=lambda path: (path.parent.name != "trainer", path.parent.name != "cuda"))
+    found.sort(key=lambda path: (path.parent.name != "train", path.parent.name != "cuda"))
     return [str(path.relative_to(ROOT)) for path in found]
 
 
@@ -225,25 +222,14 @@ STAGES = (
 
 
 @functools.cache
-def _writer(context: Context) -> Any:
-    assert records
+def writer(context: Context) -> records.Writer:
     return records.Writer(context.on, context.out)
-
-
-def save(context: Context, kind: str, row: Row) -> None:
-    """Appends a row to the record, without `bench.records` if that cannot be imported."""
-    if records:
-        _writer(context).write(kind, row)
-        return
-    line = {"kind": kind, "commit": os.environ.get("FASTGPT_COMMIT"), **row}
-    with (context.out / "stages.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def rows_since(began: str, context: Context, kind: str) -> list[Row]:
     """Returns the records of a kind, of runs that began then or later."""
     try:
-        rows = records.read(context.out) if records else []
+        rows = records.read(context.out)
     except ValueError:  # the folder has other files, too
         return []
     return [row for row in rows if row["kind"] == kind and row.get("run", "") >= began]
@@ -255,10 +241,8 @@ def environment(context: Context) -> int:
     if missing:
         print(f"not installed: {', '.join(missing)}")
         return 1
-    from bench import records  # raises if another dependency is missing
-
-    state = records.state(context.on)
-    save(context, "environment", {"state": state, "arch": context.arch, "python": sys.version})
+    found = {"state": records.state(context.on), "arch": context.arch, "python": sys.version}
+    writer(context).write("environment", found)
     about = records.described(context.on)
     said = " ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     print(f"{about['device']}, driver {about['driver']}, {said}")
@@ -274,7 +258,7 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-            save(self.context, "test", row)
+            writer(self.context).write("test", row)
 
 
 # --- running them ---------------------------------------------------------------------------------
@@ -359,25 +343,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def has_cuda() -> bool:
-    """Returns True if torch is installed and sees a GPU."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def default_out() -> Path:
-    return records.folder_of("cuda") if records else ROOT / "bench" / "results" / "gpu"
-
-
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    if not args.rehearse and not has_cuda():
+    if not args.rehearse and not torch.cuda.is_available():
         print("gpu: torch sees no CUDA device; --rehearse runs every stage on a CPU, tiny")
         return 2
-    out = args.out or default_out()
+    out = args.out or records.folder_of("cpu" if args.rehearse else "cuda")
     out.mkdir(parents=True, exist_ok=True)
     context = Context(out.absolute(), args.full, args.rehearse)
     if args.environment:
@@ -394,7 +365,7 @@ def main(argv: list[str]) -> int:
     for stage in stages:
         print(f"{stage.name:12} ", end="", flush=True)
         row = run_stage(stage, context)
-        save(context, "stage", row)
+        writer(context).write("stage", row)
         passed &= row["passed"]
         print(f"{'yes' if row['passed'] else 'NO':7} {row['seconds']:7.0f}  {row['key']}")
     print(f"records and log: {out}")

@@ -17,14 +17,8 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
 
 PARTS: tuple[str, ...] = (
-    "GEMM",
-    "attention",
-    "norm",
-    "loss",
-    "optimizer",
-    "other",
-    "data wait",
-    "host gap",
+    *("GEMM", "attention", "norm", "loss", "optimizer", "other"),
+    *("data wait", "host gap"),
 )
 STEPS = 3
 """Number of steps that are profiled, after one that is not."""

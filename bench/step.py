@@ -3,8 +3,7 @@
 Every contender does what its trainer does between two log lines: batch, forward, backward,
 clipping, optimizer. All have the same number of tokens and the same precision; on a CPU fastgpt and
 nanoGPT are timed in fp32 as well, and llm.c in fp32 alone. Each runs in a process of its own. They
-take turns in an order that alternates, except for the largest batch that fits on a GPU, where each
-runs alone.
+take turns in an order that alternates.
 """
 
 import tempfile
@@ -18,7 +17,7 @@ import torch
 import tyro
 
 from bench import contenders, parts, records
-from bench.contenders import TINY, Contender, Plan
+from bench.contenders import TINY, Plan
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
@@ -30,9 +29,8 @@ from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 
-BATCHES = {"cuda": (64, 16, 4, 0), "cpu": ()}
-"""Batch sizes in sequences, most important first; 0: the largest that fits, on a CPU the
-recipe's."""
+BATCHES = (64, 16, 4)
+"""Batch sizes in sequences on CUDA, most important first; on a CPU it is the recipe's."""
 LLMC_STEPS = 20
 GPT2_VOCABULARY = 50_257
 VOCABULARY = 65
@@ -46,10 +44,7 @@ class StepBench:
     recipe: Annotated[str, tyro.conf.Positional] = "auto"
     """Recipe of the network and settings; `auto`: gpt2-124m on CUDA, else shakespeare-char."""
     batch: tuple[int, ...] = ()
-    """Sequences in a step; 0: the largest number that fits on the GPU.
-
-    By default 64, 16, 4 and the largest on CUDA, the recipe's on a CPU.
-    """
+    """Sequences in a step; by default 64, 16 and 4 on CUDA, the recipe's on a CPU."""
     context: int | None = None
     """Tokens in a sequence; by default the recipe's."""
     dropout: float | None = None
@@ -133,31 +128,10 @@ def check(bench: StepBench, on: str) -> None:
     for name, given in (("rounds", bench.rounds), ("context", bench.context)):
         if given is not None and given < 1:
             raise UserError(f"--{name} is {given}: expected 1 or more")
-    if wrong := [n for n in bench.batch if n < (0 if on == "cuda" else 1)]:
-        raise UserError(
-            f"--batch {wrong[0]}: expected 1 or more; on CUDA also 0, the largest that fits"
-        )
+    if wrong := [n for n in bench.batch if n < 1]:
+        raise UserError(f"--batch {wrong[0]}: expected 1 or more")
     if bench.nanogpt is not None:
         nanogpt_module(bench.nanogpt)
-
-
-def largest_batch(plan: Plan, caches: Path) -> int:
-    """Finds the largest power of two, from 64 sequences on, with which fastgpt takes a step.
-
-    Raises:
-        UserError: a step failed for another reason than memory.
-    """
-    fits = 64
-    while fits < 4096:
-        contender = Contender("fastgpt triton", with_batch(plan, 2 * fits), caches)
-        contender.begin()
-        contender.stop()
-        if contender.failed == contenders.OUT_OF_MEMORY:
-            break
-        if contender.failed:
-            raise UserError(contender.failed)
-        fits *= 2
-    return fits
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -175,25 +149,22 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     if on == "cuda":
         torch.cuda.empty_cache()  # 3 GB for the contenders
     end = time.perf_counter() + bench.budget
-    recipe_batch = RECIPES[config.recipe][1].global_batch
-    for asked in bench.batch or BATCHES[on] or (8 if bench.tiny else recipe_batch,):
-        about = {"recipe": config.recipe, "precision": precision, "tiny": bench.tiny}
-        try:
-            if time.perf_counter() > end:
-                raise UserError(f"over the budget of {bench.budget:.0f} s")
-            batch = asked or largest_batch(plan, folder / "largest")
-        except UserError as error:
-            case = f"step/{config.recipe}/B={asked or 'largest'}"
-            yield "missing", {**about, "case": case, "implementation": "all", "reason": str(error)}
-            continue
-        now = with_batch(plan, batch)
+    usual = (8 if bench.tiny else RECIPES[config.recipe][1].global_batch,)
+    for batch in bench.batch or (BATCHES if on == "cuda" else usual):
         length = "" if bench.context is None else f"/T={bench.context}"
-        about |= {
+        about = {
+            "recipe": config.recipe,
+            "precision": precision,
+            "tiny": bench.tiny,
             "case": f"step/{config.recipe}/B={batch}{length}",
             "shape": {"B": batch, "T": config.model.context},
-            "largest": asked == 0,
             "dropout": config.model.dropout,
         }
+        if time.perf_counter() > end:
+            reason = f"over the budget of {bench.budget:.0f} s"
+            yield "missing", {**about, "implementation": "all", "reason": reason}
+            continue
+        now = with_batch(plan, batch)
         yield from _contenders(bench, names, now, rates, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
@@ -209,24 +180,23 @@ def _contenders(
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yields the measurements of one batch size, each as soon as it is known."""
     before = records.state(plan.on)
-    how = {"alternating": not about["largest"], "first_step_alone": not bench.parallel_start}
-    for group in [(name,) for name in names] if about["largest"] else [names]:
-        found = contenders.take_turns(
-            group, plan, caches, rounds=bench.rounds, starts=bench.starts,
-            parallel_start=bench.parallel_start,
-        )  # fmt: skip
-        for name, figures in found:
-            row = {**about, "implementation": name, **figures}
-            if "reason" in figures:
-                yield "missing", row
-                continue
-            state = {"before": before, "after": records.state(plan.on)}
-            yield "step", {**row, **how, **_rates(plan, figures, rates), **state}
+    how = {"alternating": True, "first_step_alone": not bench.parallel_start}
+    found = contenders.take_turns(
+        names, plan, caches, rounds=bench.rounds, starts=bench.starts,
+        parallel_start=bench.parallel_start,
+    )  # fmt: skip
+    for name, figures in found:
+        row = {**about, "implementation": name, **figures}
+        if "reason" in figures:
+            yield "missing", row
+            continue
+        state = {"before": before, "after": records.state(plan.on)}
+        yield "step", {**row, **how, **_rates(plan, figures, rates), **state}
 
 
 def _rates(plan: Plan, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
     """Returns the speed of a row, and its share of the machine's limits for its precision."""
-    precision = found.get("precision", plan.precision)
+    precision = found["precision"]
     roof = roof_of(rates, precision)
     tok_per_s = plan.tokens / found["seconds"]["p50"]
     flops = flops_per_token(plan.config.model)

@@ -174,16 +174,18 @@ def nanogpt_step(
 
 # --- llm.c ----------------------------------------------------------------------------------------
 
-LLMC_STEP = re.compile(r"step\s+(\d+)/\d+ .*?\|\s*([\d.]+) ms .*?\|\s*\d+ tok/s")
-"""Pattern of the line that llm.c prints for a step (commit f1e2ace)."""
+LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")
+"""Pattern of the line that both of its programs print for a step (commit f1e2ace)."""
 LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
+LLMC_ON_CPU = {"batch": 4, "context": 64}
+"""Sequences in a step and tokens of each, which llm.c's program for CPUs has built in."""
 PATIENCE_S = 600
 
 
 def run_llmc(
     binary: Path, shards: Path, *, layers: int, batch: int, context: int, steps: int
 ) -> dict[str, Any]:
-    """Runs llm.c's training of a GPT-2 of that depth, with random weights, in bf16.
+    """Runs llm.c's training of a GPT-2 of that depth on a GPU, with random weights, in bf16.
 
     Args:
         binary: `train_gpt2cu`, or a checkout that has it.
@@ -195,36 +197,15 @@ def run_llmc(
 
     Returns:
         dict[str, Any]: quantiles of a step's seconds, and the bytes that it reports as allocated.
-
-    Raises:
-        UserError: the binary is missing, fails, takes too long, or prints no steps.
     """
-    binary = binary / "train_gpt2cu" if binary.is_dir() else binary
-    if not binary.exists():
-        raise UserError(f"--llmc {binary}: expected llm.c's train_gpt2cu, found nothing")
-    command = [
-        str(binary.absolute()), "-i", str(shards / "train_*.bin"), "-j", str(shards / "val_*.bin"),
-        "-e", f"d{layers}", "-b", str(batch), "-t", str(context), "-d", str(batch * context),
-        "-x", str(steps), "-v", "1000000", "-m", "1", "-s", "0", "-r", "0",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    except OSError as error:
-        raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"--llmc {binary}: not finished after {PATIENCE_S} s") from error
-    steps_s = [float(ms) / 1e3 for n, ms in LLMC_STEP.findall(done.stdout) if int(n) > 1]
-    if done.returncode or len(steps_s) < 2:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
-        raise UserError(f"--llmc {binary}: exit status {done.returncode}, last line: {said[0]}")
-    mib = sum(map(int, LLMC_MEMORY.findall(done.stdout)))
-    return {"seconds": quantiles(steps_s), "peak_bytes": mib * 2**20 or None}
-
-
-LLMC_ON_CPU = {"batch": 4, "context": 64}
-"""Sequences in a step and tokens of each, which llm.c's program for CPUs has built in."""
-LLMC_CPU_STEP = re.compile(r"step \d+: train loss .*\(took ([\d.]+) ms\)")
-"""Pattern of the line that it prints for a step (commit f1e2ace)."""
+    shards = shards.absolute()
+    printed, seconds = _run_llmc(
+        binary, "train_gpt2cu", steps, shards, "-i", shards / "train_*.bin", "-j",
+        shards / "val_*.bin", "-e", f"d{layers}", "-b", batch, "-t", context, "-d", batch * context,
+        "-x", steps, "-v", 1_000_000, "-m", 1, "-s", 0, "-r", 0,
+    )  # fmt: skip
+    mib = sum(map(int, LLMC_MEMORY.findall(printed)))
+    return {"seconds": seconds, "peak_bytes": mib * 2**20 or None}
 
 
 def run_llmc_on_cpu(binary: Path, model: ModelConfig, steps: int) -> dict[str, Any]:
@@ -235,49 +216,55 @@ def run_llmc_on_cpu(binary: Path, model: ModelConfig, steps: int) -> dict[str, A
         model: sizes of the network; the context must hold that of `LLMC_ON_CPU`.
         steps: number of steps, 3 to 20, after which it samples text; the first one, which warms up,
             is not counted.
-
-    Returns:
-        dict[str, Any]: quantiles of a step's seconds.
-
-    Raises:
-        UserError: the binary is missing, fails, takes too long, or prints no steps.
     """
-    binary = binary / "train_gpt2" if binary.is_dir() else binary
-    if not binary.exists():
-        raise UserError(f"--llmc {binary}: expected llm.c's train_gpt2, found nothing")
-    steps_s: list[float] = []
-    said = "nothing"
     with tempfile.TemporaryDirectory() as name:
         _write_llmc_files(Path(name), model)
-        screen, its_end = os.openpty()  # into a pipe it would write its lines late
-        with open(screen, errors="replace") as lines:
-            try:
-                process = subprocess.Popen(
-                    [binary.absolute()], cwd=name, stdout=its_end, stderr=its_end
-                )
-            except OSError as error:
-                raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
-            finally:
-                os.close(its_end)
-            end = threading.Timer(PATIENCE_S, process.kill)
-            end.start()
-            try:
-                for line in lines:
-                    said = line.strip() or said
-                    steps_s += [float(ms) / 1e3 for ms in LLMC_CPU_STEP.findall(line)]
-                    if len(steps_s) == steps:
-                        break
-            except OSError:
-                pass  # it has ended
-            finally:
-                end.cancel()
-                process.kill()
-                process.wait()
-    if len(steps_s) < steps:
-        raise UserError(
-            f"--llmc {binary}: {len(steps_s)} of {steps} steps in {PATIENCE_S} s, last line: {said}"
-        )
-    return {"seconds": quantiles(steps_s[1:])}
+        _, seconds = _run_llmc(binary, "train_gpt2", steps, Path(name))
+    return {"seconds": seconds}
+
+
+def _run_llmc(
+    binary: Path, name: str, steps: int, folder: Path, *arguments: object
+) -> tuple[str, dict[str, float]]:
+    """Runs a program of llm.c until it has taken its steps, in a folder.
+
+    Returns:
+        tuple[str, dict[str, float]]: what it printed, and quantiles of a step's seconds.
+
+    Raises:
+        UserError: the binary is missing, fails, takes too long, or prints too few steps.
+    """
+    binary = binary / name if binary.is_dir() else binary
+    if not binary.exists():
+        raise UserError(f"--llmc {binary}: expected llm.c's {name}, found nothing")
+    printed: list[str] = []
+    seconds: list[float] = []
+    screen, its_end = os.openpty()  # into a pipe it would write its lines late
+    with open(screen, errors="replace") as lines:
+        command = [str(binary.absolute()), *map(str, arguments)]
+        try:
+            process = subprocess.Popen(command, cwd=folder, stdout=its_end, stderr=its_end)
+        except OSError as error:
+            raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
+        finally:
+            os.close(its_end)
+        end = threading.Timer(PATIENCE_S, process.kill)
+        end.start()
+        try:
+            while len(seconds) < steps and (line := lines.readline()):
+                printed.append(line)
+                seconds += [float(ms) / 1e3 for ms in LLMC_STEP.findall(line)]
+        except OSError:
+            pass  # it has ended
+        finally:
+            end.cancel()
+            process.kill()
+            process.wait()
+    if len(seconds) < steps:
+        said = next((line.strip() for line in reversed(printed) if line.strip()), "nothing")
+        found = f"{len(seconds)} of {steps} steps in {PATIENCE_S} s, last line: {said}"
+        raise UserError(f"--llmc {binary}: {found}")
+    return "".join(printed), quantiles(seconds[1:])
 
 
 def _write_llmc_files(folder: Path, model: ModelConfig) -> None:
