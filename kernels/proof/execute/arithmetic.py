@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, opcode, unknown
+from .build import Build, opcode, unknown
 from .formats import (
     F32,
     F64,
@@ -22,7 +22,9 @@ from .formats import (
     to_half,
 )
 from .lanes import TYPES, plain
+from .machine import Machine, Step
 from .ptx import BOOL, U16, U32, U64, Instruction, Vector
+from .state import Mask
 
 
 def _divide(a: Any, b: Any) -> Any:

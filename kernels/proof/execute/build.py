@@ -1,26 +1,16 @@
 """From instructions to steps: closures that do on all lanes what one instruction says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .errors import UnknownPtxError
-from .ptx import BOOL, Address, Array, Immediate, Instruction, Name, Operand, Program, Vector
+from .machine import Machine, Step
+from .ptx import BOOL, Address, Immediate, Instruction, Name, Operand, Program, Vector
+from .state import Mask
 from .unwritten import suspects, watched
 
-if TYPE_CHECKING:
-    from .machine import Machine
-else:
-    Machine = Any  # a name in annotations alone: that module imports all others
-
-WARP = 32
-Mask = Array | None
-"""Lanes that take part, bool (lanes,); None for all of them."""
-Step = Callable[["Machine", Mask], None]
-"""Function that carries out one instruction on the lanes that take part."""
 Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
 """Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
@@ -104,12 +94,6 @@ def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tu
     base = b.slot(Immediate(0), dtype) if operand.base is None else operand.base
     dtype = b.program.dtypes[base].type
     return base, dtype(operand.offset % (1 << 8 * np.dtype(dtype).itemsize))
-
-
-def literal(operand: object) -> int:
-    """The value of an operand that is a number in the text."""
-    assert isinstance(operand, Immediate), operand
-    return operand.value
 
 
 def unknown(instruction: Instruction) -> UnknownPtxError:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .build import WARP, Machine
-from .ptx import Array, Program
+from .ptx import WARP, Array, Program
 
 SECTOR, BANKS, WORD = 32, 32, 4
 """Bytes of a sector of global memory; banks of shared memory; bytes of a bank's word."""
@@ -98,23 +97,23 @@ class Counters:
     def add(self, field: str, amount: int | np.integer) -> None:
         self.table[FIELDS.index(field), self._here] += amount
 
-    def in_global(self, m: Machine, lanes: Array, addresses: Array, size: int) -> None:
-        """Counts an access of `size` bytes a lane to global memory."""
-        by_warp = _grouped(m, lanes, addresses, WARP)
+    def in_global(self, threads: int, lanes: Array, addresses: Array, size: int) -> None:
+        """Counts an access of `size` bytes a lane, of so many threads, to global memory."""
+        by_warp = _grouped(threads, lanes, addresses, WARP)
         held = _distinct(by_warp)[1].sum(1) * size
         self.add("sectors", _distinct(np.where(by_warp < 0, -1, by_warp // SECTOR))[1].sum())
         self.add("least_sectors", (-(-held // SECTOR)).sum())
         self.add("bytes", held.sum())
 
-    def in_shared(self, m: Machine, lanes: Array, addresses: Array, size: int) -> None:
-        """Counts an access of `size` bytes a lane to shared memory.
+    def in_shared(self, threads: int, lanes: Array, addresses: Array, size: int) -> None:
+        """Counts an access of `size` bytes a lane, of so many threads, to shared memory.
 
         Up to 4 bytes a lane the warp accesses as one, 8 bytes by halves, 16 bytes by quarters; a
         row of ldmatrix is 16 bytes of a lane. The lanes of such a part take as many passes as the
         fullest bank has different words for them.
         """
         words = max(1, size // WORD)
-        first = _grouped(m, lanes, addresses, WARP // words)[:, :, None]
+        first = _grouped(threads, lanes, addresses, WARP // words)[:, :, None]
         asked = np.where(first < 0, -1, first // WORD + np.arange(words)).reshape(len(first), -1)
         words_of, new = _distinct(asked)
         place = np.arange(len(asked))[:, None] * BANKS + words_of % BANKS
@@ -169,9 +168,9 @@ def _holds(outer: Loop, inner: Loop) -> bool:
     return outer != inner and outer.first <= inner.first and inner.last <= outer.last
 
 
-def _grouped(m: Machine, lanes: Array, addresses: Array, width: int) -> Array:
+def _grouped(threads: int, lanes: Array, addresses: Array, width: int) -> Array:
     """Returns addresses (groups, width) of each `width` lanes that follow each other; -1: none."""
-    whole = np.full(m.size, -1, np.int64)
+    whole = np.full(threads, -1, np.int64)
     whole[lanes] = addresses.astype(np.int64)
     return whole.reshape(-1, width)
 

@@ -1,4 +1,4 @@
-"""Asynchronous work: copies to shared memory, and registers that will be written later.
+"""Asynchronous work: copies to shared memory, products, registers that will be written later.
 
 Nothing asynchronous happens before something waits for it, as late as the ISA allows. Code that
 waits too little meets memory that is still being copied to, or registers that hold NaN.
@@ -6,14 +6,14 @@ waits too little meets memory that is still being copied to, or registers that h
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, literal, opcode, unknown
-from .ptx import Array, Instruction
-from .shared import COMING
+from .errors import LaneError
+from .ptx import Array
+from .shared import COMING, SharedMemory
+from .state import LaneState, Mask
 
 NAN = np.uint32(0x7FFF_FFFF)
 
@@ -42,15 +42,15 @@ class Copy:
 class Copies:
     """All copies under way in a machine."""
 
-    def __init__(self, m: Machine) -> None:
-        self.m = m
+    def __init__(self, m: LaneState, shared: SharedMemory) -> None:
+        self.m, self.shared = m, shared
         self.pending: list[Copy] = []
         self.group = np.zeros(m.size, np.int32)
         """Number of groups that each lane has committed."""
 
     def start(self, lanes: Array, offset: Array, data: Array) -> None:
         """Bytes (lanes, bytes) are on their way to shared memory."""
-        shared = self.m.shared
+        shared = self.shared
         units = shared.units(offset, data.shape[1])
         shared.refuse_clashes(lanes, units, "copies to")
         shared.state[units] = COMING
@@ -60,7 +60,7 @@ class Copies:
         """Copies arrive, but for those of the last `allowed` groups of these lanes."""
         waiting = np.zeros(self.m.size, bool)
         waiting[lanes] = True
-        limit, left, shared = self.group - allowed, [], self.m.shared
+        limit, left, shared = self.group - allowed, [], self.shared
         for copy in self.pending:
             done = waiting[copy.lanes] & (copy.group < limit[copy.lanes])
             if done.any():
@@ -71,56 +71,6 @@ class Copies:
             if not done.all():
                 left.append(copy.part(~done))
         self.pending = left
-
-
-@opcode("cp.async.cg.shared.global", "cp.async.ca.shared.global")
-def _copy(b: Build, i: Instruction) -> Step:
-    """cp.async (9.7.9.25.3): the bytes from the fourth operand on are zeros."""
-    to, to_offset = address_of(b, i.args[0], np.uint32)
-    of, of_offset = address_of(b, i.args[1], np.uint64)
-    size = literal(i.args[2])
-    given = b.slot(i.args[3] if len(i.args) > 3 else i.args[2], np.uint32)
-
-    def step(m: Machine, mask: Mask) -> None:
-        lanes = m.index(mask)
-        offset = m.shared.place(lanes, m.addresses(to, to_offset, mask), size, "copies")
-        read = m.full(given)[lanes]
-        if ((read != 0) & (read != size)).any():
-            raise unknown(i)
-        data, whole = np.zeros((len(lanes), size), np.uint8), np.flatnonzero(read)
-        if len(whole):
-            addresses = (m.full(of) + of_offset)[lanes[whole]]
-            words = m.memory.load(m, lanes[whole], addresses, np.dtype("u4"), size // 4)
-            data[whole] = np.ascontiguousarray(words.T).view(np.uint8)
-        m.copies.start(lanes, offset, data)
-
-    return step
-
-
-WORK = {"cp": attrgetter("copies"), "wgmma": attrgetter("groups")}
-"""Beginning of an opcode -> what keeps its work in a machine, in groups that can be waited for."""
-
-
-@opcode("cp.async.commit_group", "wgmma.commit_group.sync.aligned")
-def _commit(b: Build, i: Instruction) -> Step:
-    work = WORK[i.mods[0]]
-
-    def step(m: Machine, mask: Mask) -> None:
-        work(m).group[m.index(mask)] += 1
-
-    return step
-
-
-@opcode("cp.async.wait_group", "wgmma.wait_group.sync.aligned")
-def _wait(b: Build, i: Instruction) -> Step:
-    work, allowed = WORK[i.mods[0]], literal(i.args[-1])  # Triton has accumulators before it
-    return lambda m, mask: work(m).wait(m.index(mask), allowed)
-
-
-@opcode("fence.proxy.async")
-def _fence(b: Build, i: Instruction) -> Step:
-    """fence.proxy.async (9.7.14.4): what threads wrote becomes visible to tensor cores."""
-    return lambda m, mask: m.shared.fence(m.index(mask))
 
 
 # --- registers ------------------------------------------------------------------------------------
@@ -138,7 +88,7 @@ class Late:
 class LateRegisters:
     """All such registers of a machine; until they are written they hold NaN."""
 
-    def __init__(self, m: Machine) -> None:
+    def __init__(self, m: LaneState) -> None:
         self.m = m
         self.slots: dict[int, Late] = {}
 
@@ -198,3 +148,73 @@ class LateRegisters:
         group[np.isin(self.m.lanes, lanes, invert=True)] = -1
         self.slots[to] = Late(value, group)
         self.m.R[to] = np.where(group >= 0, value.dtype.type(2**63 - 1), value)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+class WarpGroups:
+    """The products under way in a machine; their results are in `late`."""
+
+    def __init__(self, m: LaneState, shared: SharedMemory, late: LateRegisters) -> None:
+        self.m, self.shared, self.late = m, shared, late
+        self.group = np.zeros(m.size, np.int32)
+        """Number of groups that each lane has committed."""
+        self.pins: list[tuple[Array, Array, Array]] = []
+        """(first lanes of warp groups, units, commit groups): what products under way read."""
+
+    def read(self, lanes: Array, units: Array) -> None:
+        """Products that the lanes asked for read units of shared memory, until they are done."""
+        self.shared.async_reads(lanes, units, "wgmma")
+        self.shared.pinned[units] += 1  # once, however often one product reads it
+        self.pins.append((lanes, units, self.group[lanes]))
+
+    def wait(self, lanes: Array, allowed: int) -> None:
+        """Products are done, but for those of the last `allowed` groups of these lanes."""
+        limit = self.group[lanes] - allowed
+        self.late.settle(lanes, limit)
+        bound = np.full(self.m.size, -1)
+        bound[lanes] = limit
+        left = []
+        for firsts, units, group in self.pins:
+            done = bound[firsts] > group
+            self.shared.pinned[units[..., done]] -= 1
+            if not done.all():
+                left.append((firsts[~done], units[..., ~done], group[~done]))
+        self.pins = left
+
+
+# --- mbarriers ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Mbarrier:
+    """One object; a phase is complete when as many have arrived as were expected."""
+
+    expected: int
+    phase: int = 0
+    """Number of phases that are complete."""
+    arrived: int = 0
+
+
+class Mbarriers:
+    """All mbarriers of a machine, by thread block and address."""
+
+    def __init__(self, m: LaneState) -> None:
+        self.m = m
+        self.objects: dict[tuple[int, int], Mbarrier] = {}
+
+    def get(self, lane: int, address: int) -> Mbarrier:
+        """The object at an address of the lane's block; a fault if there is none."""
+        found = self.objects.get((int(self.m.block[lane]), address))
+        if found is None:
+            raise LaneError(lane, f"uses shared memory at {address}, which is no mbarrier")
+        return found
+
+    def arrive(self, lane: int, address: int) -> None:
+        """One arrival."""
+        barrier = self.get(lane, address)
+        barrier.arrived += 1
+        if barrier.arrived == barrier.expected:
+            barrier.phase, barrier.arrived = barrier.phase + 1, 0
+            self.m.spinning[:] = False

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step
+from .build import Build
 from .errors import UnknownPtxError
 from .formats import F16, F32, F64
+from .machine import Machine, Step
 from .ptx import BOOL, U8, U16, U32, U64, Instruction
+from .state import Mask
 
 TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32, "u32": U32,
          "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),

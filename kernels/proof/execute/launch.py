@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 from ...runtime import INTERPRETING, Launch
-from . import arithmetic, moves, warp  # noqa: F401  (they register their instructions)
+from . import arithmetic, groups, mbarrier, moves, tcgen05, warp  # noqa: F401  (they register)
 from .build import Build
 from .counters import Counters
 from .errors import UnknownPtxError
@@ -89,7 +89,9 @@ def run_ptx(
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
             machine = Machine(
-                build,
+                program,
+                build.blocks,
+                build.registers(),
                 params=params,
                 grid=whole,
                 threads=threads,

@@ -1,33 +1,34 @@
 """The machine: thread blocks that run a program in lockstep, one array lane a thread.
 
 The group of threads with the lowest program counter runs first, one basic block at a time, so
-that threads that took different branches meet again as early as they can. A register is an array
-over all lanes, or a numpy scalar while all lanes agree; None is one that was never written.
+that threads that took different branches meet again as early as they can.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .build import WARP, Build, Mask
 from .counters import Counters
 from .errors import FaultError, LaneError
-from .flight import Copies, LateRegisters
-from .mbarrier import Mbarriers
+from .flight import Copies, LateRegisters, Mbarriers, WarpGroups
 from .memory import GlobalMemory, smallest_access
-from .ptx import Array, Instruction
+from .ptx import WARP, Array, Instruction, Program
 from .shared import SharedMemory
-from .tcgen05 import TensorMemories
-from .unwritten import BITS, BOTH
-from .wgmma import WarpGroups
+from .state import LaneState, Mask
+from .tensor_memory import TensorMemories
+
+Step = Callable[["Machine", Mask], None]
+"""Function that carries out one instruction on the lanes that take part."""
 
 
-class Machine:
+class Machine(LaneState):
     """Some thread blocks of one launch.
 
     Args:
-        build: the kernel, and what each of its instructions does.
+        program: the kernel.
+        steps: what each instruction of each basic block does.
+        registers: slot -> value before the first instruction.
         params: values of the parameters, as numpy scalars.
         grid: thread blocks in x, y and z.
         threads: threads of a block.
@@ -39,7 +40,9 @@ class Machine:
 
     def __init__(
         self,
-        build: Build,
+        program: Program,
+        steps: list[list[Step]],
+        registers: list[Any],
         *,
         params: dict[str, Any],
         grid: tuple[int, int, int],
@@ -49,31 +52,17 @@ class Machine:
         memory: GlobalMemory,
         counters: Counters | None = None,
     ) -> None:
-        self.program, self.steps = build.program, build.blocks
-        self.params, self.memory, self.counters = params, memory, counters
-        self.threads, self.warps = threads, threads // WARP
-        self.size = len(blocks) * threads
-        self.lanes = np.arange(self.size)
-        self.block = np.repeat(np.arange(len(blocks)), threads)
-        """Lane -> number of its thread block in this machine."""
-        self.cta = np.repeat(blocks, threads)
-        """Lane -> number of its thread block in the grid."""
-        self.tid = self.lanes % threads
-        self.warp = self.tid // WARP
-        unit = smallest_access(self.program, "shared")
-        self.shared = SharedMemory(self, len(blocks), shared, unit)
-        self.copies, self.late = Copies(self), LateRegisters(self)
-        self.groups, self.mbarriers = WarpGroups(self), Mbarriers(self)
-        self.tensor = TensorMemories(self, len(blocks))
-        self.R = build.registers()
-        self.unwritten: dict[int, Array] = {}
-        """Slot -> lanes that never wrote it, as marks: see `unwritten`."""
+        super().__init__(program, registers, threads, blocks, counters)
+        self.steps, self.params, self.memory = steps, params, memory
+        self.shared = SharedMemory(self, shared, smallest_access(program, "shared"))
+        self.copies, self.late = Copies(self, self.shared), LateRegisters(self)
+        self.groups = WarpGroups(self, self.shared, self.late)
+        self.mbarriers = Mbarriers(self)
+        self.tensor = TensorMemories(self, self.mbarriers)
         self._special(grid)
         self.exited = np.zeros(self.size, bool)
         self.waiting = np.full(self.size, -1)
         """Lane -> basic block where it goes on after the barrier at which it waits; -1 if none."""
-        self.spinning = np.zeros(self.size, bool)
-        """Lanes that polled an mbarrier in vain since the last thing that could complete it."""
         self.fronts: dict[int, Mask] = {0: None}
         """Basic block -> lanes that are about to run it."""
 
@@ -88,75 +77,6 @@ class Machine:
             self.R[self.program.slots[name]] = value.astype(np.uint32)
         for axis, size in zip("xyz", grid):
             self.R[self.program.slots[f"%nctaid.{axis}"]] = np.uint32(size)
-
-    # --- lanes ------------------------------------------------------------------------------------
-
-    def active(self, mask: Mask, slot: int, negated: bool) -> tuple[bool, Mask]:
-        """(Does any lane take part?, the lanes) of a guarded instruction."""
-        guard = self.R[slot]
-        guard = ~guard if negated else guard
-        if np.ndim(guard) == 0:
-            return bool(guard), mask
-        taking = guard if mask is None else guard & mask
-        count = int(np.count_nonzero(taking))
-        return count > 0, (None if count == self.size else taking)
-
-    def index(self, mask: Mask) -> Array:
-        """Numbers of the lanes that take part."""
-        return self.lanes if mask is None else np.flatnonzero(mask)
-
-    def put(self, slot: int, value: Any, mask: Mask) -> None:
-        """Writes a register in the lanes that take part."""
-        if mask is None:
-            self.R[slot] = value
-            if self.unwritten:
-                self.unwritten.pop(slot, None)
-            return
-        old = self.R[slot]
-        if old is None:
-            old = value.dtype.type(BITS[value.dtype.itemsize])
-            self.unwritten[slot] = np.where(mask, np.uint8(0), BOTH)
-        elif slot in self.unwritten:
-            self.unwritten[slot] = np.where(mask, np.uint8(0), self.unwritten[slot])
-        self.R[slot] = np.where(mask, value, old)
-
-    def full(self, slot: int) -> Array:
-        """A register as an array over all lanes."""
-        value = self.R[slot]
-        if value is None:
-            raise TypeError("a register that was never written")
-        return value if np.ndim(value) else np.full(self.size, value)
-
-    def addresses(self, slot: int, offset: Any, mask: Mask) -> Array:
-        """Addresses [slot + offset] of the lanes that take part."""
-        addresses = self.full(slot) + offset
-        return addresses if mask is None else addresses[self.index(mask)]
-
-    def rows(self, slots: Sequence[int | None], mask: Mask, dtype: Any = np.uint32) -> Array:
-        """Registers of the lanes that take part, (registers, lanes); of wider ones the low bits."""
-        values = [self.full(slot) for slot in slots if slot is not None]
-        lanes = self.index(mask)
-        whole = np.stack(values if mask is None else [value[lanes] for value in values])
-        return whole.astype(dtype, copy=False)
-
-    def put_rows(self, slots: Sequence[int | None], rows: Array, mask: Mask) -> None:
-        """Writes registers from (registers, lanes); wider ones are extended."""
-        for slot, row in zip(slots, rows):
-            if slot is None:
-                continue
-            whole = row.astype(self.program.dtypes[slot], copy=False)
-            if mask is not None:
-                part, whole = whole, np.zeros(self.size, whole.dtype)
-                whole[mask] = part
-            self.put(slot, whole, mask)
-
-    def whole_warps(self, mask: Mask, what: str) -> None:
-        """Raises unless a warp's threads take part together, as `.aligned` and -1 masks ask for."""
-        if mask is not None:
-            counts = mask.reshape(-1, WARP).sum(1)
-            broken = np.flatnonzero((counts > 0) & (counts < WARP))
-            if len(broken):
-                raise LaneError(broken[0] * WARP, f"{what}: only {counts[broken[0]]} of 32 threads")
 
     # --- control flow -----------------------------------------------------------------------------
 
@@ -213,14 +133,14 @@ class Machine:
         """Lanes wait at the block's barrier 0; all of a block having come, they go on."""
         self.whole_warps(mask, "divergent barrier")
         if mask is None:
-            self.shared.barrier(None)
+            self.meet(None)
             self.go(then, None)
             return
         self.waiting[mask] = then
         whole = (self.waiting >= 0).reshape(-1, self.threads).all(1)
         if not whole.any():
             return
-        self.shared.barrier(whole)
+        self.meet(whole)
         released = np.repeat(whole, self.threads)
         for block in np.unique(self.waiting[released]):
             self.go(int(block), released & (self.waiting == block))

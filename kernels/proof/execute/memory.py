@@ -8,14 +8,13 @@ Memory that is never touched is never committed, so tensors may be gigabytes apa
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, address_of, literal, opcode
 from .errors import LaneError
-from .ptx import CLASSES, U8, U16, Array, Instruction, Program
+from .ptx import CLASSES, U8, U16, Array, Program, literal
+from .state import LaneState
 
 SEVERAL = np.uint16(0xFFFF)
 """Mark of memory that several thread blocks read."""
@@ -117,7 +116,7 @@ class GlobalMemory:
         self.bases = np.array([s.base for s in self.segments], np.uint64)
 
     def load(
-        self, m: Machine, lanes: Array, addresses: Array, dtype: np.dtype, count: int
+        self, m: LaneState, lanes: Array, addresses: Array, dtype: np.dtype, count: int
     ) -> Array:
         """Elements (count, lanes)."""
         out = np.empty((count, len(lanes)), dtype)
@@ -126,7 +125,7 @@ class GlobalMemory:
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
             units, at = elements(offset, self.unit, size), (who, segment, offset)
             self._refuse_others(m, mine, segment.writer[units], "reads what {} writes", *at)
-            clash = segment.warps.read(m.shared.mark[who], units)
+            clash = segment.warps.read(m.mark[who], units)
             self._refuse(clash, "reads what another warp writes, without a barrier between", *at)
             seen = segment.reader[units]
             segment.reader[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
@@ -142,7 +141,7 @@ class GlobalMemory:
         marks = (mark for s in self.segments for mark in (s.reader, s.writer))
         return self.unit * sum(int(np.count_nonzero(mark)) for mark in marks)
 
-    def store(self, m: Machine, lanes: Array, addresses: Array, values: Array) -> None:
+    def store(self, m: LaneState, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
         size = values.itemsize * len(values)
         for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
@@ -153,11 +152,11 @@ class GlobalMemory:
             segment.writer[units] = mine
             data = view(segment.data, values.dtype)
             index = elements(offset, values.itemsize, size)
-            clash = segment.warps.clashes(m.shared.mark[who], units).any(0)
+            clash = segment.warps.clashes(m.mark[who], units).any(0)
             changed = clash & (data[index] != values[:, chosen])
             what = "writes what another warp reads or writes, without a barrier between"
             self._refuse(changed, what, *at)
-            segment.warps.writer[units] = m.shared.mark[who]
+            segment.warps.writer[units] = m.mark[who]
             data[index] = values[:, chosen]
             lost = (data[index] != values[:, chosen]).any(0) | (segment.writer[units] != mine)
             if lost.any():  # aligned accesses of one size meet only where their offsets are equal
@@ -165,16 +164,16 @@ class GlobalMemory:
                 what = f"writes what thread {m.tid[last]} of block {m.cta[last]} writes"
                 self._refuse(lost, f"{what} in the same instruction", *at)
 
-    def _mine(self, m: Machine, lanes: Array) -> Array:
+    def _mine(self, m: LaneState, lanes: Array) -> Array:
         """Mark of each lane's thread block."""
         return (m.cta[lanes] % 0xFFFE + 1).astype(U16)
 
     def _parts(
-        self, m: Machine, lanes: Array, addresses: Array, size: int, does: str
+        self, m: LaneState, lanes: Array, addresses: Array, size: int, does: str
     ) -> Iterator[tuple[_Segment, Array | slice, Array]]:
         """(segment, lanes that go there, their byte offsets) of an access that is allowed."""
         if m.counters is not None:
-            m.counters.in_global(m, lanes, addresses, size)
+            m.counters.in_global(m.size, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
         if len(wrong):
             where = self._named(int(addresses[wrong[0]]))
@@ -199,7 +198,7 @@ class GlobalMemory:
                 raise LaneError(lanes[chosen][bad], what)
             yield segment, chosen, offset
 
-    def _refuse_others(self, m: Machine, mine: Array, marks: Array, what: str, *at: Any) -> None:
+    def _refuse_others(self, m: LaneState, mine: Array, marks: Array, what: str, *at: Any) -> None:
         """Raises if units have the marks of other blocks than `mine`; names the first in `what`."""
         wrong = (marks != 0) & (marks != mine)
         if wrong.any():
@@ -235,34 +234,3 @@ def smallest_access(program: Program, space: str) -> int:
         elif i.op.startswith(("tcgen05.alloc", "mbarrier")):
             sizes.append(4)
     return min(sizes)
-
-
-@opcode("ld.global", "ld.shared")
-def _ld(b: Build, i: Instruction) -> Step:
-    """ld (9.7.9.8); cache operators and hints change no result."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slots = b.vector(i.args[0], dtype)
-    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
-    if i.type.startswith("s"):  # a wider register has the sign extended
-        dtype = np.dtype(f"i{dtype.itemsize}")
-
-    def step(m: Machine, mask: Mask) -> None:
-        load = partial(m.memory.load, m) if in_global else m.shared.load
-        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
-        m.put_rows(slots, rows, mask)
-
-    return step
-
-
-@opcode("st.global", "st.shared")
-def _st(b: Build, i: Instruction) -> Step:
-    """st (9.7.9.11)."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
-    slots = b.vector(i.args[1], dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        store = partial(m.memory.store, m) if in_global else m.shared.store
-        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
-
-    return step

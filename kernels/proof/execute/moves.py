@@ -1,4 +1,4 @@
-"""Moves and conversions (9.7.9): mov, packing, cvt, parameters."""
+"""Moves and conversions (9.7.9): mov, packing, cvt, parameters, loads and stores."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, opcode, unknown
+from .build import Build, address_of, opcode, unknown
 from .formats import F32, F64, from_bf16, joined, to_bf16, to_half
 from .lanes import TYPES, moving, plain
-from .ptx import U32, Instruction, Name, Vector
+from .machine import Machine, Step
+from .ptx import CLASSES, U32, Instruction, Name, Vector
+from .state import Mask
 
 
 @opcode("mov")
@@ -113,3 +115,37 @@ def _policy(b: Build, instruction: Instruction) -> Step:
     to = instruction.args[0]
     assert isinstance(to, int)
     return lambda m, mask: m.put(to, np.uint64(0), mask)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@opcode("ld.global", "ld.shared")
+def _ld(b: Build, i: Instruction) -> Step:
+    """ld (9.7.9.8); cache operators and hints change no result."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slots = b.vector(i.args[0], dtype)
+    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
+    if i.type.startswith("s"):  # a wider register has the sign extended
+        dtype = np.dtype(f"i{dtype.itemsize}")
+
+    def step(m: Machine, mask: Mask) -> None:
+        load = functools.partial(m.memory.load, m) if in_global else m.shared.load
+        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
+        m.put_rows(slots, rows, mask)
+
+    return step
+
+
+@opcode("st.global", "st.shared")
+def _st(b: Build, i: Instruction) -> Step:
+    """st (9.7.9.11)."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
+    slots = b.vector(i.args[1], dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        store = functools.partial(m.memory.store, m) if in_global else m.shared.store
+        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
+
+    return step

@@ -15,6 +15,8 @@ from .errors import UnknownPtxError
 
 Array = npt.NDArray
 
+WARP = 32
+"""Threads of a warp."""
 U8, U16, U32, U64 = (np.dtype(f"u{n}") for n in (1, 2, 4, 8))
 BOOL = np.dtype(bool)
 CLASSES = {"pred": BOOL, "b8": U8, "s8": U8, "u8": U8, "b16": U16, "s16": U16, "u16": U16,
@@ -57,6 +59,12 @@ class Name:
 
 
 Operand = int | Immediate | Vector | Address | Name
+
+
+def literal(operand: object) -> int:
+    """The value of an operand that is a number in the text."""
+    assert isinstance(operand, Immediate), operand
+    return operand.value
 
 
 WRITES_NONE = ("st", "stmatrix", "cp", "mbarrier.init", "mbarrier.inval", "tcgen05.st",

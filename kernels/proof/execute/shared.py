@@ -7,10 +7,10 @@ still on its way to, and bytes that a product still reads are marked as such.
 
 import numpy as np
 
-from .build import WARP, Build, Machine, Mask, Step, address_of, opcode
 from .errors import LaneError
 from .memory import WarpMarks, elements
-from .ptx import U16, Array, Instruction
+from .ptx import Array
+from .state import LaneState
 
 NOTHING, READY, COMING = 0, 1, 2
 """States of memory: never written, readable, awaiting an asynchronous copy."""
@@ -19,8 +19,9 @@ NOTHING, READY, COMING = 0, 1, 2
 class SharedMemory:
     """The shared memory of all thread blocks of a machine, one after the other."""
 
-    def __init__(self, m: Machine, blocks: int, size: int, unit: int) -> None:
+    def __init__(self, m: LaneState, size: int, unit: int) -> None:
         self.m, self.size, self.unit = m, size, unit
+        blocks = len(m.epoch)
         self.stride = -(-max(size, 16) // 16) * 16
         self.data = np.zeros(blocks * self.stride, np.uint8)
         units = blocks * self.stride // unit
@@ -30,13 +31,6 @@ class SharedMemory:
         """Written by a thread, and not yet visible to the tensor cores' reads (the async proxy)."""
         self.pinned = np.zeros(units, np.int16)
         """Number of products in flight that read it."""
-        self.epoch = np.ones(blocks, np.int32)
-        self.barrier(None)
-
-    def barrier(self, blocks: Array | None) -> None:
-        """All warps of the thread blocks (bool; None: of all) have met."""
-        self.epoch[slice(None) if blocks is None else blocks] += 1
-        self.mark = ((self.epoch[self.m.block] << 8) | (self.m.warp + 1)).astype(np.int32)
 
     # --- access -----------------------------------------------------------------------------------
 
@@ -44,7 +38,7 @@ class SharedMemory:
         """Byte offsets of accesses of `size` bytes; a fault if misaligned or out of bounds."""
         addresses = addresses.astype(np.int64)
         if self.m.counters is not None and addresses.ndim == 1:  # products pass no load/store unit
-            self.m.counters.in_shared(self.m, lanes, addresses, size)
+            self.m.counters.in_shared(self.m.size, lanes, addresses, size)
         wrong = (addresses % size != 0) | (addresses + size > self.size)
         if wrong.any():
             n = int(np.argwhere(wrong)[0][0])
@@ -111,7 +105,7 @@ class SharedMemory:
             n = self._first(state != READY)
             why = "is still being copied" if state[..., n].max() == COMING else "nobody wrote"
             raise LaneError(lanes[n], f"reads shared memory that {why}")
-        clash = self.warps.read(self.mark[lanes], units)
+        clash = self.warps.read(self.m.mark[lanes], units)
         self._race(lanes, clash, "reads what another warp writes")
 
     def clashes(self, lanes: Array, units: Array) -> Array | None:
@@ -119,7 +113,7 @@ class SharedMemory:
         what = "writes shared memory that"
         self._refuse(lanes, self.state[units] == COMING, f"{what} is still being copied to")
         self._refuse(lanes, self.pinned[units] > 0, f"{what} a product under way still reads")
-        clash = self.warps.clashes(self.mark[lanes], units)
+        clash = self.warps.clashes(self.m.mark[lanes], units)
         return np.any(clash.reshape(-1, len(lanes)), axis=0) if clash.any() else None
 
     def refuse_clashes(self, lanes: Array, units: Array, does: str) -> None:
@@ -136,7 +130,7 @@ class SharedMemory:
 
     def written(self, lanes: Array, units: Array) -> None:
         """Marks units as written by the lanes' warps."""
-        self.warps.writer[units] = self.mark[lanes]
+        self.warps.writer[units] = self.m.mark[lanes]
         self.state[units] = READY
         self.unfenced[units] = True
 
@@ -145,10 +139,10 @@ class SharedMemory:
         if len(lanes) == self.m.size:
             self.unfenced[:] = False
             return
-        fenced = np.zeros((len(self.epoch), self.m.warps + 1), bool)
+        fenced = np.zeros((len(self.m.epoch), self.m.warps + 1), bool)
         fenced[self.m.block[lanes], self.m.warp[lanes] + 1] = True
-        mark = self.warps.writer.reshape(len(self.epoch), -1)
-        older = (mark >> 8 < self.epoch[:, None]) & np.any(fenced, axis=1, keepdims=True)
+        mark = self.warps.writer.reshape(len(self.m.epoch), -1)
+        older = (mark >> 8 < self.m.epoch[:, None]) & np.any(fenced, axis=1, keepdims=True)
         own = np.take_along_axis(fenced, np.minimum(mark & 255, self.m.warps), 1)
         self.unfenced &= ~(older | own).reshape(-1)
 
@@ -162,32 +156,3 @@ class SharedMemory:
 
     def _race(self, lanes: Array, wrong: Array, what: str) -> None:
         self._refuse(lanes, wrong, f"race: {what} in shared memory, without a barrier between")
-
-
-@opcode("ldmatrix.sync.aligned.m8n8", "stmatrix.sync.aligned.m8n8")
-def _matrices(b: Build, i: Instruction) -> Step:
-    """ldmatrix (9.7.15.5.15): 8 x 8 matrices of 16-bit elements, a row of 16 bytes a thread.
-
-    stmatrix (9.7.15.5.16) is the reverse.
-    """
-    load = i.mods[0] == "ldmatrix"
-    registers, place = i.args if load else reversed(i.args)
-    slots, (slot, offset) = b.vector(registers, np.uint32), address_of(b, place, np.uint32)
-    trans, count = "trans" in i.mods, len(slots)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, i.mods[0])
-        rows = m.index(mask).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-        addresses = (m.full(slot) + offset)[rows]
-        if load:
-            data = m.shared.load(rows, addresses, U16, 8).T.reshape(-1, count, 8, 8)
-            data = np.ascontiguousarray(data.swapaxes(2, 3) if trans else data).view(np.uint32)
-            values = data.transpose(1, 0, 2, 3).reshape(count, -1)  # thread 4 * row + pair
-            m.put_rows(slots, values, mask)
-        else:
-            values = m.rows(slots, mask).reshape(count, -1, 8, 4)
-            data = np.ascontiguousarray(values.transpose(1, 0, 2, 3)).view(np.uint16)
-            data = data.swapaxes(2, 3) if trans else data
-            m.shared.store(rows, addresses, np.ascontiguousarray(data.reshape(-1, 8).T))
-
-    return step

@@ -1,85 +1,20 @@
-"""tcgen05: tensor memory and the products into it (9.7.16), of sm_100."""
+"""tcgen05: instructions of tensor memory and the products into it (9.7.16), of sm_100."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from .build import WARP, Build, Machine, Mask, Step, address_of, literal, opcode, unknown
+from .build import Build, address_of, opcode, unknown
 from .errors import LaneError
-from .mbarrier import each
-from .ptx import Array, Instruction
+from .machine import Machine, Step
+from .ptx import WARP, Array, Instruction, literal
+from .state import Mask
 from .tensor import product, read_operand, widened
+from .tensor_memory import COLUMNS, LANES, Cells, TensorMemory
 
-LANES, COLUMNS = 128, 512
 KINDS = {0: "f16", 1: "bf16"}
 """Field of an instruction descriptor -> number format."""
-Cells = tuple[Array, Array]
-"""Lanes and columns of tensor memory, as an index."""
-
-
-@dataclass(slots=True)
-class TensorMemory:
-    """Tensor memory of one thread block (9.7.16.1), in cells of 32 bits."""
-
-    cells: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
-    storing: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint8))
-    """Cells that a tcgen05.st under way writes: number of its warp, from 1."""
-    allocated: dict[int, int] = field(default_factory=dict)
-    """First column -> number of columns."""
-    queue: list[Callable[[], None] | int] = field(default_factory=list)
-    """Products under way, and at each commit the address of its mbarrier."""
-
-    users: dict[int, int] = field(default_factory=dict)
-    """Warp -> number of barriers of the thread block before its last tcgen05.ld or st."""
-
-    def check(self, lane: np.integer, first: int, last: int) -> None:
-        """A fault unless the columns from `first` to before `last` are allocated."""
-        taken = self.allocated.items()
-        if not any(start <= first and last <= start + width for start, width in taken):
-            what = f"accesses columns {first} to {last - 1} of tensor memory, not allocated"
-            raise LaneError(lane, what)
-
-    def reads(self, lane: np.integer, who: str, cells: Cells) -> None:
-        """A fault if a tcgen05.st to cells that are read is still under way (9.7.16.8.5)."""
-        if self.storing[cells].any():
-            raise LaneError(lane, f"{who} reads tensor memory before tcgen05.wait::st")
-
-
-class TensorMemories:
-    """Tensor memory of all thread blocks of a machine."""
-
-    def __init__(self, m: Machine, blocks: int) -> None:
-        self.m = m
-        used = any(i.op.startswith("tcgen05") for i in m.program.instructions)
-        self.blocks = [TensorMemory() for _ in range(blocks if used else 0)]
-
-    def of(self, lane: int | np.integer) -> TensorMemory:
-        """The memory of the lane's thread block."""
-        return self.blocks[self.m.block[lane]]
-
-    def finish(self, lane: int, address: int) -> None:
-        """Carries out the products up to the next commit to an mbarrier, if there is one."""
-        queue = self.of(lane).queue if self.blocks else []
-        if address not in queue:
-            return
-        count = queue.index(address) + 1
-        for item in queue[:count]:
-            if isinstance(item, int):
-                self.m.mbarriers.arrive(lane, item)
-            else:
-                item()
-        del queue[:count]
-
-    def left_over(self) -> str | None:
-        """Says what thread blocks that have exited should have waited for or given back."""
-        for memory in self.blocks:
-            if any(not isinstance(item, int) for item in memory.queue):
-                return "a thread block exits with a tcgen05.mma under way"
-            if memory.allocated:
-                return "a thread block exits without tcgen05.dealloc"
-        return None
-
 
 # --- allocation -----------------------------------------------------------------------------------
 
@@ -91,7 +26,7 @@ def _alloc(b: Build, i: Instruction) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask, "tcgen05.alloc")
-        for lane, address in each(m, mask, slot, offset)[::WARP]:
+        for lane, address in m.each(mask, slot, offset)[::WARP]:
             taken = m.tensor.of(lane).allocated
             column = max((start + width for start, width in taken.items()), default=0)
             if column + count > COLUMNS:
@@ -112,7 +47,7 @@ def _dealloc(b: Build, i: Instruction) -> Step:
         m.whole_warps(mask, "tcgen05.dealloc")
         for lane in m.index(mask)[::WARP]:
             column = int(m.full(slot)[lane])
-            users, now = m.tensor.of(lane).users, m.shared.epoch[m.block[lane]]
+            users, now = m.tensor.of(lane).users, m.epoch[m.block[lane]]
             if any(epoch == now and warp != m.warp[lane] for warp, epoch in users.items()):
                 what = "tcgen05.dealloc of what another warp uses, without a barrier"
                 raise LaneError(lane, what)
@@ -159,7 +94,7 @@ def _cells(
         column, own = column + np.where(own >= 16, half, 0), own % 16
     for lane, first in zip(lanes[::WARP], column[::WARP]):
         memory = m.tensor.of(lane)
-        memory.users[int(m.warp[lane])] = int(m.shared.epoch[m.block[lane]])
+        memory.users[int(m.warp[lane])] = int(m.epoch[m.block[lane]])
         memory.check(lane, int(first), int(first) + columns + (half or 0))
     where = column + np.arange(columns)[:, None]
     for block in np.unique(m.block[lanes]):
@@ -318,7 +253,7 @@ def _commit(b: Build, i: Instruction) -> Step:
     slot, offset = address_of(b, i.args[0], np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
-        for lane, address in each(m, mask, slot, offset):
+        for lane, address in m.each(mask, slot, offset):
             m.tensor.of(lane).queue.append(address)
             m.spinning[:] = False
 

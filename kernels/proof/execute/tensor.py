@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .build import Build, Machine, Mask, Step, opcode, unknown
+from .build import Build, address_of, opcode, unknown
 from .errors import UnknownPtxError
 from .formats import from_half
-from .ptx import Array, Instruction
+from .machine import Machine, Step
+from .ptx import U16, WARP, Array, Instruction
+from .state import Mask
 
 
 def widened(bits: Array, kind: str) -> Array:
@@ -76,6 +78,36 @@ def _mma(b: Build, i: Instruction) -> Step:
 
 
 # --- matrices in shared memory --------------------------------------------------------------------
+
+
+@opcode("ldmatrix.sync.aligned.m8n8", "stmatrix.sync.aligned.m8n8")
+def _matrices(b: Build, i: Instruction) -> Step:
+    """ldmatrix (9.7.15.5.15): 8 x 8 matrices of 16-bit elements, a row of 16 bytes a thread.
+
+    stmatrix (9.7.15.5.16) is the reverse.
+    """
+    load = i.mods[0] == "ldmatrix"
+    registers, place = i.args if load else reversed(i.args)
+    slots, (slot, offset) = b.vector(registers, np.uint32), address_of(b, place, np.uint32)
+    trans, count = "trans" in i.mods, len(slots)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, i.mods[0])
+        rows = m.index(mask).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
+        addresses = (m.full(slot) + offset)[rows]
+        if load:
+            data = m.shared.load(rows, addresses, U16, 8).T.reshape(-1, count, 8, 8)
+            data = np.ascontiguousarray(data.swapaxes(2, 3) if trans else data).view(np.uint32)
+            values = data.transpose(1, 0, 2, 3).reshape(count, -1)  # thread 4 * row + pair
+            m.put_rows(slots, values, mask)
+        else:
+            values = m.rows(slots, mask).reshape(count, -1, 8, 4)
+            data = np.ascontiguousarray(values.transpose(1, 0, 2, 3)).view(np.uint16)
+            data = data.swapaxes(2, 3) if trans else data
+            m.shared.store(rows, addresses, np.ascontiguousarray(data.reshape(-1, 8).T))
+
+    return step
+
 
 CHUNK = 8
 """Elements of the 16 bytes that lie together whatever the layout."""

@@ -8,24 +8,13 @@ product that depends on one is a fault.
 every path to a use, and what is computed from them. Only instructions that read one are watched.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from .errors import LaneError
+from .machine import Machine, Step
 from .ptx import SPECIAL, Array, Instruction, Program, Vector
+from .state import BITS, BOTH, Mask
 
-if TYPE_CHECKING:
-    from .build import Mask, Step
-    from .machine import Machine
-
-
-BOTH = np.uint8(3)
-"""Mark of a register that was not written; 1 and 2 mark its low and its high half."""
-BITS = {2: 0xDEAD, 4: 0xDEADBEEF, 8: 0xDEADBEEFDEADBEEF, 1: 0}
-"""Bytes -> bits of a register in lanes that never wrote it."""
 COMPUTES = ("mov", "selp", "shfl", "redux", "cvt", "add", "sub", "mul", "mad", "fma", "max",
             "min", "neg", "abs", "and", "or", "xor", "not", "shl", "shr", "bfe", "prmt", "ex2",
             "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp")  # fmt: skip

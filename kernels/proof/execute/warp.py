@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from .build import WARP, Build, Machine, Mask, Step, opcode, unknown
+from .build import Build, opcode, unknown
 from .lanes import TYPES
-from .ptx import Immediate, Instruction, Vector
+from .machine import Machine, Step
+from .ptx import WARP, Immediate, Instruction, Vector
+from .state import Mask
 
 ALL = (Immediate(-1), Immediate(0xFFFFFFFF))
 """Masks of members that Triton writes: all threads of the warp."""
