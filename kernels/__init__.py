@@ -1,7 +1,7 @@
 """Fused Triton ops for the training step of a GPT, one folder for each op: `fastgpt.kernels`.
 
 In each folder `op` has the public function, its checks and its plain PyTorch reference
-(`<op>_ref`), `device` the Triton kernels and what launches them.
+(`<op>_ref`; attention's is in `plain`), `device` the Triton kernels and what launches them.
 """
 
 if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt.kernels
@@ -11,7 +11,8 @@ if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt
 else:
     from .attention.blocked import attention_blocked
     from .attention.dropout import attention_dropout_mask
-    from .attention.op import attention, attention_packed, attention_ref
+    from .attention.op import attention, attention_packed
+    from .attention.plain import attention_ref
     from .attention.sdpa import scaled_dot_product_attention
     from .bias_act.op import bias_act
     from .cross_entropy.linear import linear_cross_entropy

@@ -21,8 +21,9 @@ from bench.tune.search import Candidate, Settings, Slot
 from fastgpt.kernels import parity
 from fastgpt.kernels.attention.backward import attention_bwd
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.forward import Options, attention_fwd
+from fastgpt.kernels.attention.forward import attention_fwd
 from fastgpt.kernels.attention.op import attention, document_spans
+from fastgpt.kernels.attention.plain import Options
 from fastgpt.kernels.attention.spec import ATTENTION, DROPOUT, GROUP, SHAPES, STEPS, WINDOW
 from fastgpt.kernels.checks import padded
 from fastgpt.kernels.runtime import Launch, recording

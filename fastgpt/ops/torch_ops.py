@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.runtime import with_gradient_of
 from fastgpt.ops.dtensor import all_gather, linear
 from fastgpt.ops.kv_cache import Cache

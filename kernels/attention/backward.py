@@ -30,7 +30,6 @@ from ..rows import sum_parts
 from ..runtime import arch, launch
 from .config import config
 from .forward import (
-    Options,
     constexprs,
     document,
     dropout_keep_tile,
@@ -45,6 +44,7 @@ from .forward import (
     together_in_cache,
     visible,
 )
+from .plain import Options
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def attention_bwd(
     dq_parts = parts(Tq, meta["BLOCK_M"], H * D)
     launch(
         _attention_bwd_dq_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
-        q, k, v, out, dout, dq, dq_parts, lse, delta, *options[:3],
+        q, k, v, out, dout, dq, dq_parts, lse, delta, *options.tensors,
         *strides, *dq.stride()[:2],
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), *scalars, **meta,
     )  # fmt: skip
@@ -273,7 +273,7 @@ def attention_bwd(
     dkv_parts = parts(Tk, meta["BLOCK_N"], 2 * K * D)
     launch(
         _attention_bwd_dkv_kernel, (-(-Tk // meta["BLOCK_N"]) * B * K,),
-        q, k, v, dout, dk, dv, dkv_parts, lse, delta, *options[:3],
+        q, k, v, dout, dk, dv, dkv_parts, lse, delta, *options.tensors,
         *strides, *dk.stride()[:2],
         Tq, Tk, B * K, together_in_cache(q, meta["GROUP"], B * K), *scalars, **meta,
     )  # fmt: skip

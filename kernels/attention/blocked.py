@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks import check_qkv
 from ..dropout.op import dropout_keep
-from .op import attention_mask
+from .plain import attention_mask
 
 
 def _blocks(Tq: int, T: int, window: int | None) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ Source
 # (it infers NoReturn for the result of a nested @triton.jit call)
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,31 +33,10 @@ from torch import Tensor
 from ..checks import padded
 from ..runtime import arch, launch
 from .config import config
-from .dropout import ROUNDS, drop_below
+from .dropout import ROUNDS
+from .plain import Options
 
-LOG2E = math.log2(math.e)
 L2_BYTES = 32 << 20  # for the keys and values in flight; an A100 has 40 MB, an H100 50 MB
-
-
-class Options(NamedTuple):
-    """Mask and scale options of the attention kernels; see `kernels.attention.attention`."""
-
-    starts: Tensor | None
-    ends: Tensor | None
-    seed: Tensor | None
-    scale: float | None
-    causal: bool
-    window: int | None
-    dropout_p: float
-
-    def scales(self, q: Tensor) -> tuple[float, float]:
-        """Returns the scale of the attention scores, for powers of e and for powers of 2."""
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        return scale, scale * LOG2E
-
-    def dropout(self) -> tuple[int, float]:
-        """Returns the dropout threshold as a signed 32-bit word, and the factor on kept weights."""
-        return drop_below(self.dropout_p), 1 / (1 - self.dropout_p)
 
 
 # --- where a program works ------------------------------------------------------------------------
@@ -364,7 +343,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
     meta |= config("fwd", q, meta, arch(q.device))
     launch(
         _attention_fwd_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
-        q, k, v, out, lse, *options[:3],
+        q, k, v, out, lse, *options.tensors,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), options.window or 0,
         options.scales(q)[1], *options.dropout(), **meta,

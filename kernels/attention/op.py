@@ -1,4 +1,4 @@
-"""Attention, softmax(q k^T * scale + mask) v: checks, reference and public functions.
+"""Attention, softmax(q k^T * scale + mask) v: ops, checks and public functions.
 
 Shapes
     B batch, Tq queries, Tk keys, H query heads, K key/value heads (H a multiple of K), D head dim
@@ -8,228 +8,98 @@ Source
     arXiv:2305.13245.  Backward and traffic: docs/kernels/attention.md.
 
 On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `forward` and `backward` run;
-anywhere else the plain form does. A gradient of a gradient raises where the
-kernels run.
+anywhere else the plain form, `kernels.attention.plain`, does. A gradient of a gradient raises where
+the kernels run.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import DTYPES, INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..runtime import (
-    autocast_dtype,
-    define_op,
-    runs_kernels,
-    with_gradient_of,
-    without_autocast,
-)
-from .dropout import attention_dropout_mask
+from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
+from .plain import Options, attention_seeded_ref
 
+# --- the op ---------------------------------------------------------------------------------------
+# The kernels are imported when first run: triton is missing on macOS and slow to import.
 
-def attention_mask(
-    Tq: int,
-    Tk: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    doc_ids: Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor | None:
-    """Builds the attention mask: True where a query sees a key; None if every query sees every key.
-
-    The last query is aligned with the last key: distance = i + Tk - Tq - j, query i and key j.
-
-    Args:
-        causal: keep distance >= 0.
-        window: keep 0 <= distance < window (implies causal).
-        doc_ids: (B, Tk) integers; pairs of different documents are hidden. Queries are the last Tq
-            positions.
-
-    Returns:
-        Tensor | None: bool (1 or B, 1, Tq, Tk).
-    """
-    if not causal and window is None and doc_ids is None:
-        return None
-    queries = torch.arange(Tk - Tq, Tk, device=device)[:, None]
-    distance = queries - torch.arange(Tk, device=device)[None, :]
-    keep = torch.ones(Tq, Tk, dtype=torch.bool, device=device)
-    if causal or window is not None:
-        keep = distance >= 0
-    if window is not None:
-        keep = keep & (distance < window)
-    keep = keep[None, None]
-    if doc_ids is not None:
-        keep = keep & (doc_ids[:, None, Tk - Tq :, None] == doc_ids[:, None, None, :])
-    return keep
-
-
-def attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    dropout_mask: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """Attention in plain PyTorch, scores and softmax in fp32: the reference for every kernel.
-
-    A query that sees no key gives output 0 and gradient 0.
-
-    Args:
-        q: (B, Tq, H, D), fp32 | fp16 | bf16, or fp64, which stays fp64; any strides.
-        k: (B, Tk, K, D), dtype of `q`; H is a multiple of K.
-        v: (B, Tk, K, D), dtype of `q`.
-        causal: query i sees keys j <= i + Tk - Tq.
-        scale: factor on the scores; D**-0.5 by default.
-        window: a query sees the last `window` keys only, its own position included.
-        dropout_p: probability with which each attention weight is dropped.
-        dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn at random if None.
-        doc_ids: (B, Tk) integers, non-decreasing in each row; queries see their own document only.
-
-    Returns:
-        Tensor: (B, Tq, H, D), dtype of `q`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit; see `check_qkv`.
-    """
-    check_qkv(q, k, v)
-    B, Tq, H, D = q.shape
-    Tk, K = k.shape[1:3]
-    factor = D**-0.5 if scale is None else scale
-    wide = torch.promote_types(q.dtype, torch.float32)
-    groups = q.to(wide).reshape(B, Tq, K, H // K, D)
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide)) * factor
-    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
-    if mask is not None:
-        mask = mask[:, :, None]  # broadcast over the group
-        # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
-    if dropout_mask is None:
-        weights = torch.nn.functional.dropout(weights, dropout_p)
-    else:
-        weights = weights * dropout_mask.view_as(weights) / (1 - dropout_p)
-    out = torch.einsum("bkgqj,bjkd->bqkgd", weights, v.to(wide))
-    return out.reshape(B, Tq, H, D).to(q.dtype)
-
-
-def attention_seeded_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """`attention_ref` with the mask of a seed and autocast's dtype, as `attention` computes it."""
-    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
-    mask = None
-    if dropout_seed is not None and dropout_p:
-        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        mask = attention_dropout_mask(shape, dropout_p, dropout_seed, q.device)
-    with without_autocast(q):
-        return attention_ref(q, k, v, dropout_p=dropout_p, dropout_mask=mask, **options)
-
-
-# --- op -------------------------------------------------------------------------------------------
-# Two ops, because of the gradient: `attention` takes three tensors; `attention_packed` takes the
-# projection (B, T, H + 2 K, D) they are slices of and returns one gradient for it, written slice by
-# slice, and one for a bias in the projection. With `attention` autograd would concatenate three
-# gradients, even where q, k and v share a buffer: the split's backward is a node of its own, and an
-# op's outputs must not be views of one buffer. The kernels are imported when first run: triton is
-# missing on macOS and slow to import.
-
-_OPTIONS = (
+OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
     "float dropout_p"
 )
+"""The fields of `Options` in the form of an op schema."""
+NO_GRADIENTS = (None,) * len(Options._fields)
+"""Gradients of the options."""
 
 
-def _define(
-    name: str, schema: str, tensors: int, split: Callable[..., tuple[Tensor, Tensor, Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers an attention op with torch, and `name`_bwd, which computes its gradients.
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    from .forward import attention_fwd
 
-    After the inputs of `schema` the op takes a bias that they contain, or None. Its values matter
-    nowhere; `name`_bwd takes the dtype of its gradient, None if none is wanted.
+    return attention_fwd(q, k, v, Options(*options))
 
-    Args:
-        schema: the inputs: tensors and, where they are packed, the heads of q.
-        tensors: how many of these inputs are tensors.
-        split: makes views q, k and v of these inputs.
-    """
-    count = schema.count(",") + 1
-    given = ", ".join(schema.split(", ")[:tensors])
 
-    def fwd(*args: Any) -> tuple[Tensor, Tensor]:
-        from .forward import Options, attention_fwd
+def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, Tq, H = q.shape[:3]
+    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
 
-        return attention_fwd(*split(*args[:count]), Options(*args[count + 1 :]))
 
-    def fake_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-        q, _, _ = split(*args[:count])
-        B, Tq, H, D = q.shape
-        return q.new_empty((B, Tq, H, D)), q.new_empty((B, H, Tq), dtype=torch.float32)
+def _bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .backward import attention_bwd
 
-    def bwd(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        from .backward import attention_bwd
-        from .forward import Options
+    grads = _bwd_fake(dout, q, k, v)
+    attention_bwd(dout, q, k, v, out, lse, Options(*options), grads)
+    return grads
 
-        out, lse, *options, bias_dtype = args[tensors:]
-        heads = [out.shape[2]] * (count - tensors)
-        *grads, dbias = empty(dout, *args)
-        q, k, v = split(*args[:tensors], *heads)
-        views = split(*grads, *heads)
-        sums = dbias if bias_dtype else None
-        attention_bwd(dout, q, k, v, out, lse, Options(*options), views, sums)
-        return *grads, dbias
 
-    def empty(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        """Makes the gradients of the tensors and of the bias, the last of no elements if unused."""
-        inputs, dtype = args[:tensors], args[-1]
-        grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-        columns = sum(x.shape[2:].numel() for x in inputs) if dtype else 0
-        dbias = torch.empty(columns, dtype=dtype or torch.float32, device=dout.device)
-        return *grads, dbias
+def _bwd_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(q), _empty(k), _empty(v)
 
-    gradients = define_op(
-        f"{name}_bwd(Tensor dout, {given}, Tensor out, Tensor lse, {_OPTIONS}, "
-        f"ScalarType? bias_dtype) -> ({', '.join(['Tensor'] * (tensors + 1))})",
-        bwd,
-        empty,
-    )
 
-    def save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        bias, starts, ends, seed, *ctx.settings = args[count:]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(*args[:tensors], *output, starts, ends, seed)
-        ctx.mark_non_differentiable(output[1])
+def _empty(x: Tensor) -> Tensor:
+    """Makes a contiguous tensor like x, whatever the strides of x are."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * (count + 8)
-        dtype = ctx.bias_dtype if ctx.needs_input_grad[count] else None
-        *grads, dbias = gradients(dout, *ctx.saved_tensors, *ctx.settings, dtype)
-        rest = (None,) * (count - tensors)
-        return *grads, *rest, dbias if dtype else None, *(None,) * 7
 
-    return define_op(
-        f"{name}({schema}, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
-        fwd,
-        fake_fwd,
-        setup_context=save,
-        backward=backward,
-    )
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *rest = inputs
+    options, (out, lse) = Options(*rest), output
+    ctx.save_for_backward(q, k, v, out, lse, *options.tensors)
+    ctx.settings = options.settings
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, *NO_GRADIENTS
+    dq, dk, dv = _attention_bwd(dout, *ctx.saved_tensors, *ctx.settings)
+    return dq, dk, dv, *NO_GRADIENTS
+
+
+_attention_bwd = define_op(
+    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
+_attention = define_op(
+    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+# --- the packed op --------------------------------------------------------------------------------
+# It is an op of its own because of the gradient: it takes the projection (B, T, H + 2 K, D) that q,
+# k and v are slices of and returns one gradient for it, written slice by slice, and one for a bias
+# in the projection. With `attention` autograd would concatenate three gradients, even where q, k
+# and v share a buffer: the split's backward is a node of its own, and an op's outputs must not be
+# views of one buffer.
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,8 +108,69 @@ def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-_attention = _define("attention", "Tensor q, Tensor k, Tensor v", 3, lambda q, k, v: (q, k, v))
-_attention_packed = _define("attention_packed", "Tensor qkv, SymInt heads", 1, _split)
+def _packed_fwd(
+    qkv: Tensor, heads: int, input_bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return _fwd(*_split(qkv, heads), *options)
+
+
+def _packed_fwd_fake(qkv: Tensor, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fwd_fake(*_split(qkv, heads))
+
+
+def _packed_bwd(
+    dout: Tensor, bias_dtype: torch.dtype | None, qkv: Tensor, out: Tensor, lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of qkv and of the bias; the latter is empty without a dtype for it."""
+    from .backward import attention_bwd
+
+    dqkv, dbias = _packed_bwd_fake(dout, bias_dtype, qkv)
+    q, k, v = _split(qkv, heads := out.shape[2])
+    grads, sums = _split(dqkv, heads), dbias if bias_dtype else None
+    attention_bwd(dout, q, k, v, out, lse, Options(*options), grads, sums)
+    return dqkv, dbias
+
+
+def _packed_bwd_fake(
+    dout: Tensor, bias_dtype: torch.dtype | None, qkv: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    columns = qkv.shape[2:].numel() if bias_dtype else 0
+    return _empty(qkv), torch.empty(columns, dtype=bias_dtype or torch.float32, device=qkv.device)
+
+
+def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, _, input_bias, *rest = inputs
+    options, (out, lse) = Options(*rest), output
+    ctx.save_for_backward(qkv, out, lse, *options.tensors)
+    ctx.settings = options.settings
+    ctx.bias_dtype = None if input_bias is None else input_bias.dtype
+    ctx.mark_non_differentiable(lse)
+
+
+def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, *NO_GRADIENTS
+    _, _, bias_wanted, *_ = ctx.needs_input_grad
+    dtype = ctx.bias_dtype if bias_wanted else None
+    dqkv, dbias = _attention_packed_bwd(dout, dtype, *ctx.saved_tensors, *ctx.settings)
+    return dqkv, None, dbias if dtype else None, *NO_GRADIENTS
+
+
+_attention_packed_bwd = define_op(
+    "attention_packed_bwd(Tensor dout, ScalarType? bias_dtype, Tensor qkv, Tensor out, Tensor lse, "
+    f"{OPTIONS}) -> (Tensor, Tensor)",
+    _packed_bwd,
+    _packed_bwd_fake,
+)
+_attention_packed = define_op(
+    "attention_packed(Tensor qkv, SymInt heads, Tensor? input_bias, "
+    f"{OPTIONS}) -> (Tensor, Tensor)",
+    _packed_fwd,
+    _packed_fwd_fake,
+    setup_context=_packed_setup_context,
+    backward=_packed_backward,
+)
 
 
 # --- public ---------------------------------------------------------------------------------------
@@ -291,8 +222,18 @@ def attention(
         ValueError: an argument is not as above.
     """
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
-    settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
-    return _attend(_attention, (q, k, v), (q, k, v), None, *settings)
+    _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
+    seed = _seed(q, dropout_p, dropout_seed)
+    if not runs_kernels(q.device):
+        return attention_seeded_ref(
+            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
+            dropout_seed=seed, doc_ids=doc_ids,
+        )  # fmt: skip
+    if scale is not None and scale <= 0:  # the kernels scale after the maximum
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    out, _ = _attention(q, k, v, *options)
+    return out
 
 
 def attention_packed(
@@ -330,29 +271,27 @@ def attention_packed(
             f"qkv: expected (B, T, {heads} + 2 K, D) for {heads} heads, got {tuple(qkv.shape)}"
         )
     check_head("qkv", qkv)
-    settings = (causal, scale, window, dropout_p, dropout_seed, doc_ids)
     if input_bias is not None:
         check_like("input_bias", input_bias, (qkv.shape[2:].numel(),), DTYPES, qkv, "qkv")
-        if not runs_kernels(qkv.device) or (scale is not None and scale <= 0):
+    if not runs_kernels(qkv.device) or (scale is not None and scale <= 0):
+        if input_bias is not None:
             qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
-            input_bias = None
-    return _attend(_attention_packed, (qkv, heads), _split(qkv, heads), input_bias, *settings)
+        return attention(
+            *_split(qkv, heads), causal=causal, scale=scale, window=window, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, doc_ids=doc_ids,
+        )  # fmt: skip
+    q, k, v = _split(qkv, heads)
+    _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
+    seed = _seed(q, dropout_p, dropout_seed)
+    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    out, _ = _attention_packed(qkv, heads, input_bias, *options)
+    return out
 
 
-def _attend(
-    op: Callable[..., tuple[Tensor, Tensor]],
-    inputs: tuple[Any, ...],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    bias: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
-    doc_ids: Tensor | None,
-) -> Tensor:
-    """Checks the arguments of attention and calls the registered op."""
-    q, k, v = qkv
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, dropout_p: float,
+    dropout_seed: int | Tensor | None, doc_ids: Tensor | None,
+) -> None:  # fmt: skip
     check_qkv(q, k, v)
     check_head("q", q)
     check_scale(scale)
@@ -368,17 +307,6 @@ def _attend(
         check_like("doc_ids", doc_ids, tuple(k.shape[:2]), INTEGERS, q)
         if q.shape[1] > k.shape[1]:
             raise ValueError(f"q: expected at most {k.shape[1]} tokens (doc_ids), got {q.shape[1]}")
-
-    seed = _seed(q, dropout_p, dropout_seed)
-    if not runs_kernels(q.device):
-        return attention_seeded_ref(
-            q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p,
-            dropout_seed=seed, doc_ids=doc_ids,
-        )  # fmt: skip
-    if scale is not None and scale <= 0:  # the kernels scale after the maximum
-        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-        op, inputs = _attention, (q, k, v)
-    return op(*inputs, bias, *document_spans(doc_ids), seed, scale, causal, window, dropout_p)[0]
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor | None:

@@ -12,7 +12,8 @@ from ..runtime import recording, with_gradient_of
 from ..spec import Make, Problem, Spec, Work, absorbing, work
 from .blocked import attention_blocked
 from .dropout import attention_dropout_mask
-from .op import attention, attention_mask, attention_packed, attention_seeded_ref
+from .op import attention, attention_packed
+from .plain import attention_mask, attention_seeded_ref
 
 FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
 SUM = "_norm_sum_kernel"

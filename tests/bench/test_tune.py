@@ -16,7 +16,7 @@ from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
 from fastgpt.kernels.attention.config import TUNING, serves, trying
 from fastgpt.kernels.attention.forward import _attention_fwd_kernel as FWD  # noqa: N812
-from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.attention.spec import STEPS
 from fastgpt.kernels.proof.compile import Config, Row
 from fastgpt.kernels.proof.sass import DEVICES, Loop

@@ -15,7 +15,7 @@ from fastgpt.kernels import attention, attention_blocked, attention_dropout_mask
 from fastgpt.kernels.attention import forward
 from fastgpt.kernels.attention.config import rows, shipped, table_path
 from fastgpt.kernels.attention.dropout import philox
-from fastgpt.kernels.attention.op import attention_mask, attention_ref
+from fastgpt.kernels.attention.plain import attention_mask, attention_ref
 from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, eager, forms
 from fastgpt.kernels.runtime import family
 from fastgpt.ops.torch_ops import sdpa

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.kernels import attention_blocked
-from fastgpt.kernels.attention.op import attention_ref
+from fastgpt.kernels.attention.plain import attention_ref
 from fastgpt.kernels.attention.spec import eager
 from tests.kernels.test_attention import ON_A_CPU, PLAIN, docs, dtypes, make
 from tests.parity import assert_parity, awkward

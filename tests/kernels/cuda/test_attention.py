@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastgpt.kernels import attention, attention_dropout_mask
-from fastgpt.kernels.attention.op import attention_ref
+from fastgpt.kernels.attention.plain import attention_ref
 from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, options, problem
 from tests.kernels import conformance
 from tests.kernels.cuda.proof import assert_nothing_waits, captured, need, one_at_a_time

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastgpt.kernels.attention.op import attention_mask
+from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.attention.spec import FWD, multiply_adds
 from fastgpt.kernels.proof.execute import Counters
 from fastgpt.kernels.proof.execute.counters import pipe_of
