@@ -151,7 +151,7 @@ def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return None, None, None, *NO_GRADIENTS
-    _, _, bias_wanted, *_ = ctx.needs_input_grad
+    _qkv, _heads, bias_wanted, *_options = ctx.needs_input_grad
     dtype = ctx.bias_dtype if bias_wanted else None
     dqkv, dbias = _attention_packed_bwd(dout, dtype, *ctx.saved_tensors, *ctx.settings)
     return dqkv, None, dbias if dtype else None, *NO_GRADIENTS
