@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor, nn
 
 from fastgpt.config import flags
-from fastgpt.config.checks import INT64, check
+from fastgpt.config.checks import INT64, check_fields
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import shown_in_one_line, writing
@@ -35,11 +35,11 @@ class Explain:
     """Topic to explain."""
     png: Path = Path("attention.png")
     """File to draw the attention maps into, as a PNG."""
-    seed: int = 0
+    seed: Annotated[int, INT64] = 0
     """Random seed for the examples; the statements hold for every seed."""
 
     def __post_init__(self) -> None:
-        check(self, INT64, "seed")
+        check_fields(self)
 
 
 def title(text: str) -> None:

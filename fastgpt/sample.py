@@ -11,7 +11,7 @@ import tyro
 
 from fastgpt.autotune.choose import require_toolchain
 from fastgpt.config import flags
-from fastgpt.config.checks import INT64, check
+from fastgpt.config.checks import INT64, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.load import open_model
 from fastgpt.device import device
@@ -23,6 +23,7 @@ from fastgpt.terminal import print_line, print_text, replaced_note
 
 FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
 """Flags that --help shows."""
+ONE_OR_MORE = Range(words="1 or more", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +40,18 @@ class SampleConfig:
     chat: bool = False
     """Conversation with the model, which answers each line of standard input. It needs a chat
     template, as a model has that was trained on conversations."""
-    n: int = 1
+    n: Annotated[int, ONE_OR_MORE] = 1
     """Number of samples for each prompt."""
-    tokens: int = 300
+    tokens: Annotated[int, ONE_OR_MORE] = 300
     """Number of new tokens in each sample."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Range(words="0, or a number from 1e-6 on", ge=0)] = 0.8
     """Sampling temperature; 0 takes the likeliest token. Higher values are more varied."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, ONE_OR_MORE] = None
     """Number of likeliest tokens to sample from; by default all."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, Range(words="a number in (0, 1]", gt=0, le=1)] = None
     """Probability mass to sample from (nucleus sampling). Only the likeliest tokens that together
     reach it are kept; above 0 and at most 1, by default 1."""
-    seed: int = 1337
+    seed: Annotated[int, INT64] = 1337
     """Random seed for sampling."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
@@ -61,11 +62,11 @@ class SampleConfig:
     kernels, on CUDA."""
 
     def __post_init__(self) -> None:
-        check(self, ("1 or more", lambda x: x >= 1), "n", "tokens", "top_k")
-        check(self, INT64, "seed")
-        warm = ("0, or a number from 1e-6 on", lambda x: x == 0 or 1e-6 <= x < float("inf"))
-        check(self, warm, "temperature")
-        check(self, ("a number in (0, 1]", lambda x: 0 < x <= 1), "top_p")
+        check_fields(self)
+        if 0 < self.temperature < 1e-6:
+            raise UserError(
+                f"--temperature is {self.temperature}: expected 0, or a number from 1e-6 on"
+            )
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
                 f"--n is {self.n}, --tokens is {self.tokens}: expected at most {MOST_TOKENS:,}"

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,8 +18,8 @@ from fastgpt.config.checks import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
-    check,
-    check_types,
+    Range,
+    check_fields,
     flag,
 )
 from fastgpt.config.model import ModelConfig
@@ -45,7 +45,7 @@ class DataConfig:
     the recipe has GPT-2's vocabulary or needs to tell documents apart."""
     encoding: str = "utf-8"
     """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
-    val_fraction: float = 0.1
+    val_fraction: Annotated[float, Range(words="a fraction in (0, 1)", gt=0, lt=1)] = 0.1
     """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
     share of a data set's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"
@@ -59,17 +59,16 @@ class DataConfig:
     chat_template: str | None = None
     """File with a chat template in Jinja, for data.align conversation. By default it is that of the
     model to start from, else ChatML."""
-    eval_tokens: int = 131_072
+    eval_tokens: Annotated[int, NOT_NEGATIVE] = 131_072
     """Number of validation tokens in an evaluation, the same ones each time; 0: all of them."""
-    final_eval_tokens: int = 0
+    final_eval_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Number of validation tokens in the evaluation after the last step; 0: all of them."""
-    eval_batches: int = 0
+    eval_batches: Annotated[int, NOT_NEGATIVE] = 0
     """Number of random batches from each split to evaluate on, new ones each time; 0: use
     data.eval-tokens instead."""
 
     def __post_init__(self) -> None:
-        check(self, ("a fraction in (0, 1)", lambda x: 0 < x < 1), "data.val_fraction")
-        check(self, NOT_NEGATIVE, "data.eval_tokens", "data.final_eval_tokens", "data.eval_batches")
+        check_fields(self, "data.")
         if self.eval_batches and self.align == "document":
             raise UserError(
                 f"--data.eval-batches is {self.eval_batches}: random windows ignore documents"
@@ -84,37 +83,34 @@ class OptimConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     """Optimizer: AdamW for all weights, or Muon for the blocks' matrices and AdamW for the
     others."""
-    lr: float = 6e-4
+    lr: Annotated[float, POSITIVE] = 6e-4
     """Peak learning rate of AdamW. With Muon it applies to the weights that AdamW still trains."""
-    muon_lr: float = 0.02
+    muon_lr: Annotated[float, POSITIVE] = 0.02
     """Peak learning rate of Muon. For each matrix it is scaled by sqrt(max(1, rows / columns))."""
-    muon_momentum: float = 0.95
+    muon_momentum: Annotated[float, FRACTION] = 0.95
     """Nesterov momentum of Muon."""
-    beta1: float = 0.9
+    beta1: Annotated[float, FRACTION] = 0.9
     """Decay of AdamW's running mean of the gradient, between 0 and 1."""
-    beta2: float = 0.95
+    beta2: Annotated[float, FRACTION] = 0.95
     """Decay of AdamW's running mean of the squared gradient, between 0 and 1."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE] = 1e-8
     """Epsilon of AdamW, added to the denominator."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay, of matrices and embeddings only."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradient norm above which the gradient is clipped; 0: no clipping."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Learning rate schedule after the warmup. `wsd` keeps the peak and decays linearly at the
     end."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Number of steps in which the learning rate rises linearly to its peak."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Final learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, POSITIVE, SHARE] = 0.2
     """Fraction of all steps in which `wsd` decays, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "optim.lr", "optim.muon_lr", "optim.eps", "optim.decay_fraction")
-        check(self, FRACTION, "optim.muon_momentum", "optim.beta1", "optim.beta2")
-        check(self, NOT_NEGATIVE, "optim.weight_decay", "optim.grad_clip", "optim.warmup_steps")
-        check(self, SHARE, "optim.min_lr_ratio", "optim.decay_fraction")
+        check_fields(self, "optim.")
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -124,10 +120,10 @@ Recompute = Literal["none", "selective", "full"]
 class TrainConfig:
     """Training: batch, device, precision, loss, checkpoints and samples."""
 
-    batch_tokens: int = 524_288
+    batch_tokens: Annotated[int, POSITIVE] = 524_288
     """Batch size of one optimizer step, in tokens. It counts all ranks and micro-batches, and is a
     multiple of model.context."""
-    micro_batch: int = 64
+    micro_batch: Annotated[int, POSITIVE] = 64
     """Sequences computed at once (per process); fewer need less memory. Larger batches use gradient
     accumulation."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
@@ -149,29 +145,29 @@ class TrainConfig:
     ddp_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which ranks exchange gradients. bf16 halves the traffic and rounds each
     rank's gradients and their sum."""
-    ddp_bucket_mb: int = 25
+    ddp_bucket_mb: Annotated[int, POSITIVE] = 25
     """Size of the pieces in which ranks exchange gradients, in MiB. The exchange of a piece begins
     when its gradients are computed; with torch.compile that is after the whole backward."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, FRACTION] = 0.0
     """Label smoothing: the share of each target's probability that is spread evenly over the
     vocabulary, between 0 and 1. It applies to the training loss only."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, which is added to the training
     loss only."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[int, POSITIVE] = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
-    keep_every: int = 0
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Number of steps of whose multiples the checkpoints are never removed, if there are any (see
     --save-every). 0: only the newest and the best are kept."""
-    skip_nonfinite: int = 0
+    skip_nonfinite: Annotated[int, NOT_NEGATIVE] = 0
     """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
     after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
-    spike_z: float = 0.0
+    spike_z: Annotated[float, NOT_NEGATIVE] = 0.0
     """Number of standard deviations above the mean of the last 100 steps at which the loss or the
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    verify_every: int = 0
+    verify_every: Annotated[int, NOT_NEGATIVE] = 0
     """Number of steps between two comparisons of the weights that several ranks hold: a run whose
     replicas differ, because of a fault of memory or of a link, ends before the next checkpoint and
     names rank and tensor. 0: never."""
@@ -179,11 +175,11 @@ class TrainConfig:
     """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
     must be the same bit for bit with the same software and devices, else within rounding. `auto`
     keeps it where that takes less than 1 % of a run, and compares it where it was kept."""
-    stall_s: float = 1800
+    stall_s: Annotated[float, NOT_NEGATIVE] = 1800
     """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
     stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
     hour. The default is the time for which PyTorch's ranks wait for each other on CPUs."""
-    sample_tokens: int = 200
+    sample_tokens: Annotated[int, Range(words=f"0 to {MOST_TOKENS:,}", ge=0, le=MOST_TOKENS)] = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
     sample_prompt: str | None = None
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
@@ -193,19 +189,13 @@ class TrainConfig:
     both with a comma between them."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "train.batch_tokens", "train.micro_batch", "train.keep_checkpoints")
-        check(self, POSITIVE, "train.ddp_bucket_mb")
-        check(self, FRACTION, "train.label_smoothing")
-        check(self, NOT_NEGATIVE, "train.z_loss", "train.stall_s", "train.skip_nonfinite")
-        check(self, NOT_NEGATIVE, "train.spike_z", "train.keep_every", "train.verify_every")
+        check_fields(self, "train.")
         for name in ("skip_nonfinite", "spike_z"):
             if getattr(self, name) and self.precision == "fp16":
                 raise UserError(
                     f"{flag(f'train.{name}')} is {getattr(self, name)}: expected 0 with"
                     " --train.precision fp16, whose loss scale skips steps already"
                 )
-        most = (f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
-        check(self, most, "train.sample_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,15 +206,15 @@ class ParallelConfig:
     """Part of the model that each rank keeps. ddp: all of it; fsdp: a part of each weight, of its
     gradient and of its optimizer state; hsdp: the same within groups of ranks, each of which has
     the model."""
-    shards: int | None = None
+    shards: Annotated[int | None, POSITIVE] = None
     """Number of ranks in a group of hsdp; by default those of a machine."""
     reshard: bool = True
     """Freeing of a block's weights between its forward and its backward, so that they are gathered
     twice: less memory, more traffic (fsdp and hsdp)."""
-    cp: int = 1
+    cp: Annotated[int, POSITIVE] = 1
     """Number of ranks that share each sequence (context parallelism), for long contexts whose
     activations do not fit on one. The results do not change."""
-    tp: int = 1
+    tp: Annotated[int, POSITIVE] = 1
     """Number of ranks that share the work of each layer (tensor parallelism; fsdp and hsdp), for
     layers that are too large or too slow for one. The results do not change."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -233,7 +223,7 @@ class ParallelConfig:
     bf16."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "parallel.shards", "parallel.cp", "parallel.tp")
+        check_fields(self, "parallel.")
         if self.tp > 1 and self.kind == "ddp":
             raise UserError(f"--parallel.tp is {self.tp}: expected --parallel.kind fsdp or hsdp")
         if self.shards is not None and self.kind != "hsdp":
@@ -276,22 +266,22 @@ class Config:
 
     recipe: tyro.conf.Suppress[str] = "gpt2-124m"
     """Recipe that gives the defaults of the flags."""
-    steps: int = 19_073
+    steps: Annotated[int, POSITIVE, INT64] = 19_073
     """Number of optimizer steps."""
-    epochs: float | None = None
+    epochs: Annotated[float | None, POSITIVE] = None
     """Number of passes over the training data; it replaces --steps."""
-    eval_epochs: float | None = None
+    eval_epochs: Annotated[float | None, POSITIVE] = None
     """Number of passes between two evaluations; it replaces --eval-every."""
-    seed: int = 1337
+    seed: Annotated[int, INT64] = 1337
     """Random seed for weights, data order and dropout."""
     run_dir: Path | None = None
     """Folder of the run; by default runs/<recipe>-<date>."""
-    log_every: int = 10
+    log_every: Annotated[int, POSITIVE] = 10
     """Number of steps between two log lines; the first step has one, too. Each syncs with the
     device."""
-    eval_every: int = 250
+    eval_every: Annotated[int, INT64] = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step."""
-    save_every: int = 0
+    save_every: Annotated[int, INT64] = 0
     """Number of steps between two checkpoints, in addition to the one before each evaluation; 0:
     only those."""
     resume: str | None = None
@@ -314,8 +304,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "steps", "log_every", "epochs", "eval_epochs")
-        check(self, INT64, "steps", "seed", "eval_every", "save_every")
+        check_fields(self)
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("--run-dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
@@ -364,7 +353,4 @@ def from_json(text: str) -> Config:
                 for name, x in values.get(section.name, {}).items()
             }
             values[section.name] = section.default_factory(**given)
-            check_types(values[section.name])
-    config = Config(**values)
-    check_types(config)
-    return config
+    return Config(**values)

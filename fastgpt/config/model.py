@@ -1,11 +1,11 @@
 """Settings of the model: its size and architecture; see `fastgpt.config.config`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from fastgpt.config.checks import FRACTION, LAYERS, POSITIVE, SIZE, check
+from fastgpt.config.checks import FRACTION, POSITIVE, SIZE, Range, check_fields
 from fastgpt.errors import UserError
 
 
@@ -16,29 +16,29 @@ class ModelConfig:
     architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
     """Model to build: a GPT, or one of the lecture's simpler models, which have no normalisation
     layers (see fastgpt/model/build.py)."""
-    num_layers: int = 12
+    num_layers: Annotated[int, Range(words="1 to 256", ge=0, le=256)] = 12
     """Number of transformer blocks."""
-    num_heads: int = 12
+    num_heads: Annotated[int, SIZE] = 12
     """Number of attention heads; it must divide model.dim."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Annotated[int | None, SIZE] = None
     """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
     fewer give grouped-query attention."""
-    head_size: int | None = None
+    head_size: Annotated[int | None, SIZE] = None
     """Width of each attention head; by default model.dim / model.num-heads."""
-    dim: int = 768
+    dim: Annotated[int, SIZE] = 768
     """Width of the model, a multiple of model.num-heads. With model.head-size it may be any."""
-    ffn_dim: int | None = None
+    ffn_dim: Annotated[int | None, SIZE] = None
     """Width of the feed-forward layers. By default 4 x model.dim; with SwiGLU 8/3 x model.dim
     rounded up to a multiple of 64."""
-    context: int = 1024
+    context: Annotated[int, SIZE] = 1024
     """Longest sequence, in tokens."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, SIZE] = None
     """Number of tokens in the vocabulary; by default the tokenizer's."""
-    vocab_multiple: int = 64
+    vocab_multiple: Annotated[int, SIZE] = 64
     """Multiple to which the vocabulary is padded, for speed; padding tokens are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
-    norm_eps: float | None = None
+    norm_eps: Annotated[float | None, POSITIVE] = None
     """Epsilon of the normalisation layers and of model.qk-norm, added to the variance; by default
     1e-5 for LayerNorm and 1e-6 for the others."""
     norm_position: Literal["pre", "post"] = "pre"
@@ -56,7 +56,7 @@ class ModelConfig:
     """Activation function of the feed-forward layers; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
     """Position encoding: learned or sinusoidal embeddings, rotary, or none."""
-    rotary_base: float = 10_000.0
+    rotary_base: Annotated[float, POSITIVE] = 10_000.0
     """Base of the rotary frequencies; larger ones suit longer contexts."""
     rotary_scaling: tuple[float, float, float, int] | None = None
     """Llama 3's change of the rotary frequencies for contexts longer than those trained on: factor,
@@ -71,10 +71,10 @@ class ModelConfig:
     """Weights of that normalisation, which all heads of a layer share; it needs model.qk-norm."""
     tied: bool = True
     """Shared weight matrix for the token embedding and the output head."""
-    softcap: float | None = None
+    softcap: Annotated[float | None, POSITIVE] = None
     """Bound of the logits, which tanh squashes into (-softcap, softcap). By default there is
     none."""
-    window: int | None = None
+    window: Annotated[int | None, POSITIVE] = None
     """Sliding attention window, in tokens: each token attends to itself and the tokens just before
     it, this many in all. By default to all before it."""
     document_mask: bool = False
@@ -86,28 +86,22 @@ class ModelConfig:
     """Initialisation of the weights. gpt2: normal with standard deviation 0.02, residual
     projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
     PyTorch's default."""
-    dropout: float = 0.0
+    dropout: Annotated[float, FRACTION] = 0.0
     """Dropout probability; the default of the four dropout probabilities below."""
-    embedding_dropout: float | None = None
+    embedding_dropout: Annotated[float | None, FRACTION] = None
     """Dropout probability after the sum of token and position embeddings; by default
     model.dropout."""
-    attention_dropout: float | None = None
+    attention_dropout: Annotated[float | None, FRACTION] = None
     """Dropout probability of the attention weights; by default model.dropout."""
-    residual_dropout: float | None = None
+    residual_dropout: Annotated[float | None, FRACTION] = None
     """Dropout probability after attention's output projection; by default model.dropout."""
-    feed_forward_dropout: float | None = None
+    feed_forward_dropout: Annotated[float | None, FRACTION] = None
     """Dropout probability after the feed-forward layers; by default model.dropout."""
 
     def __post_init__(self) -> None:
-        layers = () if self.architecture == "bigram" else ("model.num_layers",)  # it has none
-        check(self, LAYERS, *layers)
-        check(self, SIZE, "model.num_heads", "model.num_kv_heads", "model.dim", "model.head_size")
-        check(self, SIZE, "model.ffn_dim", "model.context", "model.vocab_size")
-        check(self, SIZE, "model.vocab_multiple")
-        check(self, POSITIVE, "model.window", "model.rotary_base", "model.softcap")
-        check(self, POSITIVE, "model.norm_eps")
-        dropouts = (name for name in self.__slots__ if name.endswith("dropout"))
-        check(self, FRACTION, *(f"model.{name}" for name in dropouts))
+        check_fields(self, "model.")
+        if self.num_layers == 0 and self.architecture != "bigram":
+            raise UserError("--model.num-layers is 0: expected 1 to 256")
         if self.head_size is None and self.dim % self.num_heads:
             raise UserError(
                 f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"

@@ -15,7 +15,7 @@ import tyro
 from safetensors import SafetensorError
 
 from fastgpt.config import flags
-from fastgpt.config.checks import POSITIVE, check
+from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert import elsewhere
 from fastgpt.convert.llmc import write_llmc
 from fastgpt.convert.nanogpt import write_nanogpt
@@ -46,14 +46,14 @@ class ConvertConfig:
     fastgpt; nanogpt: a ckpt.pt without optimizer state; llmc: a .bin file."""
     dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Number format of the weights; by default that of the source."""
-    shard_gb: float = 5.0
+    shard_gb: Annotated[float, POSITIVE] = 5.0
     """Size from which a new safetensors file is begun, in gigabytes."""
     verify: bool = True
     """Proof that the written model is the same, by its logits and text. Without it the result is
     marked as unverified."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "shard_gb")
+        check_fields(self)
 
 
 def convert(config: ConvertConfig) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint.tensors import unpickle
-from fastgpt.config.checks import check_types
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
 from fastgpt.convert.progress import Progress
@@ -41,7 +40,6 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             dropout=args.get("dropout", 0.0),
             activation="gelu_erf",
         )
-        check_types(config)
         named = {_our_name(name): x for name, x in state.items()}
         if not all(isinstance(x, Tensor) and x.is_contiguous() for x in named.values()):
             raise TypeError("model holds something else than whole tensors")

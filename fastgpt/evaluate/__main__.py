@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fastgpt.config import flags
-from fastgpt.config.checks import POSITIVE, check
+from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.load import load
 from fastgpt.device import device
 from fastgpt.display import command
@@ -42,7 +42,7 @@ class EvaluateConfig:
     """Folder with tasks of your own for the lm-evaluation-harness, as YAML files."""
     json: Path | None = None
     """File to write the results to, as JSON."""
-    batch: int = 16
+    batch: Annotated[int, POSITIVE] = 16
     """Number of texts computed at once."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
@@ -50,7 +50,7 @@ class EvaluateConfig:
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
 
     def __post_init__(self) -> None:
-        check(self, POSITIVE, "batch")
+        check_fields(self)
         if not self.tasks and not self.text:
             raise UserError("nothing to evaluate: expected --tasks or --text")
 
