@@ -1,5 +1,6 @@
 """Data and cache folders, atomic writes, JSON, and the number of cores."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -73,3 +74,9 @@ def parse_json(text: str) -> Any:
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the sha256 of a file as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fastgpt.data.download import sha256_of
 from fastgpt.data.shards import LARGE, Tokens
 from fastgpt.data.tokenizers import (
     TOKENIZER_FILE,
@@ -25,7 +24,7 @@ from fastgpt.data.tokenizers import (
 from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import Shard, check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
-from fastgpt.files import parse_json
+from fastgpt.files import parse_json, sha256_of
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
@@ -86,14 +85,11 @@ class Corpus:
         return words[1] if words else text.strip()[:16] or "\n"
 
     def shards(self) -> list[Shard]:
-        """Lists every shard, with the checksums that were written for it."""
+        """Lists every shard, with the sha256 that was written for it."""
         if not self.manifest:
             return [Shard(path=path) for path in (*self.train.paths, *self.val.paths)]
         entries = [e for split in self.manifest["splits"].values() for e in split["shards"]]
-        return [
-            Shard(path=self.path / e["file"], sha256=e["sha256"], crc32=tuple(e["crc32"]))
-            for e in entries
-        ]
+        return [Shard(path=self.path / e["file"], sha256=e["sha256"]) for e in entries]
 
 
 def open_shards(path: Path, *, tokenizer: str) -> Corpus:
@@ -152,7 +148,6 @@ def read_prepared(path: Path) -> Corpus:
             path=path,
             manifest=manifest,
         )
-        corpus.shards()  # raises if checksums are missing
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
     return corpus
@@ -162,11 +157,10 @@ def _check_types(manifest: dict[str, Any]) -> None:
     """Raises `TypeError` or `ValueError` if values in a manifest are of a wrong kind."""
     splits = [manifest["splits"][name] for name in SPLITS]
     shards = [shard for split in splits for shard in split["shards"]]
-    sums = [number for shard in shards for number in shard["crc32"]]
     counts = [x["tokens"] for x in (*splits, *shards)] + [split["bytes"] for split in splits]
     texts = [manifest[name] for name in ("name", "sha256", "tokenizer_sha256")]
     texts += [shard[name] for shard in shards for name in ("file", "sha256")]
-    if any(type(x) is not int for x in sums + counts) or any(type(x) is not str for x in texts):
+    if any(type(x) is not int for x in counts) or any(type(x) is not str for x in texts):
         raise TypeError("a value has the wrong type")
     outside = [shard["file"] for shard in shards if Path(shard["file"]).name != shard["file"]]
     if outside:

@@ -11,7 +11,7 @@ from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 
 from fastgpt.errors import UserError, writing
-from fastgpt.files import cache_dir, data_dir, write_atomically
+from fastgpt.files import cache_dir, data_dir, sha256_of, write_atomically
 
 LARGEST, PIECE = 2**28, 2**16
 """Bytes after which a body is cut off, however much the server sends, and bytes read at once."""
@@ -90,12 +90,6 @@ def fetch(url: str, path: Path, *, sha256: str, instead: str) -> None:
             except (requests.RequestException, HTTPError) as error:
                 raise UserError(f"cannot download {url}: {_reason(error)}; {instead}") from error
             write_atomically(path, data)
-
-
-def sha256_of(path: Path) -> str:
-    """Returns the sha256 of a file as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(url: str) -> bytes:

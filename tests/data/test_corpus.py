@@ -199,6 +199,10 @@ def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
     assert text_of(corpus) == TEXT
     assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
     assert not (cache_dir() / "corpora").exists()
+    older = json.loads((out / "manifest.json").read_text())
+    older["splits"]["val"]["shards"][0]["crc32"] = [1]  # which was recorded once, and is ignored
+    (out / "manifest.json").write_text(json.dumps(older))
+    assert opened(out).identity == corpus.identity
     with pytest.raises(UserError, match="already a prepared directory"):
         prepare(str(out), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
 
@@ -210,7 +214,7 @@ def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
         ("[]", "damaged"),
         ('{"format_version": 2}', "damaged"),
         ('{"format_version": 99}', "format 99, expected 2"),
-        (lambda manifest: manifest["splits"]["train"]["shards"][0].pop("crc32"), "damaged"),
+        (lambda manifest: manifest["splits"]["train"]["shards"][0].pop("sha256"), "damaged"),
         (lambda manifest: manifest["splits"]["val"].update(tokens=0), "damaged"),
     ],
 )

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.download import sha256_of
 from fastgpt.data.prepare.batches import Encoded, Place, batches, encode, held_out
 from fastgpt.data.prepare.documents import read_pieces, scan, source_size
 from fastgpt.data.prepare.request import (
@@ -41,9 +40,8 @@ from fastgpt.data.tokenizers import (
     load_tokenizer,
     make_tokenizer,
 )
-from fastgpt.data.verify import checksums
 from fastgpt.errors import UserError, counted, writing
-from fastgpt.files import cores, sync, write_atomically
+from fastgpt.files import cores, sha256_of, sync, write_atomically
 
 Report = Callable[[int, float], None]
 LEARNT_CHARACTERS = 10**8
@@ -240,9 +238,9 @@ class _Directory:
         """Completes a split's shards, and returns its entry in the manifest."""
         paths = self.writers[split].finish()
         with ThreadPoolExecutor(self.workers) as pool:
-            sums = pool.map(checksums, paths)
+            sums = pool.map(sha256_of, paths)
             shards = [
-                {"file": path.name, "tokens": count, **found}
+                {"file": path.name, "tokens": count, "sha256": found}
                 for path, count, found in zip(paths, self.writers[split].counts(), sums)
             ]
         progress = self.progress
