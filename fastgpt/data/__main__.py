@@ -25,8 +25,8 @@ from fastgpt.errors import UserError, counted, shown_in_one_line
 from fastgpt.files import cores
 from fastgpt.terminal import one_line, printable
 
-QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
-BAR_WIDTH = 40
+EXCERPT_TOKENS, SEED = 100, 1337
+"""Length of an excerpt, and the seed of their places."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,22 +37,11 @@ class Arguments:
     """Folder of token shards: ours, llm.c's or modded-nanogpt's."""
     excerpts: int = 2
     """Number of random excerpts to show."""
-    length: int = 100
-    """Number of tokens in each excerpt."""
-    seed: int = 1337
-    """Random seed for choosing the excerpts."""
     verify: bool = False
-    """Check every byte: checksums and token ids."""
-    plot: Path | None = None
-    """File to draw the document lengths to, a .png, .svg or .pdf."""
+    """Check every byte: each shard's sha256 and token ids."""
     tokenizer: str = "auto"
     """Tokenizer of shards without a tokenizer.json beside them. It is gpt2, or the path of such a
     file."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("excerpts", 0), ("length", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"--{name} is {getattr(self, name)}: expected {least} or more")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
             prog="python -m fastgpt.data",
             first=[field.name for field in fields(Arguments)],
         )
+        if arguments.excerpts < 0:
+            raise UserError(f"--excerpts is {arguments.excerpts}: expected 0 or more")
         path = arguments.path.expanduser()
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")
@@ -71,31 +62,28 @@ def main(argv: list[str] | None = None) -> None:
         console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
         console.print(printable(_facts(corpus)), markup=False)
-        if corpus.tokenizer.eot_id is not None:
-            _show_lengths(corpus, console, arguments.plot)
-        elif arguments.plot is not None:
-            corpus.document_starts("train")  # raises: without documents there is nothing to plot
-        _show_excerpts(corpus, console, arguments)
+        _show_excerpts(corpus, console, arguments.excerpts)
         if arguments.verify:
             _verify(corpus, console)
 
 
 def _overview(corpus: Corpus) -> Table:
-    tokenizer, manifest = corpus.tokenizer, corpus.manifest
     table = Table(title=escape(one_line(f"{corpus.name} ({corpus.path})")), title_justify="left")
     for column in ("", *SPLITS):
         table.add_column(column, justify="right" if column else "left")
-    tokens = {split: getattr(corpus, split) for split in SPLITS}
-    table.add_row("tokens", *(f"{len(t):,}" for t in tokens.values()))
-    table.add_row("shards", *(f"{len(t.paths):,}" for t in tokens.values()))
-    if tokenizer.eot_id is not None:
+    tokens = [getattr(corpus, split) for split in SPLITS]
+    sizes = [len(t) for t in tokens]
+    table.add_row("tokens", *(f"{size:,}" for size in sizes))
+    table.add_row("shards", *(f"{len(t.paths):,}" for t in tokens))
+    if corpus.tokenizer.eot_id is not None:
         counts = [len(corpus.document_starts(split)) for split in SPLITS]
         table.add_row("documents", *(f"{count:,}" for count in counts))
-    if manifest:
-        sizes = [manifest["splits"][split]["bytes"] for split in SPLITS]
-        table.add_row("bytes of text", *(f"{size:,}" for size in sizes))
-        ratios = [f"{size / len(t):.2f}" for size, t in zip(sizes, tokens.values())]
-        table.add_row("bytes per token", *ratios)
+        means = (f"{size / count:,.1f}" for size, count in zip(sizes, counts))
+        table.add_row("tokens per document", *means)
+    if corpus.manifest:
+        lengths = [corpus.manifest["splits"][split]["bytes"] for split in SPLITS]
+        table.add_row("bytes of text", *(f"{length:,}" for length in lengths))
+        table.add_row("bytes per token", *(f"{n / size:.2f}" for n, size in zip(lengths, sizes)))
     return table
 
 
@@ -108,59 +96,14 @@ def _facts(corpus: Corpus) -> str:
     )
 
 
-def _lengths(corpus: Corpus, split: str) -> np.ndarray:
-    """Counts the tokens of each document, its end-of-text token included."""
-    starts = corpus.document_starts(split)
-    return np.diff(starts, append=len(getattr(corpus, split)))
-
-
-def _show_lengths(corpus: Corpus, console: Console, plot: Path | None) -> None:
-    lengths = _lengths(corpus, "train")
-    values = np.quantile(lengths, QUANTILES, method="nearest")
-    shown = ", ".join(f"{q:.0%} {value:,}" for q, value in zip(QUANTILES, values.tolist()))
-    console.print(f"\ntokens per training document: {shown}; mean {lengths.mean():,.1f}")
-    edges = _edges(lengths)
-    counts, _ = np.histogram(lengths, edges)
-    for low, high, count in zip(edges, edges[1:], counts.tolist()):
-        bar = "█" * round(BAR_WIDTH * count / counts.max())
-        console.print(f"{low:>12,} to {high - 1:<12,} {bar:<{BAR_WIDTH}} {count:,}")
-    if plot is not None:
-        _draw(corpus, plot)
-        console.print(one_line(f"plot: {plot}"), markup=False)
-
-
-def _edges(lengths: np.ndarray) -> np.ndarray:
-    """Returns the powers of two around all lengths."""
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    return 2 ** np.arange(shortest.bit_length() - 1, longest.bit_length() + 1)
-
-
-def _draw(corpus: Corpus, path: Path) -> None:
-    from matplotlib.figure import Figure  # slow to import, and needed here only
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for split in SPLITS:
-        lengths = _lengths(corpus, split)
-        axes.hist(lengths, _edges(lengths).tolist(), histtype="step", label=split)
-    axes.set(yscale="log", xlabel="tokens per document", ylabel="documents")
-    axes.set_xscale("log", base=2)
-    axes.set_title(f"{corpus.name}, {corpus.tokenizer.kind} tokens")
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plot {path}: {error}") from error
-
-
-def _show_excerpts(corpus: Corpus, console: Console, arguments: Arguments) -> None:
-    draws = np.random.default_rng(arguments.seed)
-    for _ in range(arguments.excerpts):
-        start = int(draws.integers(max(1, len(corpus.train) - arguments.length)))
-        ids = corpus.train[start : start + arguments.length]
+def _show_excerpts(corpus: Corpus, console: Console, count: int) -> None:
+    draws = np.random.default_rng(SEED)
+    for _ in range(count):
+        start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
+        ids = corpus.train[start : start + EXCERPT_TOKENS]
         title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
         text = Text(printable(corpus.tokenizer.decode(ids)))
-        console.print(Panel(text, title=title, title_align="left"))
+        console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
 
 
 def _verify(corpus: Corpus, console: Console) -> None:
@@ -169,7 +112,7 @@ def _verify(corpus: Corpus, console: Console) -> None:
         done = pool.map(lambda shard: check_shard(shard, vocab_size), shards)
         for _ in track(done, "verifying", total=len(shards), console=console, transient=True):
             pass
-    what = "ids" if shards[0].sha256 is None else "sha256, CRC-32 and ids"
+    what = "ids" if shards[0].sha256 is None else "sha256 and ids"
     console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
