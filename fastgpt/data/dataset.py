@@ -5,8 +5,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
+from fastgpt.data.items import Data, ItemCorpus, open_items
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.prepare import Report, open_corpus
 from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
@@ -17,11 +20,12 @@ from fastgpt.errors import UserError
 class DataSet:
     """Corpora with a common tokenizer, their weights, and the settings of sampling."""
 
-    corpora: tuple[Corpus, ...]
+    corpora: tuple[Corpus, ...] | tuple[ItemCorpus]
     weights: tuple[float, ...]
     """Weight of each corpus; they sum to 1."""
     config: DataConfig
-    template: None = None
+    template: str | None = None
+    """Chat template to save with the model."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -49,6 +53,8 @@ class DataSet:
     @property
     def identity(self) -> str:
         """Sha256 of all tokens and weights; data with the same one is read in the same order."""
+        if isinstance(self.corpora[0], ItemCorpus):
+            return self.sha256  # as earlier checkpoints have it
         return _hash_of([corpus.identity for corpus in self.corpora], self.weights)
 
     @property
@@ -65,20 +71,29 @@ class DataSet:
         """
         return [self._order(corpus, "train", context, seed) for corpus in self.corpora]
 
-    def _order(self, corpus: Corpus, split: str, context: int, seed: int) -> SampleOrder:
-        align = self.config.align
+    def _order(
+        self, corpus: Corpus | ItemCorpus, split: str, context: int, seed: int
+    ) -> SampleOrder:
+        align, documents = self.config.align, None
+        if isinstance(corpus, ItemCorpus):  # each item as a document of one token
+            size = getattr(corpus, split).size
+            context, align, documents = 1, "document", np.arange(size, dtype=np.int64)
+        else:
+            size = len(getattr(corpus, split))
+            if align != "none":
+                documents = corpus.document_starts(split)
         return SampleOrder(
-            len(getattr(corpus, split)),
+            size,
             context=context,
             seed=seed,
             sampling=self.config.sampling,
             align=align,
-            documents=None if align == "none" else corpus.document_starts(split),
+            documents=documents,
         )
 
-    def validation_documents(self, corpus: Corpus, context: int) -> SampleOrder | None:
+    def validation_documents(self, corpus: Corpus | ItemCorpus, context: int) -> SampleOrder | None:
         """Returns the order of the held-out documents; None unless samples are documents."""
-        if self.config.align != "document":
+        if self.config.align != "document" or isinstance(corpus, ItemCorpus):
             return None
         return self._order(corpus, "val", context, 0)
 
@@ -89,6 +104,18 @@ class DataSet:
 
 def _hash_of(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def open_own(data: Data, context: int, config: DataConfig) -> DataSet:
+    """Opens a caller's own data sets.
+
+    Raises:
+        UserError: as `open_items`, or random batches are asked for.
+    """
+    if config.eval_batches:
+        raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
+    corpora = (open_items(data, context),)
+    return DataSet(corpora=corpora, weights=(1.0,), config=config, template=data.template)
 
 
 def open_data(

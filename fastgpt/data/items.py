@@ -5,8 +5,7 @@ should predict at its place, or -100 where the loss does not count.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastgpt.config.config import DataConfig
-from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.tokenizers import IdTokenizer, Tokenizer
 from fastgpt.errors import UserError
 
@@ -112,94 +109,30 @@ class ItemCorpus:
     val: Items
     tokenizer: Tokenizer
     python: None = None
+    val_bytes_per_token: None = None
+
+    @property
+    def sha256(self) -> str:
+        """Sha256 of all items."""
+        return hashlib.sha256(repr([self.train.sha256, self.val.sha256]).encode()).hexdigest()
+
+    identity = sha256
 
     def first_words(self) -> str:
         """Returns the text of the first tokens of validation."""
         return self.tokenizer.decode(self.val[0][0][:3])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemSet:
-    """Data as the trainer reads it: the interface of `DataSet` for own data sets."""
+def open_items(data: Data, context: int) -> ItemCorpus:
+    """Reads all items of both splits once.
 
-    data: Data
-    context: int
-    config: DataConfig
-    corpora: tuple[ItemCorpus] = field(init=False)
-    weights: tuple[float] = (1.0,)
-    pad_id: int = 0
-    val_bytes_per_token: None = None
-
-    def __post_init__(self) -> None:
-        data = self.data
-        tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
-        size = max(data.vocab_size or 0, tokenizer.vocab_size)
-        if self.config.eval_batches:
-            raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
-        train, val = (
-            Items(getattr(data, split), self.context, size, f"{data.name} ({split})")
-            for split in ("train", "val")
-        )
-        corpus = ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)
-        object.__setattr__(self, "corpora", (corpus,))
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.corpora[0].tokenizer
-
-    @property
-    def name(self) -> str:
-        return self.data.name
-
-    @property
-    def template(self) -> str | None:
-        return self.data.template
-
-    @property
-    def sha256(self) -> str:
-        """Sha256 of all items."""
-        return hashlib.sha256(
-            repr([self.corpora[0].train.sha256, self.corpora[0].val.sha256]).encode()
-        ).hexdigest()
-
-    identity = sha256
-
-    def orders(self, context: int, seed: int) -> list[SampleOrder]:
-        """Returns the order of the training items, which are shuffled anew in each epoch."""
-        size = self.corpora[0].train.size
-        numbers = np.arange(size, dtype=np.int64)  # each item as a document of one token
-        sampling = self.config.sampling
-        return [
-            SampleOrder(
-                size, context=1, seed=seed, sampling=sampling, align="document", documents=numbers
-            )
-        ]
-
-    def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
-        """Returns the stream of items, from the beginning or from a checkpoint's state."""
-        return Mixture(orders, self.weights, state)
-
-
-def item_batches(
-    items: Items, *, micro_batch: int, rank: int, world_size: int, max_tokens: int, context: int
-) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
-    """Returns this rank's batches x, y (B, T) of fixed items, and their number.
-
-    Args:
-        max_tokens: approximate number of targets over all ranks; 0: those of all items.
+    Raises:
+        UserError: an item is not one of `context` tokens and targets.
     """
-    chosen = np.arange(items.size)
-    if 0 < max_tokens < items.counts.sum():
-        count = max(1, int(max_tokens // items.counts.mean()))
-        chosen = chosen[:count] * items.size // count
-    own = chosen[rank::world_size]
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(own), micro_batch):
-            x = torch.zeros(micro_batch, context, dtype=torch.int64)
-            y = torch.full_like(x, IGNORED)
-            for row, i in enumerate(own[first : first + micro_batch].tolist()):
-                x[row], y[row] = map(torch.from_numpy, items[i])
-            yield x, y
-
-    return batches(), -(-len(own) // micro_batch)
+    tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
+    size = max(data.vocab_size or 0, tokenizer.vocab_size)
+    train, val = (
+        Items(getattr(data, split), context, size, f"{data.name} ({split})")
+        for split in ("train", "val")
+    )
+    return ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)

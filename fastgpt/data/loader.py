@@ -16,13 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpt.data.items import IGNORED, Items, item_batches
+from fastgpt.data.items import IGNORED, Items
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
 from fastgpt.device.device import kind_of
@@ -33,13 +33,15 @@ PREFETCHED = 4
 JOIN_TIMEOUT_S = 10
 """Seconds that `close` waits for the background thread, which is a daemon."""
 
+Source = np.ndarray | Tokens | Items
+"""Tokens (N,) of any integer dtype; or items, whose numbers take the place of samples' starts."""
+
 
 class Loader:
     """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
-        corpora: each (N,), sliceable, any integer dtype; usually `Tokens`. Or `Items` alone, whose
-            numbers the samples are.
+        corpora: what the samples are of; `Items` are alone.
         samples: the stream of samples, which is read on from its present position.
         context: T, in tokens.
         global_batch: samples per optimizer step over all ranks and micro-steps.
@@ -52,7 +54,7 @@ class Loader:
 
     def __init__(
         self,
-        corpora: Sequence[np.ndarray | Tokens | Items],
+        corpora: Sequence[Source],
         samples: Mixture,
         *,
         context: int,
@@ -82,20 +84,21 @@ class Loader:
             gpu = torch.get_device_module(self.device).current_device()
             pin_for = torch.device(self.device.type, gpu)
         self._ready: queue.Queue[_Micro | Exception] = queue.Queue(PREFETCHED)
-        producer = _Producer(
-            corpora=tuple(corpora),
-            samples=samples,
-            context=context,
+        micros = _micro_batches(
+            tuple(corpora),
+            samples,
             grid=(self.accumulation, world_size, micro_batch),
             rank=rank,
+            context=context,
             pad_id=pad_id,
-            pin_for=pin_for,
+            pinned=self._pinned,
         )
         # The thread must not hold the loader, or a forgotten loader could never be collected.
         stop = threading.Event()
         thread = threading.Thread(
-            target=producer.run, args=(self._ready, stop), name="fastgpt-loader", daemon=True
-        )
+            target=_produce, args=(micros, pin_for, self._ready, stop), name="fastgpt-loader",
+            daemon=True,
+        )  # fmt: skip
         self._finalizer = weakref.finalize(self, _shut_down, thread, self._ready, stop)
         thread.start()
 
@@ -140,7 +143,7 @@ class Loader:
 
 
 def eval_batches(
-    tokens: np.ndarray | Tokens | Items,
+    tokens: Source,
     *,
     context: int,
     micro_batch: int,
@@ -156,40 +159,39 @@ def eval_batches(
     the one before to have a full context, and the targets that they share are masked in it.
 
     Args:
-        tokens: (N,), any integer dtype, N >= 2; or items, which are scored in place of windows.
+        tokens: at least 2; of items, each is a row.
         context: T, in tokens.
         micro_batch: B, rows of every batch.
-        rank: this rank takes every `world_size`-th window.
-        max_tokens: approximate number of targets to score over all ranks, in windows spread evenly
+        rank: this rank takes every `world_size`-th row.
+        max_tokens: approximate number of targets to score over all ranks, in rows spread evenly
             over the split; 0, a negative number or one larger than the split: all of them.
         documents: documents of `tokens` to score, one per row, instead of windows.
     Returns:
-        EvalBatches: x, y: (B, T) int64 on the CPU. Padding has y == -100; a rank without windows
-        has no batches.
+        EvalBatches: x, y: (B, T) int64 on the CPU. Padding has y == -100; a rank without rows has
+        no batches.
     Raises:
         UserError: fewer than 2 tokens.
     """
+    total = len(tokens) - 1
     if isinstance(tokens, Items):
-        shared = {"rank": rank, "world_size": world_size, "max_tokens": max_tokens}
-        made = item_batches(tokens, context=context, micro_batch=micro_batch, **shared)
-        return EvalBatches(*made)
-    if len(tokens) < 2:
+        starts = scored = np.arange(tokens.size)
+        stops, pad_id = starts, 0
+        total, targets = int(tokens.counts.sum()), tokens.counts.mean()
+    elif total < 1:
         raise UserError(f"the validation split needs at least 2 tokens, but has {len(tokens)}")
-    if documents is None:
-        scored, targets = np.arange(0, len(tokens) - 1, context), context
-        starts = scored.clip(max=max(0, len(tokens) - 1 - context))
-        stops = np.minimum(starts + context + 1, len(tokens))
-    else:
-        scored = starts = documents.documents
+    elif documents is not None:
+        starts = scored = documents.documents
         stops = documents.stops(starts)
         targets = float((stops - starts - 1).mean())
+    else:
+        scored, targets = np.arange(0, total, context), context
+        starts = scored.clip(max=max(0, total - context))
+        stops = np.minimum(starts + context + 1, total + 1)
     windows = np.stack((starts, stops, scored - starts), axis=1)
-    if 0 < max_tokens < len(tokens) - 1:
+    if 0 < max_tokens < total:
         count = min(len(windows), max(1, int(max_tokens // targets)))
         windows = windows[np.arange(count) * len(windows) // count]
-    windows = windows[rank::world_size]
-    batches = _eval_batches(tokens, windows, context, micro_batch, pad_id)
-    return EvalBatches(batches, -(-len(windows) // micro_batch))
+    return _batches(tokens, windows[rank::world_size], micro_batch, context, pad_id)
 
 
 def random_batches(
@@ -223,8 +225,9 @@ def random_batches(
         )
     stream = np.random.RandomState(list(seed))
     starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
-    rows = starts[rank::world_size]
-    return EvalBatches((_windows(tokens, row.tolist(), context) for row in rows), len(rows))
+    starts = starts[rank::world_size].reshape(-1)
+    windows = np.stack((starts, starts + context + 1, np.zeros_like(starts)), axis=1)
+    return _batches(tokens, windows, micro_batch, context, pad_id=0)
 
 
 class EvalBatches:
@@ -240,53 +243,54 @@ class EvalBatches:
         return self._count
 
 
-def _windows(tokens: np.ndarray | Tokens, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-    windows = np.stack([tokens[start : start + context + 1] for start in starts])
-    both = torch.from_numpy(windows.astype(np.int64))
-    return both[:, :-1], both[:, 1:]
+def _batches(
+    tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int
+) -> EvalBatches:
+    """Makes batches of windows: (n, 3) of start, stop, and the number of masked targets."""
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, len(windows), micro_batch):
+            chunk = windows[first : first + micro_batch]
+            samples = np.insert(chunk[:, :2], 0, 0, axis=1)
+            x, y = _gather([tokens], samples, (micro_batch, context), pad_id)
+            for y_row, masked in zip(y, chunk[:, 2].tolist()):
+                y_row[:masked] = IGNORED
+            yield x, y
+
+    return EvalBatches(batches(), -(-len(windows) // micro_batch))
 
 
-def _eval_batches(
-    tokens: np.ndarray | Tokens,
-    windows: np.ndarray,
-    context: int,
-    micro_batch: int,
+def _gather(
+    corpora: Sequence[Source],
+    samples: np.ndarray,
+    shape: tuple[int, int],
     pad_id: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for row in range(0, len(windows), micro_batch):
-        x = torch.full((micro_batch, context), pad_id, dtype=torch.int64)
-        y = torch.full_like(x, IGNORED)
-        for x_row, y_row, (start, stop, skipped) in zip(
-            x.numpy(), y.numpy(), windows[row : row + micro_batch].tolist()
-        ):
-            _fill(x_row, y_row, tokens, start, stop, pad_id)
-            y_row[:skipped] = IGNORED
-        yield x, y
-
-
-def _fill(
-    x_row: np.ndarray,
-    y_row: np.ndarray,
-    tokens: np.ndarray | Tokens,
-    start: int,
-    stop: int,
-    pad_id: int,
-) -> None:
-    """Copies one sample into one row of x and of y, both (T,) and already padded."""
-    window = tokens[start:stop]
-    count = stop - start - 1
-    x_row[:count] = window[:count]
-    y_row[: len(window) - 1] = window[1:]
-    if len(window) == count:
-        # the last document of the corpus has no end-of-text token after it
-        y_row[count - 1] = pad_id
+    *,
+    pinned: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Copies samples, (n, 3) of corpus, start, stop, into x and y (B, T), and pads the rest."""
+    # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
+    # keeps a freed block until the copy that reads it has finished.
+    x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in "xy")
+    x[len(samples) :], y[len(samples) :] = pad_id, IGNORED
+    for x_row, y_row, (number, start, stop) in zip(x.numpy(), y.numpy(), samples.tolist()):
+        corpus = corpora[number]
+        if isinstance(corpus, Items):
+            x_row[:], y_row[:] = corpus[start]
+            continue
+        window, count = corpus[start:stop], stop - start - 1
+        x_row[:count], x_row[count:] = window[:count], pad_id
+        y_row[: len(window) - 1], y_row[len(window) - 1 :] = window[1:], IGNORED
+        if len(window) == count:
+            # the last document of the corpus has no end-of-text token after it
+            y_row[count - 1] = pad_id
+    return x, y
 
 
 # --- the background thread ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Micro:
+class _Micro(NamedTuple):
     x: Tensor
     y: Tensor
     share: float
@@ -294,60 +298,52 @@ class _Micro:
     """State after the global batch, set on its last micro-batch only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Producer:
-    corpora: tuple[np.ndarray | Tokens | Items, ...]
-    samples: Mixture
-    context: int
-    grid: tuple[int, int, int]
-    """Micro-steps, ranks, rows: the shape of a global batch."""
-    rank: int
-    pad_id: int
-    pin_for: torch.device | None
-    """GPU whose copies the pinned memory is for; None: ordinary memory."""
+def _micro_batches(
+    corpora: Sequence[Source],
+    samples: Mixture,
+    *,
+    grid: tuple[int, int, int],
+    rank: int,
+    context: int,
+    pad_id: int,
+    pinned: bool,
+) -> Iterator[_Micro]:
+    """Yields this rank's micro-batches; `grid` is micro-steps, ranks and rows of a global batch."""
+    while True:
+        taken = samples.take(math.prod(grid))
+        if isinstance(corpora[0], Items):
+            targets = corpora[0].counts[taken[:, 1]]
+        else:
+            targets = taken[:, 2] - taken[:, 1] - 1
+        targets = targets.reshape(grid).sum(-1)
+        shares = (targets / targets.mean())[:, rank].tolist()
+        mine = taken.reshape(*grid, 3)[:, rank]
+        for step, (rows, share) in enumerate(zip(mine, shares), start=1):
+            state = samples.state() if step == len(mine) else None
+            x, y = _gather(corpora, rows, (len(rows), context), pad_id, pinned=pinned)
+            yield _Micro(x, y, share, state)
 
-    def run(self, ready: "queue.Queue[_Micro | Exception]", stop: threading.Event) -> None:
-        """Fills `ready` until `stop` is set; an error becomes the last item."""
-        try:
-            if self.pin_for is not None:  # a new thread begins on GPU 0, and would use memory there
-                torch.get_device_module(self.pin_for).set_device(self.pin_for)
-            while True:
-                samples = self.samples.take(math.prod(self.grid))
-                targets = self._targets(samples).reshape(self.grid).sum(-1)
-                shares = (targets / targets.mean())[:, self.rank].tolist()
-                mine = samples.reshape(*self.grid, 3)[:, self.rank]
-                for step, rows in enumerate(mine, start=1):
-                    state = self.samples.state() if step == len(mine) else None
-                    x, y = self._gather(rows)
-                    ready.put(_Micro(x=x, y=y, share=shares[step - 1], state_after=state))
-                    if stop.is_set():
-                        return
-        except Exception as error:
-            ready.put(error)
 
-    def _targets(self, samples: np.ndarray) -> np.ndarray:
-        """Counts the targets of each sample: (count,) int64."""
-        if isinstance(self.corpora[0], Items):
-            return self.corpora[0].counts[samples[:, 1]]
-        return samples[:, 2] - samples[:, 1] - 1
+def _produce(
+    micros: Iterator[_Micro],
+    pin_for: torch.device | None,
+    ready: "queue.Queue[_Micro | Exception]",
+    stop: threading.Event,
+) -> None:
+    """Fills `ready` until `stop` is set; an error becomes the last item.
 
-    def _gather(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        shape = (len(rows), self.context)
-        # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
-        # keeps a freed block until the copy that reads it has finished.
-        x, y = (
-            torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_for is not None) for _ in "xy"
-        )
-        for x_row, y_row, (number, start, stop) in zip(x.numpy(), y.numpy(), rows.tolist()):
-            corpus = self.corpora[number]
-            if isinstance(corpus, Items):
-                x_row[:], y_row[:] = corpus[start]
-                continue
-            if stop - start <= self.context:
-                x_row.fill(self.pad_id)
-                y_row.fill(IGNORED)
-            _fill(x_row, y_row, corpus, start, stop, self.pad_id)
-        return x, y
+    Args:
+        pin_for: GPU whose copies the pinned memory is for; None: ordinary memory.
+    """
+    try:
+        if pin_for is not None:  # a new thread begins on GPU 0, and would use memory there
+            torch.get_device_module(pin_for).set_device(pin_for)
+        for micro in micros:
+            ready.put(micro)
+            if stop.is_set():
+                return
+    except Exception as error:
+        ready.put(error)
 
 
 def _shut_down(thread: threading.Thread, ready: queue.Queue, stop: threading.Event) -> None:

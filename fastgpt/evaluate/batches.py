@@ -9,14 +9,14 @@ from torch import Tensor
 from fastgpt.config.config import Config
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet
-from fastgpt.data.items import IGNORED, ItemCorpus, ItemSet
+from fastgpt.data.items import IGNORED, ItemCorpus
 from fastgpt.data.loader import EvalBatches, eval_batches, random_batches
 from fastgpt.parallel.distributed import World
 
 
 def validation_batches(
     config: Config,
-    data: DataSet | ItemSet,
+    data: DataSet,
     corpus: Corpus | ItemCorpus,
     split: str,
     *,
@@ -43,9 +43,7 @@ def validation_batches(
         samples = config.data.eval_batches * config.global_batch
         seed = (config.seed & 0xFFFFFFFF, step, split == "train")
         return random_batches(tokens, samples=samples, seed=seed, **shared)
-    documents = None
-    if isinstance(data, DataSet) and isinstance(corpus, Corpus):
-        documents = data.validation_documents(corpus, context)
+    documents = data.validation_documents(corpus, context)
     return eval_batches(
         tokens, max_tokens=max_tokens, documents=documents, pad_id=data.pad_id, **shared
     )

@@ -7,8 +7,8 @@ from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import Source
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.dataset import DataSet, open_data
-from fastgpt.data.items import Data, ItemCorpus, ItemSet
+from fastgpt.data.dataset import DataSet, open_data, open_own
+from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, counted
@@ -27,7 +27,7 @@ def open_for_run(
     source: Source | None,
     world: World,
     warn: Callable[[str], None],
-) -> DataSet | ItemSet:
+) -> DataSet:
     """Opens the data of a run, which is the same on all ranks.
 
     Args:
@@ -41,7 +41,7 @@ def open_for_run(
     if data is None and config.data.align == "conversation":
         data = _conversations(config, source, world)
     if data is not None:
-        opened = ItemSet(data=data, context=config.model.context, config=config.data)
+        opened = open_own(data, config.model.context, config.data)
     else:
         opened = _corpora(config, source, world, warn)
     if source is not None:
@@ -95,7 +95,7 @@ def _conversations(config: Config, source: Source | None, world: World) -> Data:
 
 
 def check_splits(
-    config: Config, data: DataSet | ItemSet, coverage: list[float], warn: Callable[[str], None]
+    config: Config, data: DataSet, coverage: list[float], warn: Callable[[str], None]
 ) -> None:
     """Warns of corpora of which an epoch uses little.
 

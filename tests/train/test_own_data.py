@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import fastgpt
 from fastgpt.cli import parse
-from fastgpt.data.items import ItemSet
+from fastgpt.data.dataset import open_own
 from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.ops.tables import select
@@ -52,7 +52,7 @@ def test_losses_are_those_of_a_loop_by_hand(tiny):
     """8 items a step in 4 micro-batches; the mean is over the targets of all 8."""
     run = trained(tiny(FLAGS))
     config, data = parse(tiny(FLAGS)), own()
-    [order] = ItemSet(data=data, context=16, config=config.data).orders(16, config.seed)
+    [order] = open_own(data, 16, config.data).orders(16, config.seed)
     torch.manual_seed(config.seed)
     plain = select(config.ops, "cpu", compiled=False)
     model = build_model(replace(config.model, vocab_size=50), plain)
