@@ -291,9 +291,6 @@ class Config:
     """Model that a new run starts from: a run, a checkpoint, a folder of Hugging Face, a name on
     the hub such as gpt2, nanoGPT's ckpt.pt or a .bin file of llm.c. It decides the architecture,
     and its tokenizer is the default; the optimizer starts afresh."""
-    take_over: bool = False
-    """Continue another program's run: its step and the state of its AdamW are read as well, from
-    nanoGPT's ckpt.pt, or from llm.c's state file beside model_XXXXXXXX.bin."""
     force: bool = False
     """Train even if it is estimated to take more than a day on a CPU."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -311,12 +308,6 @@ class Config:
             raise UserError(
                 f"--train.batch-tokens is {self.train.batch_tokens}: expected a multiple of"
                 f" --model.context, {self.model.context}"
-            )
-        if self.take_over and self.init_from is None:
-            raise UserError("--take-over: there is no --init-from, the file to take over")
-        if self.take_over and self.optim.kind != "adamw":
-            raise UserError(
-                f"--optim.kind is {self.optim.kind}: --take-over continues AdamW, expected adamw"
             )
         if self.ops.attention == "flash_attn" and self.model.document_mask:
             raise UserError(
@@ -346,6 +337,7 @@ def from_json(text: str) -> Config:
             field is unknown to this version.
     """
     values = parse_json(text)
+    values.pop("take_over", None)  # earlier versions wrote it
     for section in dataclasses.fields(Config):
         if isinstance(section.default_factory, type):
             given = {

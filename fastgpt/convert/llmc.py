@@ -1,7 +1,6 @@
 """Models in llm.c's `.bin` files: 256 numbers, then all weights of a kind, layer by layer.
 
-Source: llm.c, `train_gpt2.py`, write_model, and `train_gpt2.cu`, gpt2_build_from_checkpoint and
-save_state.
+Source: llm.c, `train_gpt2.py`, write_model, and `train_gpt2.cu`, gpt2_build_from_checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +13,9 @@ from torch import Tensor
 from fastgpt.checkpoint.tensors import octets
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
-from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError
 
 MAGIC, NUMBERS = 20240326, 256
-STATE = [20240527, 1]
-"""Magic number and version of a state file."""
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 PADDING = 128
 """The vocabulary is padded to a multiple of this."""
@@ -88,37 +84,6 @@ def _cut(whole: Tensor, config: ModelConfig) -> dict[str, Tensor]:
             start += size
     weights["wte.weight"] = weights["wte.weight"][: config.vocab_size]
     return weights
-
-
-def read_llmc_progress(path: Path) -> Progress:
-    """Reads the state of AdamW from the file that llm.c wrote beside the model's.
-
-    Raises:
-        UserError: there is no such file, or it is longer or shorter than the model asks for.
-    """
-    config, _ = read_llmc(path)
-    step = path.stem.removeprefix("model_")
-    state = path.with_name(f"state_{step}_00000.bin")
-    if path.name != f"model_{step}.bin" or not state.is_file():
-        raise UserError(
-            f"{path} has no optimizer's state beside it: expected model_XXXXXXXX.bin and"
-            " state_XXXXXXXX_00000.bin, as llm.c's train_gpt2.cu writes them"
-        )
-    header = np.zeros(NUMBERS, "<i4")
-    found = np.fromfile(state, "<i4", NUMBERS)
-    header[: len(found)] = found
-    copies, length = 3 if header[4] else 2, _length(config)
-    size, least = state.stat().st_size, 4 * (NUMBERS + copies * length)
-    if header[:2].tolist() != STATE or size < least:  # the data's order may follow
-        raise UserError(
-            f"{state} begins with {header[:2].tolist()} and has {size:,} bytes: expected {STATE}"
-            f" and at least {least:,}, the state of all weights"
-        )
-    bits = np.memmap(state, "<f4", "c", 4 * NUMBERS, (copies, length))
-    first, second, *master = (_cut(torch.from_numpy(x), config) for x in bits)
-    moments = {name: (first[name], second[name]) for name in first}
-    taken = int(header[10])
-    return Progress(taken, taken, moments, master[0] if master else {})
 
 
 def write_llmc(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:

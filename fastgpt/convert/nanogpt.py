@@ -10,7 +10,6 @@ from torch import Tensor
 from fastgpt.checkpoint.tensors import unpickle
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import PLAIN_GPT2_NEEDS, check_expressed
-from fastgpt.convert.progress import Progress
 from fastgpt.errors import UserError, brief, reason, shown
 
 PREFIX = "_orig_mod."
@@ -59,41 +58,6 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def _our_name(name: str) -> str:
     return name.removeprefix(PREFIX).removeprefix("transformer.")
-
-
-def read_nanogpt_progress(path: Path) -> Progress:
-    """Reads step and optimizer of a checkpoint whose model `read_nanogpt` accepts.
-
-    Raises:
-        UserError: it has no optimizer state, or another one.
-    """
-    saved = unpickle(path, mmap=True)
-    named = {_our_name(name): x for name, x in saved["model"].items()}
-    weights = {name: x for name, x in named.items() if not name.endswith(("lm_head.weight", MASK))}
-    # AdamW numbers its weights: first those that decay, then the others, as the model has them
-    ordered = sorted(weights, key=lambda name: weights[name].dim() < 2)  # keeps equal ones in order
-    try:
-        groups, state = (saved["optimizer"][name] for name in ("param_groups", "state"))
-        states = [state[number] for group in groups for number in group["params"]]
-        moments = {
-            name: (found["exp_avg"], found["exp_avg_sq"])
-            for name, found in zip(ordered, states, strict=True)
-        }
-        if any(x.shape != weights[name].shape for name, pair in moments.items() for x in pair):
-            raise ValueError("shapes differ")
-        settings = dict(zip(("beta1", "beta2"), groups[0]["betas"]))
-        settings |= {name: groups[0][name] for name in ("eps", "weight_decay", "lr")}
-        if odd := [name for name, x in settings.items() if type(x) not in (int, float)]:
-            raise ValueError(f"{odd[0]} is {shown(settings[odd[0]])}")
-        step, updates, lr = saved["iter_num"], int(states[0]["step"]), settings.pop("lr")
-        if type(step) is not int or min(step, updates) < 0:
-            raise ValueError(f"iter_num is {shown(step)}, the optimizer's step is {updates}")
-        return Progress(step, updates, moments, {}, settings, lr)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{path} has no optimizer's state of its weights, as nanoGPT's train.py writes it since"
-            f" 2023: {brief(error)}"
-        ) from error
 
 
 def _refuse_nanochat(saved: Any) -> None:

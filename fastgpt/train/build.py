@@ -54,7 +54,7 @@ class Network:
 
 @dataclass(slots=True)
 class Restored:
-    """Progress of a run that goes on: of a checkpoint, or of another program's file."""
+    """Progress of a run that is resumed from a checkpoint; that of a new run is empty."""
 
     step: int = 0
     path: Path | None = None
@@ -87,6 +87,8 @@ def build(plan: Plan, warn: Warn = print) -> Parts:
     """
     warn = warn if plan.world.is_main else lambda _: None
     config = plan.config
+    if plan.device == "cpu":
+        device.keep_freed_memory()
     if config.train.tf32:
         torch.set_float32_matmul_precision("high")
     network = _build_network(plan)
@@ -167,14 +169,9 @@ def _restore(plan: Plan, model: GPT, optimizers: Optimizers, warn: Warn) -> Rest
     config, source = plan.config, plan.source
     if config.resume is not None and resumes(config.resume):
         return _resume(plan, config.resume, model, optimizers, warn)
-    if source is None:
-        return Restored()
-    init_from.load_weights(source, model)
-    if not config.take_over:
-        return Restored()
-    step = init_from.take_over(source, config, model, optimizers.all[0], warn)
-    _check_step(config, step, source.path)
-    return Restored(step)
+    if source is not None:
+        init_from.load_weights(source, model)
+    return Restored()
 
 
 def _resume(plan: Plan, resume: str, model: GPT, optimizers: Optimizers, warn: Warn) -> Restored:

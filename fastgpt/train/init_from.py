@@ -1,20 +1,14 @@
-"""Runs that start from a model that exists: `--init-from`, and `--take-over` with its optimizer."""
+"""Runs that start from a model that exists: `--init-from`."""
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
-
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.llmc import read_llmc_progress
-from fastgpt.convert.nanogpt import read_nanogpt_progress
 from fastgpt.convert.source import Source, read
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
@@ -23,7 +17,6 @@ from fastgpt.model.gpt import GPT
 from fastgpt.parallel import fsdp
 from fastgpt.run import directory
 from fastgpt.sampling.chat import Template, template_of
-from fastgpt.train.schedule import lr_ratio
 
 Warn = Callable[[str], None]
 OWN = (*(name for name in ModelConfig.__slots__ if name.endswith("dropout")), "vocab_multiple")
@@ -51,8 +44,7 @@ def check_architecture(config: Config, source: ModelConfig) -> None:
     """Raises `UserError` if a flag contradicts the architecture that `with_architecture` found."""
     for name in (field.name for field in fields(source)):
         given, expected = getattr(config.model, name), getattr(source, name)
-        fixed = name not in FREE or (name == "context" and config.take_over)
-        if fixed and given != expected:
+        if name not in FREE and given != expected:
             asked = f"{flag(f'model.{name}')} is {given}"
             raise UserError(f"{asked}: expected {expected}, as in --init-from {config.init_from}")
     if source.position == "learned" and config.model.context > source.context:
@@ -150,44 +142,3 @@ def load_weights(source: Source, model: GPT) -> None:
     if "wpe.weight" in weights:
         weights["wpe.weight"] = weights["wpe.weight"][: model.config.context]
     fsdp.load_weights(model, weights)
-
-
-# --- another program's run ------------------------------------------------------------------------
-
-READERS = {"nanogpt": read_nanogpt_progress, "llmc": read_llmc_progress}
-
-
-def take_over(source: Source, config: Config, model: GPT, adamw: Optimizer, warn: Warn) -> int:
-    """Loads the optimizer's state of another program's run, and returns the steps it has taken.
-
-    Raises:
-        UserError: there is no such state, or it is not that of the model.
-    """
-    if source.kind not in READERS:
-        expected = "expected nanoGPT's or llm.c's, or for a run of fastgpt --resume"
-        raise UserError(f"--take-over: {source.path} has no state to take over: {expected}")
-    progress = READERS[source.kind](source.path)
-    if progress.weights:  # in fp32, from which the model file's were rounded
-        fsdp.load_weights(model, progress.weights)
-    for name, weight in model.named_parameters():
-        first, second = (_padded(x, weight) for x in progress.moments[name])
-        updates = torch.tensor(float(progress.updates), device=weight.device)
-        adamw.state[weight] = {"step": updates, "exp_avg": first, "exp_avg_sq": second}
-    for name, theirs in progress.settings.items():
-        ours = getattr(config.optim, name)
-        if ours != theirs:
-            warn(f"{flag(f'optim.{name}')} is {ours}: {source.path} was trained with {theirs}")
-    rate = config.optim.lr * lr_ratio(progress.step, config.steps, config.optim)
-    last = "" if progress.lr is None else f" (its last learning rate was {progress.lr:.3g})"
-    warn(
-        f"{source.path} goes on after step {progress.step} with learning rate {rate:.3g}{last}; the"
-        " data begins anew, and its order and dropout's random numbers are other ones"
-    )
-    return progress.step
-
-
-def _padded(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x on the weight's device, with zeros for the padding of the vocabulary."""
-    whole = torch.zeros(weight.shape, device=weight.device)
-    whole[: len(x)] = x
-    return fsdp.shard_like(whole, weight)
