@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     if tokenizer is None:
         raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
     if config.chat:
-        template = template_of(found.kept)
+        template = template_of(found.hf_sidecars)
         if template is None:
             raise UserError(f"{config.run} has no chat template: expected a model that can chat")
         options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}

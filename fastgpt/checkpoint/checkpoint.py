@@ -70,7 +70,7 @@ def save(
     Args:
         fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of
             `CheckpointWriter.publish`, and of a model that was converted `huggingface_json`, its
-            `Source.kept`.
+            `Source.hf_sidecars`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.

@@ -18,7 +18,11 @@ def warnings(source: Source) -> Iterator[str]:
     """
     config, family, tokenizer = source.config, family_for(source.config), source.tokenizer
     # tokenizers are known by a hash of what they make of a text; foreign ones may be known
-    if tokenizer is not None and tokenizer.kind != "gpt2" and "config.json" not in source.kept:
+    if (
+        tokenizer is not None
+        and tokenizer.kind != "gpt2"
+        and "config.json" not in source.hf_sidecars
+    ):
         yield f"llama.cpp's converter does not know the tokenizer ({tokenizer.kind})"
     if family is GPT2 and config.activation != "gelu_tanh":
         yield f"llama.cpp computes gelu_tanh in a GPT-2: --model.activation is {config.activation}"

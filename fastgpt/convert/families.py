@@ -9,9 +9,9 @@ from fastgpt.convert.family import (
     NONE_HAS,
     Family,
     Fields,
-    Link,
-    Links,
     Settings,
+    TensorMap,
+    TensorMaps,
     check_expressed,
     either,
 )
@@ -73,8 +73,8 @@ def _gpt2_config(fields: Fields) -> ModelConfig:
     )
 
 
-def _gpt2_links(config: ModelConfig) -> Links:
-    found = {f"w{kind}e.weight": Link((f"transformer.w{kind}e.weight",)) for kind in "tp"}
+def _gpt2_maps(config: ModelConfig) -> TensorMaps:
+    found = {f"w{kind}e.weight": TensorMap((f"transformer.w{kind}e.weight",)) for kind in "tp"}
     parts = {"ln_1": config.bias, "ln_2": config.bias, "ln_f": config.bias} | {
         "attn.c_attn": config.bias_at("qkv"), "attn.c_proj": config.bias_at("projection"),
         "mlp.c_fc": config.bias, "mlp.c_proj": config.bias,
@@ -84,8 +84,8 @@ def _gpt2_links(config: ModelConfig) -> Links:
         for layer in layers:
             name = part if layer is None else f"h.{layer}.{part}"
             theirs = f"transformer.{name}"
-            found[f"{name}.weight"] = Link((f"{theirs}.weight",), transposed=".c_" in name)
-            found[f"{name}.bias"] = Link((f"{theirs}.bias",), filler=None if bias else 0.0)
+            found[f"{name}.weight"] = TensorMap((f"{theirs}.weight",), transposed=".c_" in name)
+            found[f"{name}.bias"] = TensorMap((f"{theirs}.bias",), constant=None if bias else 0.0)
     return found
 
 
@@ -95,7 +95,9 @@ GPT2 = Family(
     needs=GPT2_NEEDS | {"activation": tuple(ACTIVATIONS[name] for name in GELUS)},
     settings_of=_gpt2_settings,
     config_of=_gpt2_config,
-    links=_gpt2_links,
+    maps=_gpt2_maps,
+    embedding="transformer.wte.weight",
+    prefix="transformer.",
     buffers=(".attn.bias", ".attn.masked_bias"),
 )  # fmt: skip
 
@@ -183,11 +185,11 @@ def _scaling(rope: Fields) -> tuple[float, float, float, int]:
     return factor, low, high, rope.get(SCALING[3], int)
 
 
-def _llama_links(config: ModelConfig) -> Links:
+def _llama_maps(config: ModelConfig) -> TensorMaps:
     H, K, D, F = config.num_heads, config.kv_heads, config.head_dim, config.ffn_width
     found = {
-        "wte.weight": Link(("model.embed_tokens.weight",)),
-        "ln_f.weight": Link(("model.norm.weight",)),
+        "wte.weight": TensorMap(("model.embed_tokens.weight",)),
+        "ln_f.weight": TensorMap(("model.norm.weight",)),
     }
     parts = {
         "ln_1": ("input_layernorm",), "ln_2": ("post_attention_layernorm",),
@@ -204,7 +206,7 @@ def _llama_links(config: ModelConfig) -> Links:
         for part, names in parts.items():
             for kind in ("weight", "bias") if biased.get(part) else ("weight",):
                 theirs = tuple(f"model.layers.{layer}.{name}.{kind}" for name in names)
-                found[f"h.{layer}.{part}.{kind}"] = Link(theirs, rows.get(part, ()))
+                found[f"h.{layer}.{part}.{kind}"] = TensorMap(theirs, rows.get(part, ()))
     return found
 
 
@@ -217,7 +219,8 @@ LLAMA = Family(
     needs=_LLAMA_NEEDS | {"qk_norm": (False,)},
     settings_of=_llama_settings,
     config_of=_llama_config,
-    links=_llama_links,
+    maps=_llama_maps,
+    embedding="model.embed_tokens.weight",
     buffers=(".rotary_emb.inv_freq",),
 )
 
@@ -242,11 +245,11 @@ def _qwen3_config(fields: Fields) -> ModelConfig:
     return replace(config, qk_norm=True, qk_norm_weight=weighted)
 
 
-def _qwen3_links(config: ModelConfig) -> Links:
-    filler = None if config.qk_norm_weight else 1.0
-    return _llama_links(config) | {
-        f"h.{layer}.attn.{part}_norm.weight": Link(
-            (f"model.layers.{layer}.self_attn.{part}_norm.weight",), filler=filler
+def _qwen3_maps(config: ModelConfig) -> TensorMaps:
+    constant = None if config.qk_norm_weight else 1.0
+    return _llama_maps(config) | {
+        f"h.{layer}.attn.{part}_norm.weight": TensorMap(
+            (f"model.layers.{layer}.self_attn.{part}_norm.weight",), constant=constant
         )
         for layer in range(config.num_layers)
         for part in "qk"
@@ -260,7 +263,7 @@ QWEN3 = replace(
     needs=_LLAMA_NEEDS | {"qk_norm": (True,), "bias": (False,)},
     settings_of=_qwen3_settings,
     config_of=_qwen3_config,
-    links=_qwen3_links,
+    maps=_qwen3_maps,
 )
 
 # --- choice ---------------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
     return config, family, fields.unknown()
 
 
-def links_of(family: Family, config: ModelConfig) -> Links:
+def tensor_maps(family: Family, config: ModelConfig) -> TensorMaps:
     """Returns where each tensor of a model is, the output head included."""
-    head = {} if config.tied else {"lm_head.weight": Link(("lm_head.weight",))}
-    return family.links(config) | head
+    head = {} if config.tied else {"lm_head.weight": TensorMap(("lm_head.weight",))}
+    return family.maps(config) | head

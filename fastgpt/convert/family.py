@@ -22,7 +22,7 @@ Needs = dict[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TensorMap:
     """How one of our tensors is stored by others."""
 
     names: tuple[str, ...]
@@ -30,7 +30,7 @@ class Link:
     rows: tuple[int, ...] = ()
     """Numbers of those rows; empty for a single tensor."""
     transposed: bool = False
-    filler: float | None = None
+    constant: float | None = None
     """Value of all elements if our model has no such tensor; None: it has one."""
 
     def shapes(self, shape: torch.Size) -> list[tuple[int, ...]]:
@@ -47,8 +47,8 @@ class Link:
         yield from zip(self.names, whole.split(self.rows) if self.rows else [whole])
 
 
-Links = dict[str, Link]
-"""Name of a tensor of ours -> where it is. Names of tensors that we lack have a filler."""
+TensorMaps = dict[str, TensorMap]
+"""Name of a tensor of ours -> where it is. Names of tensors that we lack have a constant."""
 
 
 class Fields:
@@ -130,7 +130,11 @@ class Family:
     """Translates our settings to theirs."""
     config_of: Callable[[Fields], ModelConfig]
     """Translates their settings to ours; a `UserError` if our model cannot express them."""
-    links: Callable[[ModelConfig], Links]
+    maps: Callable[[ModelConfig], TensorMaps]
+    embedding: str
+    """Name of the embedding, which a tied head shares."""
+    prefix: str = ""
+    """Beginning of the names of all tensors but the head's, where files may lack it."""
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that hold no weights."""
 
@@ -144,16 +148,14 @@ GPT2_NEEDS: Needs = NONE_HAS | {
     "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
     "num_kv_heads": (None,), "head_size": (None,),
 }  # fmt: skip
-PLAIN_GPT2_NEEDS: Needs = GPT2_NEEDS | {
-    "norm_eps": (None,), "ffn_dim": (None,), "qkv_bias": (None,), "projection_bias": (None,),
-    "tied": (True,),
-}  # fmt: skip
-"""Values that a program can express which knows GPT-2 alone."""
 
 
 def check_expressed(program: str, needs: Needs, config: ModelConfig) -> None:
     """Raises `UserError` if a program cannot express a model, with the names of all settings."""
-    config = _without_defaults(config)
+    if config.kv_heads == config.num_heads:
+        config = replace(config, num_kv_heads=None)
+    if config.head_dim * config.num_heads == config.dim:
+        config = replace(config, head_size=None)
     wrong = [
         f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
         for name, allowed in needs.items()
@@ -161,17 +163,6 @@ def check_expressed(program: str, needs: Needs, config: ModelConfig) -> None:
     ]
     if wrong:
         raise UserError(f"{program} cannot express this model: {'; '.join(wrong)}")
-
-
-def _without_defaults(config: ModelConfig) -> ModelConfig:
-    """Replaces optional settings by None where they say what None means."""
-    optional = {
-        "num_kv_heads": config.num_heads, "norm_eps": replace(config, norm_eps=None).epsilon,
-        "head_size": config.dim // config.num_heads, "qkv_bias": config.bias,
-        "projection_bias": config.bias, "ffn_dim": replace(config, ffn_dim=None).ffn_width,
-    }  # fmt: skip
-    same = (name for name, default in optional.items() if getattr(config, name) == default)
-    return replace(config, **dict.fromkeys(same))
 
 
 def either(values: tuple[Any, ...]) -> str:

@@ -16,8 +16,8 @@ from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.saved import saved_config
-from fastgpt.convert.families import GPT2, config_from, links_of
-from fastgpt.convert.family import Family, Links, Settings
+from fastgpt.convert.families import GPT2, config_from, tensor_maps
+from fastgpt.convert.family import Family, Settings
 from fastgpt.convert.llmc import read_llmc
 from fastgpt.convert.nanogpt import read_nanogpt
 from fastgpt.convert.vocabulary import from_folder
@@ -33,7 +33,7 @@ HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 FILES = ("*.safetensors", "*.json", "merges.txt", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 
-KEPT = (
+SIDECARS = (
     "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
@@ -52,7 +52,7 @@ class Source:
     """By our names, in the dtype of the file, without padding of the vocabulary."""
     tokenizer: Tokenizer | None
     warnings: list[str] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)
+    hf_sidecars: dict[str, str] = field(default_factory=dict)
     """Files of Hugging Face that fastgpt does not interpret, by name, with their text; of
     config.json only the fields `IDS`."""
 
@@ -132,17 +132,17 @@ def _of_run(path: Path) -> Source:
             weights=found.weights,
             tokenizer=load_tokenizer(saved) if saved.exists() else None,
             warnings=complaints,
-            kept=_kept(others) if others.exists() else {},
+            hf_sidecars=_sidecars(others) if others.exists() else {},
         )
     )
 
 
-def _kept(path: Path) -> dict[str, str]:
+def _sidecars(path: Path) -> dict[str, str]:
     """Reads the files that a conversion kept: their names and texts."""
-    kept = _json(path)
-    if not all(isinstance(text, str) for text in kept.values()):
+    found = _json(path)
+    if not all(isinstance(text, str) for text in found.values()):
         raise UserError(f"{path} is damaged: expected names of files and their texts")
-    return kept
+    return found
 
 
 def _downloaded(name: str) -> Path:
@@ -182,13 +182,14 @@ def _of_folder(path: Path) -> Source:
             f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
             f" vocab_size {config.vocab_size:,}: expected at least as many"
         )
-    weights = Reader(path, family, links_of(family, config)).weights(shapes(config))
-    kept = {"config.json": json.dumps({name: settings[name] for name in IDS if name in settings})}
-    for name in KEPT:
+    weights = _folder_weights(path, family, config)
+    ids = {name: settings[name] for name in IDS if name in settings}
+    sidecars = {"config.json": json.dumps(ids)}
+    for name in SIDECARS:
         if (path / name).is_file():
             with _reading(path / name):
-                kept[name] = (path / name).read_text(encoding="utf-8")
-    return Source(path, "hf", config, weights, tokenizer, warnings, kept)
+                sidecars[name] = (path / name).read_text(encoding="utf-8")
+    return Source(path, "hf", config, weights, tokenizer, warnings, sidecars)
 
 
 def _json(path: Path) -> Settings:
@@ -211,91 +212,85 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return {name: x.shape for name, x in model.state_dict().items()}
 
 
-class Reader:
-    """The tensors of a folder of Hugging Face, in one file or several."""
+def _folder_weights(path: Path, family: Family, config: ModelConfig) -> Weights:
+    """Returns the tensors of a folder under our names.
 
-    def __init__(self, path: Path, family: Family, links: Links) -> None:
-        self.path, self.family, self.links = path, family, links
-        self.files = _files(path)
-        self.where: dict[str, Path] = {}
-        """Name of a tensor -> its file."""
-        for file, name in ((file, name) for file, found in self.files.items() for name in found):
-            if name in self.where:
-                raise UserError(f"{name} is in two files: {self.where[name]} and {file}")
-            self.where[name] = file
-
-    def weights(self, shapes: dict[str, torch.Size]) -> Weights:
-        """Returns the tensors under our names.
-
-        Raises:
-            UserError: one is missing, has another shape, or belongs to no part of our model.
-        """
-        taken, plan = set(), {}
-        for ours, link in self.links.items():
-            parts = [self.planned(name) for name in link.names]
-            taken.update(map(self.stored, link.names))
-            if link.filler is not None:
-                self.check_filler(link.names, link.filler)
-                continue
-            for name, part, shape in zip(link.names, parts, link.shapes(shapes[ours])):
-                if not part.is_floating_point():
-                    file = self.where[self.stored(name)]
-                    raise UserError(f"{file}: {name} holds {part.dtype}: expected floats")
-                if part.shape != shape:
-                    raise UserError(
-                        f"{self.where[self.stored(name)]}: {name} has the shape"
-                        f" {tuple(part.shape)}: expected {shape}, as config.json has it"
-                    )
-            plan[ours] = link.ours(parts)
-        found = Weights(plan, self.ours)
-        self.check_rest(self.where.keys() - taken, found)
-        return found
-
-    def ours(self, name: str) -> Tensor:
-        """Reads a tensor by our name."""
-        link = self.links[name]
-        return link.ours([self.tensor(part) for part in link.names])
-
-    def stored(self, name: str) -> str:
-        """Returns the name in the file: GPT-2's on the hub lack the prefix."""
-        short = name.removeprefix("transformer.")
-        return short if name not in self.where and short in self.where else name
-
-    def planned(self, name: str) -> Tensor:
-        """Returns a tensor without its values, on the device `meta`."""
-        name = self.stored(name)
-        if name not in self.where:
-            raise UserError(f"{self.path} has no tensor {name}, which config.json asks for")
-        return self.files[self.where[name]].plan[name]
-
-    def tensor(self, name: str) -> Tensor:
-        file = self.where[self.stored(name)]
-        with _reading(file):
-            return self.files[file][self.stored(name)]
-
-    def check_filler(self, names: tuple[str, ...], filler: float) -> None:
-        for name in names:
-            if not (self.tensor(name) == filler).all():
-                raise UserError(
-                    f"{name} is not {filler:g} everywhere, although config.json says under"
-                    " `fastgpt` that the model has no such tensor"
-                )
-
-    def check_rest(self, rest: set[str], found: Weights) -> None:
-        """Raises `UserError` if tensors that the model would need are left over."""
-        for name in sorted(rest):
-            if name.endswith(self.family.buffers):
-                continue
-            if name == "lm_head.weight" and torch.equal(self.tensor(name), found["wte.weight"]):
-                continue  # tied, and stored twice
+    Raises:
+        UserError: one is missing, has another shape, or belongs to no part of our model.
+    """
+    stored, where = _stored(path, family.prefix)
+    maps, expected, plan = tensor_maps(family, config), shapes(config), {}
+    for ours, tensor_map in maps.items():
+        if missing := [name for name in tensor_map.names if name not in where]:
+            raise UserError(f"{path} has no tensor {missing[0]}, which config.json asks for")
+        if tensor_map.constant is not None:
+            _check_constant(tensor_map.names, tensor_map.constant, stored)
+            continue
+        for name, shape in zip(tensor_map.names, tensor_map.shapes(expected[ours])):
+            _check_part(f"{where[name]}: {name}", stored.plan[name], shape)
+        plan[ours] = tensor_map.ours([stored.plan[name] for name in tensor_map.names])
+    used = {name for tensor_map in maps.values() for name in tensor_map.names}
+    for name in sorted(where.keys() - used):
+        if not _is_needless(name, stored, family):
             raise UserError(
-                f"{self.where[name]}: {name} belongs to no part of a {self.family.architecture}"
-                " as config.json describes it"
+                f"{where[name]}: {name} belongs to no part of a {family.architecture} as"
+                " config.json describes it"
+            )
+    return Weights(plan, lambda name: maps[name].ours([stored[part] for part in maps[name].names]))
+
+
+def _check_constant(names: tuple[str, ...], constant: float, stored: Weights) -> None:
+    for name in names:
+        if not (stored[name] == constant).all():
+            raise UserError(
+                f"{name} is not {constant:g} everywhere, although config.json says under `fastgpt`"
+                " that the model has no such tensor"
             )
 
 
-def _files(path: Path) -> dict[Path, Weights]:
-    """Returns the tensors of each file."""
+def _check_part(name: str, part: Tensor, shape: tuple[int, ...]) -> None:
+    if not part.is_floating_point():
+        raise UserError(f"{name} holds {part.dtype}: expected floats")
+    if part.shape != shape:
+        raise UserError(
+            f"{name} has the shape {tuple(part.shape)}: expected {shape}, as config.json has it"
+        )
+
+
+def _is_needless(name: str, stored: Weights, family: Family) -> bool:
+    """Returns True for a buffer, and for a tied head that is stored twice."""
+    tied = name == "lm_head.weight" and torch.equal(stored[name], stored[family.embedding])
+    return tied or name.endswith(family.buffers)
+
+
+def _stored(path: Path, prefix: str) -> tuple[Weights, dict[str, Path]]:
+    """Opens the tensors of a folder, in one file or several; also returns the file of each.
+
+    Args:
+        prefix: begins all names but the head's; GPT-2's files on the hub lack it.
+    """
+    found: dict[str, tuple[Weights, str]] = {}
+    where: dict[str, Path] = {}
+    for file in _files(path):
+        with _reading(file):
+            weights = tensors.read(file)
+        for short in weights:
+            name = short if short.startswith((prefix, "lm_head.")) else f"{prefix}{short}"
+            if name in where:
+                raise UserError(f"{name} is in two files: {where[name]} and {file}")
+            found[name], where[name] = (weights, short), file
+
+    def tensor(name: str) -> Tensor:
+        weights, short = found[name]
+        with _reading(where[name]):
+            return weights[short]
+
+    plan = {name: weights.plan[short] for name, (weights, short) in found.items()}
+    return Weights(plan, tensor), where
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the safetensors files of a folder."""
     index = path / "model.safetensors.index.json"
     files = [path / "model.safetensors"]  # transformers, too, prefers it to an index
     if index.is_file() and not files[0].is_file():
@@ -311,11 +306,7 @@ def _files(path: Path) -> dict[Path, Weights]:
     if missing:
         few = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise UserError(f"{path}: {counted(len(missing), 'file')} missing: {few}")
-    found = {}
-    for file in files:
-        with _reading(file):
-            found[file] = tensors.read(file)
-    return found
+    return files
 
 
 @contextmanager

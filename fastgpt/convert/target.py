@@ -13,9 +13,9 @@ from fastgpt.config.config import Config, TrainConfig, to_json
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.saved import CONVERTED
 from fastgpt.convert import vocabulary
-from fastgpt.convert.families import family_for, links_of, settings_for
-from fastgpt.convert.family import Links
-from fastgpt.convert.source import KEPT, Source, shapes
+from fastgpt.convert.families import family_for, settings_for, tensor_maps
+from fastgpt.convert.family import TensorMaps
+from fastgpt.convert.source import SIDECARS, Source, shapes
 from fastgpt.errors import UserError
 from fastgpt.files import parse_json, write_atomically
 
@@ -41,7 +41,7 @@ def write_run(source: Source, target: Path) -> None:
         config_json=config,
         save_tokenizer=None if tokenizer is None else tokenizer.save,
         keep=1,
-        huggingface_json=json.dumps(source.kept) if source.kept else None,
+        huggingface_json=json.dumps(source.hf_sidecars) if source.hf_sidecars else None,
     )
 
 
@@ -57,37 +57,37 @@ def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
     try:
-        settings |= dict(parse_json(source.kept.get("config.json", "{}")))
+        settings |= dict(parse_json(source.hf_sidecars.get("config.json", "{}")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{source.path}: the ids kept of config.json are damaged") from error
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
-    _write_tensors(source, links_of(family, source.config), target, shard_bytes)
+    _write_tensors(source, tensor_maps(family, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
-    for name in source.kept.keys() & KEPT:
-        (target / name).write_text(source.kept[name], encoding="utf-8")
+    for name in source.hf_sidecars.keys() & SIDECARS:
+        (target / name).write_text(source.hf_sidecars[name], encoding="utf-8")
 
 
 def _renamed(
-    weights: Mapping[str, Tensor], links: Links, config: ModelConfig
+    weights: Mapping[str, Tensor], maps: TensorMaps, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a model under others' names."""
     dtype = weights["wte.weight"].dtype
     # those that our model lacks have the shapes that they have in a model with all of them
     whole = replace(config, bias=True, qkv_bias=None, projection_bias=None)
     sizes = shapes(replace(whole, qk_norm_weight=whole.qk_norm))
-    for ours, link in links.items():
-        if link.filler is None:
-            yield from link.theirs(weights[ours])
+    for ours, tensor_map in maps.items():
+        if tensor_map.constant is None:
+            yield from tensor_map.theirs(weights[ours])
         else:
-            yield from link.theirs(torch.full(sizes[ours], link.filler, dtype=dtype))
+            yield from tensor_map.theirs(torch.full(sizes[ours], tensor_map.constant, dtype=dtype))
 
 
-def _write_tensors(source: Source, links: Links, folder: Path, shard_bytes: int) -> None:
+def _write_tensors(source: Source, maps: TensorMaps, folder: Path, shard_bytes: int) -> None:
     """Writes one file, or several that an index lists; their names tell how many there are."""
-    plan = dict(_renamed(source.weights.plan, links, source.config))
+    plan = dict(_renamed(source.weights.plan, maps, source.config))
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, x in plan.items():
@@ -100,7 +100,7 @@ def _write_tensors(source: Source, links: Links, folder: Path, shard_bytes: int)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     if count == 1:
         names = ["model.safetensors"]
-    values = (x for _, x in _renamed(source.weights, links, source.config))
+    values = (x for _, x in _renamed(source.weights, maps, source.config))
     for name, shard in zip(names, shards):
         tensors.write(folder / name, shard, values)
     if count > 1:

@@ -110,9 +110,9 @@ def chat_template(config: Config, source: Source | None) -> Template:
     Raises:
         UserError: the file cannot be read, or is no template.
     """
-    kept = {} if source is None else dict(source.kept)
+    kept = {} if source is None else dict(source.hf_sidecars)
     if config.resume is not None and directory.resumes(config.resume):
-        kept = read(config.resume).kept
+        kept = read(config.resume).hf_sidecars
     elif config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         try:

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fastgpt.checkpoint.tensors import Weights, in_memory
+from fastgpt.checkpoint.tensors import Weights, in_memory, octets
 from fastgpt.cli import parse
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
@@ -101,6 +101,37 @@ def saved_run(
 def converted(source: Path, target: Path, to: str, **options) -> Path:
     convert(ConvertConfig(source=str(source), target=target, to=to, **options))
     return target
+
+
+LAYER = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+SUFFIX = {"nanogpt": ".pt", "llmc": ".bin"}
+
+
+def foreign(run: Path, kind: str, file: Path) -> Path:
+    """Writes a run's model as nanoGPT or llm.c does, by their formats' description alone."""
+    source = read(str(run))
+    config, ours = source.config, dict(source.weights)
+    sizes = (config.context, config.vocab_size, config.num_layers, config.num_heads, config.dim)
+    if kind == "nanogpt":
+        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+        args = dict(zip(names, sizes)) | {"bias": config.bias}
+        state = {f"transformer.{name}": x for name, x in ours.items()}
+        state["lm_head.weight"] = ours["wte.weight"]
+        torch.save({"model": state, "model_args": args}, file)
+        return file
+    table = ours["wte.weight"]
+    padded = -(-len(table) // 128) * 128
+    ours["wte.weight"] = torch.nn.functional.pad(table, (0, 0, 0, padded - len(table)))
+    version = 5 if table.dtype is torch.bfloat16 else 3
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:8] = torch.tensor([20240326, version, *sizes, padded])
+    order = ["wte.weight", "wpe.weight"]
+    for part in LAYER:
+        for kind in ("weight", "bias"):
+            order += [f"h.{layer}.{part}.{kind}" for layer in range(config.num_layers)]
+    parts = [header, *(ours[name] for name in (*order, "ln_f.weight", "ln_f.bias"))]
+    file.write_bytes(b"".join(octets(x).tobytes() for x in parts))
+    return file
 
 
 def refused(argv: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Folders for Hugging Face as llama.cpp and vLLM read them."""
+"""Folders for Hugging Face as llama.cpp reads them, and warnings of what others cannot take."""
 
 import os
 import re
@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
 
-from fastgpt.convert.families import SCALING
-from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import make_tokenizer
-from tests.convert.models import OURS, converted, files, saved_run, weights
+from tests.convert.models import OURS, converted, saved_run, weights
 from tests.data.sets import gpt2_files, tokenizer_of
 from tests.processes import python
 
@@ -85,63 +82,3 @@ def test_what_others_cannot_take_is_named(options, tokenizer, said, tmp_path, ca
     lines = lines[made is None :]
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines))
-
-
-# vLLM 0.33.0, vllm/model_executor/models/{gpt2,llama,qwen2,qwen3}.py: names that its loaders take,
-# with a weight and, where the second value says so, a bias
-GPT2_LINEAR = "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"
-BLOCK = {
-    "gpt2": dict.fromkeys(("ln_1", "ln_2", *GPT2_LINEAR), True),
-    "llama": {
-        "input_layernorm": False, "post_attention_layernorm": False,
-        **dict.fromkeys((f"self_attn.{x}_proj" for x in "qkvo"), "attention_bias"),
-        **dict.fromkeys((f"mlp.{x}_proj" for x in ("gate", "up", "down")), "mlp_bias"),
-    },
-}  # fmt: skip
-BLOCK["qwen3"] = BLOCK["llama"] | {"self_attn.q_norm": False, "self_attn.k_norm": False}
-AROUND = {
-    "gpt2": ("transformer.", "h", {"wte": False, "wpe": False, "ln_f": True}),
-    "llama": ("model.", "layers", {"embed_tokens": False, "norm": False}),
-}
-READ = {  # fields of the settings -> ours
-    "vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "dim",
-    "num_attention_heads": "num_heads", "max_position_embeddings": "context",
-    "tie_word_embeddings": "tied",
-}  # fmt: skip
-ROTARY = {
-    "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "intermediate_size": "ffn_width",
-    "rms_norm_eps": "epsilon",
-}  # fmt: skip
-FALSE = (
-    "add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-    "qkv_bias", "bias", "logit_scale", "dual_chunk_attention_config",
-)  # fmt: skip
-"""Fields that its models refuse, or that change what they compute."""
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "silu")
-
-
-@pytest.mark.parametrize("scaling", [None, (8.0, 1.0, 4.0, 20)], ids=["plain", "scaled"])
-@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
-def test_vllm_finds_its_names_and_settings(options, scaling, tmp_path):
-    options = options | ({"rotary_scaling": scaling} if "position" in options else {})
-    run = saved_run(tmp_path / "run", **options)
-    folder = converted(run, tmp_path / "hf", "hf", verify=False)
-    config, ours = AutoConfig.from_pretrained(folder), read(str(run)).config
-    before, layers, outer = AROUND.get(kind := config.model_type, AROUND["llama"])
-    names = {f"{before}{name}": bias for name, bias in outer.items()}
-    for i in range(2):
-        names |= {f"{before}{layers}.{i}.{name}": bias for name, bias in BLOCK[kind].items()}
-    expected = {f"{name}.weight" for name in names}
-    for name, bias in names.items():
-        expected |= {f"{name}.bias"} if bias is True or getattr(config, str(bias), False) else set()
-    assert files(folder).keys() == expected | ({"lm_head.weight"} if not ours.tied else set())
-    for theirs, name in (READ | (ROTARY if kind != "gpt2" else {})).items():
-        assert getattr(config, theirs) == getattr(ours, name), theirs
-    assert not any(getattr(config, name, None) for name in FALSE)
-    if kind == "gpt2":
-        assert config.activation_function in ACTIVATIONS
-        assert (config.n_inner, config.layer_norm_epsilon) == (ours.ffn_width, ours.epsilon)
-    else:
-        rope = config.rope_parameters
-        assert (config.hidden_act, rope["rope_theta"]) == ("silu", ours.rotary_base)
-        assert scaling is None or tuple(rope[name] for name in SCALING) == scaling

@@ -19,7 +19,7 @@ from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
 from fastgpt.train.trainer import Trainer
 from tests import runs
-from tests.convert.models import CONTEXT, V, converted, refused, saved, saved_run, theirs
+from tests.convert.models import CONTEXT, V, converted, foreign, refused, saved, saved_run, theirs
 from tests.data.sets import prepared, texts, tokenizer_of
 
 BYTES = 300
@@ -64,7 +64,7 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
     for kind, file in (("nanogpt", "ckpt.pt"), ("llmc", "gpt2.bin")):
         activation = {"nanogpt": "gelu_erf", "llmc": "gelu_tanh"}[kind]
         run = saved_run(tmp_path / kind, vocab_size=BYTES, activation=activation)
-        source = converted(run, tmp_path / file, kind, verify=False)
+        source = foreign(run, kind, tmp_path / file)
         refused(argv(source), rf"{file} has no tokenizer: pass .*tokenizer gpt2")
         engine = build_engine(parse(argv(source, "--data.tokenizer bytes")))
         begins_with_the_loss_of(engine, fastgpt.load(run)[0])

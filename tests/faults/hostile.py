@@ -35,7 +35,7 @@ from fastgpt.checkpoint.tensors import octets
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.saved import saved_config
 from fastgpt.convert.load import open_model
-from fastgpt.convert.source import KEPT
+from fastgpt.convert.source import SIDECARS
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
 from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer, load_tokenizer
@@ -44,7 +44,7 @@ from fastgpt.sampling.chat import template_of
 from fastgpt.sampling.templating import CHATML
 from fastgpt.train import init_from
 from tests.checkpoint.test_sharded import written_by_ranks
-from tests.convert.models import OURS, converted, saved_run
+from tests.convert.models import OURS, SUFFIX, converted, foreign, saved_run
 from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
@@ -73,7 +73,7 @@ class Target:
 
 def load_model(path: Path) -> object:
     source = open_model(path)
-    model, tokenizer, template = source.build(), source.tokenizer, template_of(source.kept)
+    model, tokenizer, template = source.build(), source.tokenizer, template_of(source.hf_sidecars)
     state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
     return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()
@@ -123,18 +123,17 @@ def targets(folder: Path) -> dict[str, Target]:
     _add_state((parts / record).parent)
     written_by_ranks((parts / record).parent, 2, padded=256)
     found["run of two ranks"] = Target(parts, partial(load_run, parts), record)
-    for name, to, target in (
-        ("gpt2", "hf", "hf-gpt2"), ("llama", "hf", "hf-llama"), ("gpt2", "llmc", "llmc/model.bin"),
-        ("erf", "nanogpt", "nanogpt/model.pt"),
-    ):  # fmt: skip
-        path = converted(runs[name], folder / target, to, shard_gb=1e-5, verify=False)
-        root = path if path.is_dir() else path.parent
-        found[root.name] = Target(root, partial(load_model, path))
+    for name in ("gpt2", "llama"):
+        path = converted(runs[name], folder / f"hf-{name}", "hf", shard_gb=1e-5, verify=False)
+        found[path.name] = Target(path, partial(load_model, path))
+    for name, kind in (("gpt2", "llmc"), ("erf", "nanogpt")):
+        path = foreign(runs[name], kind, folder / kind / f"model{SUFFIX[kind]}")
+        found[kind] = Target(path.parent, partial(load_model, path))
     for kind in ("bpe", "wordpiece"):
         tokenizer_of(kind).save(folder / "tokenizers" / f"{kind}.json")
-    foreign = f" {CHATML}"  # ours does not run in a child process
-    (folder / "template" / "chat.jinja").write_text(foreign)
-    (folder / "hf-llama" / KEPT[1]).write_text(json.dumps({"chat_template": foreign}))
+    other = f" {CHATML}"  # ours does not run in a child process
+    (folder / "template" / "chat.jinja").write_text(other)
+    (folder / "hf-llama" / SIDECARS[1]).write_text(json.dumps({"chat_template": other}))
     for name, load in (("tokenizers", load_tokenizers), ("template", load_template)):
         found[name] = Target(folder / name, partial(load, folder / name))
     data = prepared(folder / "data", texts(200))

@@ -57,7 +57,7 @@ ARCHIVES = {
     "a setting": (lambda: saved({"model": {}, "model_args": {"bias": nested(tuple)}}), NO_END),
     "a key": (lambda: packed(b"\x80\x02}K\x01" + TWICE + b"K\x01s."), NO_END),
     "deep": (lambda: packed(b"\x80\x02}K\x01" + b"\x85" * 300_000 + b"K\x01s."), NO_END),
-    "a few": (lambda: saved(nested(tuple, 5)), "it holds a value of type tuple and length 2, not"),
+    "a few": (lambda: saved(nested(tuple, 5)), " a dictionary with model and model_args: "),
     "zeros": (lambda: io.BytesIO(compressed(saved([1]), bytes(2**26))), ": its members are compr"),
     "bytes": (lambda: saved(bytearray(9)), ": it makes an array of bytes"),
     "members": (lambda: packed(b"N.", 9000), ": it is no archive as .* too many members"),

@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
 
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     run = fit(FLAGS, chats(*[{"messages": TALK}] * 3), "--steps 60 --train.micro-batch 2")
-    assert template_of(read(str(run)).kept).text == CHATML
+    assert template_of(read(str(run)).hf_sidecars).text == CHATML
     assert f"fastgpt.sample {run} --chat\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nwho\n"))
     sample.main([str(run), "--chat", "--temperature", "0"])
@@ -154,7 +154,7 @@ def test_a_run_on_conversations_goes_on(fit, chats, tmp_path):
     (tmp_path / "inst.jinja").unlink()
     run = fit(*flags, "--resume auto")
     assert outcome(run)[1] == whole[1]
-    assert template_of(read(str(run)).kept).text == INST
+    assert template_of(read(str(run)).hf_sidecars).text == INST
 
 
 def row(*messages):
