@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from fastgpt.config import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert import elsewhere
 from fastgpt.convert.proof import prove
 from fastgpt.convert.source import read
 from fastgpt.convert.target import DTYPES, write_folder, write_run
@@ -62,8 +61,7 @@ def convert(config: ConvertConfig) -> str:
     if target.exists():
         raise UserError(f"{target} exists: expected a new name")
     source = read(config.source)
-    others = elsewhere.warnings(source) if config.to == "hf" else ()
-    for warning in (*source.complaints(), *others):
+    for warning in source.complaints():
         print_line(f"warning: {warning}")
     if config.dtype != "same":
         source = replace(source, weights=source.weights.to(DTYPES[config.dtype]))

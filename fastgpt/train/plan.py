@@ -15,7 +15,7 @@ from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import Config
 from fastgpt.convert.source import Source
 from fastgpt.data.dataset import DataSet
-from fastgpt.data.items import Data, ItemSet
+from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.device import device
@@ -53,7 +53,7 @@ class Plan:
     """Sequences of a micro-step, if memory does not ask for fewer."""
     source: Source | None
     """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
-    data: DataSet | ItemSet
+    data: DataSet
     orders: list[SampleOrder]
     """Order of the samples of each corpus."""
     epoch_sizes: list[int]
