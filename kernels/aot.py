@@ -2,21 +2,21 @@
 
     python -m kernels.aot [--arch 80 90] [--only TEXT ...] [--changed] [--static] [--json FILE]
 
-The `forms` of each op's `Spec` call its launchers with tensors on the meta device. `runtime.launch`
-records what they would launch on a device of that arch, so what is compiled here is what is
-launched there: the same table look-ups, constexprs, warps, stages and specialisations. A case also
-declares which tensor-core instruction its matrix products must become.
+The `variants` of each op's `Spec` call its launchers with tensors on the meta device, and
+`runtime.launch` records what they would launch on a device of that arch, so what is compiled here is
+what is launched there: the same table look-ups, constexprs, warps, stages and specialisations. A
+case also declares which tensor-core instruction its matrix products must become.
 
 A configuration is chosen by a table or a rule for a kernel on an arch: block sizes, warps, stages,
-a bound on registers. A form is a configuration compiled for one dtype and set of options.
+a bound on registers. A variant is a configuration compiled for one dtype and set of options.
 
 The exit status is 1 for a spilled register, more shared memory than the arch has, a kernel without
 its declared instruction, and more registers or shared memory than recorded in kernels/proof/
 budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
-The budget also keeps a fingerprint of each form's sources and settings: --changed compiles the
-forms whose fingerprint differs, and one form of each kernel and arch; on an arch without recorded
-budgets these alone. --static adds the load of each unit in each main loop and the speed limit that
-follows (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
+The budget also keeps a fingerprint of each variant's sources and settings: --changed compiles the
+variants whose fingerprint differs, and one variant of each kernel and arch; on an arch without
+recorded budgets these alone. --static adds the load of each unit in each main loop and the speed
+limit that follows (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from typing import Any
 from .proof.compile import Config, Row, collect, compile_all, fingerprint
 from .proof.sass import DEVICES, UNITS, ceiling
 from .runtime import INTERPRETING, family
-from .specs import FORMS
+from .specs import VARIANTS
 
 TUNED = (80, 90, 100)
 """Archs with attention tables of their own."""
@@ -147,21 +147,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--arch", type=family, nargs="+", default=ARCHS, choices=SHARED_LIMIT, help="GPU archs")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
-    add("--changed", action="store_true", help="what changed, and one form of each kernel")
+    add("--changed", action="store_true", help="what changed, and one variant of each kernel")
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     add("--static", action="store_true", help="show the speed limit of each main loop")
     add("--record", action="store_true", help="save these rows as the new budget")
     add("--budget", type=Path, default=BUDGET, help="file of the budget (default: the shipped one)")
-    add("--modules", nargs="+", metavar="NAME", help="compile the `forms` of these modules")
+    add("--modules", nargs="+", metavar="NAME", help="compile the `variants` of these modules")
     add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
     return parser.parse_args(argv)
 
 
 def select(args: argparse.Namespace) -> list[Config]:
-    forms = [importlib.import_module(name).forms for name in args.modules or ()] or FORMS
+    variants = [importlib.import_module(name).variants for name in args.modules or ()] or VARIANTS
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attention was never tuned")
-        collected = list(collect(forms, args.arch))
+        collected = list(collect(variants, args.arch))
     configs = [c for c in collected if any(text in f"{c.kernel} {c.label}" for text in args.only)]
     if args.changed:
         first = {id(c) for c in {(c.kernel, c.arch): c for c in reversed(configs)}.values()}
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     unknown = sum(row.key not in budget.get(str(row.arch), {}) for row in rows)
     settings = len({config.settings for config in configs})
     print(
-        f"{len(rows)} forms of {settings} configurations, {len(wrong)} wrong, "
+        f"{len(rows)} variants of {settings} configurations, {len(wrong)} wrong, "
         f"{unknown} without a recorded budget"
     )
     return 1 if wrong else 0

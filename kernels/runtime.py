@@ -263,7 +263,7 @@ def define_op(
     return call
 
 
-def undisturbed(*args: Any) -> bool:
+def bypasses_dispatcher(*args: Any) -> bool:
     """Returns True if a call may skip torch's dispatcher: only autograd would act on it there.
 
     While launches are recorded this is True: a recording is of the code that runs without a
@@ -279,4 +279,4 @@ def undisturbed(*args: Any) -> bool:
 
 def _nobody_listens(args: tuple[Any, ...]) -> bool:
     """Returns True if a call may go straight to the kernels."""
-    return undisturbed(*args) and runs_kernels(args[0].device)
+    return bypasses_dispatcher(*args) and runs_kernels(args[0].device)

@@ -47,7 +47,7 @@ def same(problem: Problem) -> Problem:
     return problem
 
 
-def absorbing(f: Callable[..., Any]) -> Callable[..., Any]:
+def with_input_bias(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `f` with its argument input_bias as the last tensor, where a problem has one."""
 
     def call(*tensors: Tensor, input_bias: bool = False, **options: Any) -> Any:
@@ -82,7 +82,7 @@ class Spec:
     """Function that makes the keyword arguments of a problem, which get no gradient."""
     launches: Callable[[Problem], tuple[str, ...]]
     """Function that names the kernels which forward and backward of a problem launch."""
-    forms: Callable[[int], Iterator[Case]]
+    variants: Callable[[int], Iterator[Case]]
     """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
     """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element."""

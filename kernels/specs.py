@@ -15,5 +15,5 @@ SPECS: dict[str, Spec] = {
     for specs in (ATTENTION, NORM, LOSSES, BIAS_ACT, ROTARY, DECODE_ATTENTION, DROPOUT, LINEAR)
     for spec in specs
 }
-FORMS = tuple(dict.fromkeys(spec.forms for spec in SPECS.values()))
-"""Functions that yield the kernel variants that ship; see `Spec.forms`."""
+VARIANTS = tuple(dict.fromkeys(spec.variants for spec in SPECS.values()))
+"""Functions that yield the kernel variants that ship; see `Spec.variants`."""

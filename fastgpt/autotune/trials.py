@@ -18,10 +18,10 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.kernels.runtime import with_gradient_of
-from fastgpt.kernels.spec import Problem, absorbing
+from fastgpt.kernels.spec import Problem, with_input_bias
 from fastgpt.kernels.specs import SPECS
 from fastgpt.model.block import Block
-from fastgpt.model.layers import Residual, norm_absorbs
+from fastgpt.model.layers import Residual, norm_fuses_bias_grad
 from fastgpt.model.positions import Rotary
 from fastgpt.ops import tables
 
@@ -134,14 +134,14 @@ def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     options: dict[str, Any] = {"eps": model.epsilon}
     if model.norm == "layernorm" and not model.bias:
         options["bias"] = None
-    absorbs = norm_absorbs(model, tables.NORMS["triton"], "residual") and model.bias_at(
+    fused = norm_fuses_bias_grad(model, tables.NORMS["triton"], "residual") and model.bias_at(
         "projection"
     )
-    absorbs = absorbs and summed
-    options["input_bias"] = absorbs
-    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": absorbs}
+    fused = fused and summed
+    options["input_bias"] = fused
+    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": fused}
     both = {
-        name: partial(absorbing(getattr(norms, op)), **options)
+        name: partial(with_input_bias(getattr(norms, op)), **options)
         for name, norms in tables.NORMS.items()
     }
     ref = partial(SPECS[op].ref, **options)
@@ -245,8 +245,8 @@ def layer(
         def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             values = dict(zip(weights, rest[pre_norm:], strict=True))
             # its own bias in place of that of the layer before, whose gradient is computed here
-            due = values.get("mlp.c_proj.bias") if block.mlp.c_proj.absorbed else None
-            residual = Residual(rest[0], due) if pre_norm else None
+            fused_bias = values.get("mlp.c_proj.bias") if block.mlp.c_proj.fuses_bias_grad else None
+            residual = Residual(rest[0], fused_bias) if pre_norm else None
             B, T = x.shape[:2]
             cos_sin = None if angles is None else angles(slice(T))
             args = (x, residual, cos_sin, _documents(model, B, T, on), None)

@@ -21,7 +21,7 @@ from fastgpt.model.layers import (
     Projection,
     Residual,
     head_norm,
-    norm_absorbs,
+    norm_fuses_bias_grad,
     normalised,
 )
 from fastgpt.ops.dtensor import linear, local
@@ -47,13 +47,13 @@ class Attention(nn.Module):
             C,
             (H + 2 * K) * D,
             bias=config.bias_at("qkv"),
-            absorbed=self.attention_packed is not None,
+            fuses_bias_grad=self.attention_packed is not None,
         )
         self.c_proj = Projection(
             H * D,
             C,
             bias=config.bias_at("projection"),
-            absorbed=norm_absorbs(config, ops.norms, "residual"),
+            fuses_bias_grad=norm_fuses_bias_grad(config, ops.norms, "residual"),
         )
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             H = self.heads[0]
             return self.attention_packed(
                 qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids,
-                input_bias=self.c_attn.due,
+                input_bias=self.c_attn.fused_bias,
             )  # fmt: skip
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.q_norm is not None and self.k_norm is not None:
@@ -121,12 +121,12 @@ class MLP(nn.Module):
         super().__init__()
         self.ops, self.activation = ops, config.activation
         width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
-        self.c_fc = Projection(config.dim, width, bias=config.bias, absorbed=False)
+        self.c_fc = Projection(config.dim, width, bias=config.bias, fuses_bias_grad=False)
         self.c_proj = Projection(
             config.ffn_width,
             config.dim,
             bias=config.bias,
-            absorbed=norm_absorbs(config, ops.norms, "feed_forward"),
+            fuses_bias_grad=norm_fuses_bias_grad(config, ops.norms, "feed_forward"),
         )
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
@@ -173,47 +173,47 @@ class Block(nn.Module):
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
     ) -> tuple[Tensor, Residual | None]:
-        stream, due = residual or (None, None)
+        stream, fused_bias = residual or (None, None)
         if self.training and self.recompute == "full":
-            x, total = checkpointed(self.run, x, stream, due, cos_sin, doc_ids)
+            x, total = checkpointed(self.run, x, stream, fused_bias, cos_sin, doc_ids)
         elif self.training and self.recompute == "selective":
-            qkv, total = checkpointed(self.pre_attention, x, stream, due)
+            qkv, total = checkpointed(self.pre_attention, x, stream, fused_bias)
             y = self.attn.attend(qkv, cos_sin, doc_ids, None)
             x, total = checkpointed(self.post_attention, y, total)
         else:
-            x, total = self.run(x, stream, due, cos_sin, doc_ids, layer_cache)
-        return x, None if total is None else Residual(total, self.mlp.c_proj.due)
+            x, total = self.run(x, stream, fused_bias, cos_sin, doc_ids, layer_cache)
+        return x, None if total is None else Residual(total, self.mlp.c_proj.fused_bias)
 
     def run(
         self,
         x: Tensor,
         stream: Tensor | None,
-        due: Tensor | None,
+        fused_bias: Tensor | None,
         cos_sin: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the block: its output, and with pre-norm the residual stream."""
-        qkv, total = self.pre_attention(x, stream, due)
+        qkv, total = self.pre_attention(x, stream, fused_bias)
         return self.post_attention(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
 
     def pre_attention(
-        self, x: Tensor, stream: Tensor | None, due: Tensor | None
+        self, x: Tensor, stream: Tensor | None, fused_bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Computes queries, keys and values, and what the attention's output is added to."""
         total = x
         if self.pre_norm:
-            x, total = self.ln_1(x, None if stream is None else Residual(stream, due))
+            x, total = self.ln_1(x, None if stream is None else Residual(stream, fused_bias))
         return self.attn.projected(x), total
 
     def post_attention(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """Computes the rest of the block from the heads' outputs y (B, T, H, D)."""
-        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.due)
+        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.fused_bias)
         if self.pre_norm:
             x, total = self.ln_2(x, residual)
             return self.mlp(x), total
         x, _ = self.ln_1(x, residual)
-        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.due))
+        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.fused_bias))
         return x, None
 
 

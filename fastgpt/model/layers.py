@@ -33,34 +33,34 @@ class Projection(nn.Linear):
     """Linear layer whose bias may get its gradient from the op that takes the output.
 
     That op adds up the columns of the output's gradient while it computes it, which saves a pass
-    over it. In training `due` is the bias to hand to it, as its argument `input_bias`, and the
-    output is computed from a detached copy; it is None where autograd does the work as usual.
+    over it. In training `fused_bias` is the bias to hand to it, as its argument `input_bias`, and
+    the output is computed from a detached copy; it is None where autograd does the work as usual.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, absorbed: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, fuses_bias_grad: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
-        self.absorbed = bias and absorbed
+        self.fuses_bias_grad = bias and fuses_bias_grad
 
     @property
-    def due(self) -> Tensor | None:
-        return local(self.bias) if self.absorbed and self.training else None
+    def fused_bias(self) -> Tensor | None:
+        return local(self.bias) if self.fuses_bias_grad and self.training else None
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.due is None else self.due.detach()
+        bias = self.bias if self.fused_bias is None else self.fused_bias.detach()
         return linear(input, self.weight, bias)
 
 
-def norm_absorbs(config: ModelConfig, norms: Norms, place: str) -> bool:
+def norm_fuses_bias_grad(config: ModelConfig, norms: Norms, place: str) -> bool:
     """Returns True if the output of a `Projection` goes straight to a norm that takes its bias."""
     undropped = config.dropout_at(place) == 0
-    return norms.absorb and undropped and config.architecture == "gpt"
+    return norms.fuses_bias_grad and undropped and config.architecture == "gpt"
 
 
 class Residual(NamedTuple):
     """Residual stream, and a bias of the branch whose gradient the next norm computes."""
 
     stream: Tensor
-    due: Tensor | None
+    fused_bias: Tensor | None
     """See `Projection`."""
 
 
@@ -80,8 +80,10 @@ class LayerNorm(nn.Module):
         weight, bias = local(self.weight), local(self.bias)
         if residual is None:
             return self.ops.norms.layer_norm(x, weight, bias, self.eps), x
-        stream, due = residual
-        return self.ops.norms.add_layer_norm(x, stream, weight, bias, self.eps, input_bias=due)
+        stream, fused_bias = residual
+        return self.ops.norms.add_layer_norm(
+            x, stream, weight, bias, self.eps, input_bias=fused_bias
+        )
 
 
 class RMSNorm(nn.Module):
@@ -95,9 +97,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         if residual is None:
             return self.ops.norms.rms_norm(x, local(self.weight), self.eps), x
-        stream, due = residual
+        stream, fused_bias = residual
         weight = local(self.weight)
-        return self.ops.norms.add_rms_norm(x, stream, weight, self.eps, input_bias=due)
+        return self.ops.norms.add_rms_norm(x, stream, weight, self.eps, input_bias=fused_bias)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

@@ -129,7 +129,7 @@ class Norms:
     add_layer_norm: AddLayerNormOp
     rms_norm: RMSNormOp
     add_rms_norm: AddRMSNormOp
-    absorb: bool
+    fuses_bias_grad: bool
     """True if the ops with a sum compute the gradient of `input_bias` without a pass of its own."""
 
 

@@ -59,14 +59,14 @@ NORMS = {
         torch_ops.after_sum(torch_ops.layer_norm),
         torch_ops.rms_norm,
         torch_ops.after_sum(torch_ops.rms_norm),
-        absorb=False,
+        fuses_bias_grad=False,
     ),
     "triton": Norms(
         kernels.layer_norm,
         kernels.add_layer_norm,
         kernels.rms_norm,
         kernels.add_rms_norm,
-        absorb=True,
+        fuses_bias_grad=True,
     ),
 }
 ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}

@@ -28,7 +28,7 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
     parallel = config.parallel
     sharded = shares_weights(parallel, world)
     if sharded:  # a norm would need the bias of a block whose weights are shared out again
-        ops = replace(ops, norms=replace(ops.norms, absorb=False))
+        ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
         check_tensor(config)
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})

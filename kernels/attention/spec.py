@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..proof.compile import Case
 from ..runtime import recording, with_gradient_of
-from ..spec import Make, Problem, Spec, Work, absorbing, work
+from ..spec import Make, Problem, Spec, Work, with_input_bias, work
 from .blocked import attention_blocked
 from .dropout import attention_dropout_mask
 from .op import attention, attention_packed
@@ -109,7 +109,7 @@ def packed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         K = (qkv.shape[2] - heads) // 2
         return f(*qkv.split((heads, K, K), dim=2), **options)
 
-    return absorbing(of_slices)
+    return with_input_bias(of_slices)
 
 
 def packed_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")
 """Kernel of each step (`fwd`, `dq`, `dkv`), and the block size that is the M of its matmuls."""
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: every row of the architecture's table.
 
     A row whose `plain` is false gets all masks at once.
@@ -280,7 +280,7 @@ ATTENTION = Spec(
     inputs=inputs,
     options=options,
     launches=lambda s: (FWD, DQ, DKV),
-    forms=forms,
+    variants=variants,
     work=flops_and_bytes,
     multiply_adds=multiply_adds,
     problems=PROBLEMS,
@@ -299,13 +299,13 @@ ATTENTION = Spec(
 ATTENTION_PACKED = replace(
     ATTENTION,
     name="attention_packed",
-    op=absorbing(attention_packed),
+    op=with_input_bias(attention_packed),
     ref=packed(attention_seeded_ref),
     eager=packed(eager),
     inputs=packed_inputs,
     options=packed_options,
     launches=packed_launches,
-    forms=lambda arch: iter(()),  # the kernels are those of `attention`
+    variants=lambda arch: iter(()),  # the kernels are those of `attention`
     problems={
         "causal": problem(1, 70, 2, 16),
         "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),

@@ -36,21 +36,21 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, x + y), (0, 2 * x + y))
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: those that GPTs launch, in bf16 and some in fp32.
 
     relu is relu_squared without the square; fp32 is compiled for the costliest kind.
     """
     bf16, fp32 = torch.bfloat16, torch.float32
     for kind in ("gelu_tanh", "gelu_erf", "relu_squared"):
-        yield form(kind, 3072, bf16, fp32)
-    yield form("swiglu", 2048, bf16, fp32)
-    yield form("swiglu", 2048, bf16, None)
+        yield variant(kind, 3072, bf16, fp32)
+    yield variant("swiglu", 2048, bf16, fp32)
+    yield variant("swiglu", 2048, bf16, None)
     for F in (16, 128, 1024):
-        yield form("swiglu", F, fp32, fp32)
+        yield variant("swiglu", F, fp32, fp32)
 
 
-def form(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
+def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
     def run() -> None:
         from .device import bias_act_bwd, bias_act_fwd
 
@@ -91,7 +91,7 @@ def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Prob
         inputs=inputs,
         options=options,
         launches=lambda s: (FWD, BWD, SUM) if s.get("bias", True) else (FWD, BWD),
-        forms=forms,
+        variants=variants,
         work=bytes_moved,
         problems=problems,
         sizes={

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_float, check_like
 from ..linear.op import by_onednn, product
-from ..runtime import autocast_dtype, define_op, undisturbed
+from ..runtime import autocast_dtype, bypasses_dispatcher, define_op
 from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import Options
@@ -216,7 +216,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
         dtypes = _dtypes(x, weight, bias)
         if torch.compiler.is_compiling():  # the compiler fuses it with what comes next
             grads = _scaled_copies(dloss, *ctx.gradients, *dtypes)
-        elif torch.is_grad_enabled() or not (ctx.once and undisturbed(dloss)):
+        elif torch.is_grad_enabled() or not (ctx.once and bypasses_dispatcher(dloss)):
             grads = _scaled(dloss, *ctx.gradients, *dtypes)
         else:  # keeps no second copy; another backward computes them again
             grads = _scaled_(dloss, *ctx.gradients, *dtypes)
@@ -349,7 +349,7 @@ def linear_cross_entropy(
     early = torch.is_grad_enabled() and reduction != "none"
     wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
     # a dispatch mode may keep the gradients that the op returns with the loss
-    once = torch.compiler.is_compiling() or undisturbed(x, weight, targets)
+    once = torch.compiler.is_compiling() or bypasses_dispatcher(x, weight, targets)
     loss, *_ = _linear_cross_entropy(
         x, weight, bias, targets, reduction, once,
         *wanted, autocast_dtype(x), chunk_tokens or 0, *options,

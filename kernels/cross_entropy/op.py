@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checks import INTEGERS, check_float, check_like
-from ..runtime import define_op, runs_kernels, undisturbed
+from ..runtime import bypasses_dispatcher, define_op, runs_kernels
 from .plain import Options, losses_and_gradient_, losses_ref
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -276,7 +276,7 @@ def cross_entropy(
     )
     flat, flat_targets = logits.reshape(-1, V), targets.reshape(-1)
     wanted = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
-    if wanted and not torch.compiler.is_compiling() and undisturbed(logits, targets):
+    if wanted and not torch.compiler.is_compiling() and bypasses_dispatcher(logits, targets):
         if flat.data_ptr() != logits.data_ptr() or not _rows_apart(flat):
             raise ValueError(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "

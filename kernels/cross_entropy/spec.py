@@ -99,18 +99,20 @@ def linear_work(s: Problem, itemsize: int) -> Work:
 EVERY_OPTION: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: block sizes, options, padding, unaligned rows."""
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):
-            yield from forms_of(V, dtype, **EVERY_OPTION)
-    yield from forms_of(50_304, torch.bfloat16)
-    yield from forms_of(50_304, torch.float16, valid=50_257)
-    yield from forms_of(50_304, torch.bfloat16, valid=50_257)
-    yield from forms_of(50_257, torch.bfloat16)  # rows that are not aligned
+            yield from variants_of(V, dtype, **EVERY_OPTION)
+    yield from variants_of(50_304, torch.bfloat16)
+    yield from variants_of(50_304, torch.float16, valid=50_257)
+    yield from variants_of(50_304, torch.bfloat16, valid=50_257)
+    yield from variants_of(50_257, torch.bfloat16)  # rows that are not aligned
 
 
-def forms_of(V: int, dtype: torch.dtype, valid: int | None = None, **values: Any) -> Iterator[Case]:
+def variants_of(
+    V: int, dtype: torch.dtype, valid: int | None = None, **values: Any
+) -> Iterator[Case]:
     options = Options(valid or V, **values)
     logits = torch.empty(4096, V, dtype=dtype, device="meta")
     targets = torch.empty(4096, dtype=torch.int64, device="meta")
@@ -168,7 +170,7 @@ CROSS_ENTROPY = Spec(
     options=options,
     # in place, the kernels after the forward depend on the dtype
     launches=lambda s: (FWD,) if s.get("inplace_grad") else (FWD, BWD),
-    forms=forms,
+    variants=variants,
     work=bytes_moved,
     problems={
         "mean": SMALL,
@@ -219,7 +221,7 @@ LINEAR_CROSS_ENTROPY = Spec(
     inputs=linear_inputs,
     options=options,
     launches=lambda s: (FWD,),
-    forms=forms,
+    variants=variants,
     work=linear_work,
     terms=lambda s: s["V"],  # of the gradient of x, where a BLAS adds them in one chain
     problems={

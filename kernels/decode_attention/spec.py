@@ -102,18 +102,18 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
 # --- what is compiled ahead of time ---------------------------------------------------------------
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: head dimensions, dtypes, split and paged caches."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for D in (16, 64, 80, 128, 256):
-        yield form(D, bf16)
-    yield form(64, bf16, B=1, Tq=4, H=32, K=8)
-    yield form(256, fp32, B=1)
+        yield variant(D, bf16)
+    yield variant(64, bf16, B=1, Tq=4, H=32, K=8)
+    yield variant(256, fp32, B=1)
     for D, dtype in ((64, bf16), (128, bf16), (256, bf16), (64, fp32), (256, fp32)):
-        yield form(D, dtype, B=4, Tq=4, H=32, K=4, page=16, starts=True)
+        yield variant(D, dtype, B=4, Tq=4, H=32, K=4, page=16, starts=True)
 
 
-def form(
+def variant(
     D: int, dtype: torch.dtype, *, B: int = 64, Tq: int = 1, H: int = 12, K: int = 12,
     page: int = 0, starts: bool = False,
 ) -> Case:  # fmt: skip
@@ -167,7 +167,7 @@ DECODE_ATTENTION = Spec(
     inputs=inputs,
     options=options,
     launches=lambda s: (SPLIT,),  # COMBINE too, where there are several splits
-    forms=forms,
+    variants=variants,
     work=flops_and_bytes,
     terms=lambda s: s["D"],  # in fp32 a score is one chain of multiply-adds
     problems={

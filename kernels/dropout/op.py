@@ -1,4 +1,4 @@
-"""Dropout from 16-bit random lanes: four draws from every 64-bit random number.
+"""Dropout from packed random numbers: four draws of 16 bits from every 64-bit one.
 
 On a CPU PyTorch draws one random number for each element; `python -m bench` measures both. The
 probability is rounded to a multiple of 2**-16, and the scale is that of the rounded probability, so
@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-_LANES = 1 << 16
+_LEVELS = 1 << 16
+"""Number of values of a draw."""
 
 
 def dropout_keep(
@@ -30,11 +31,11 @@ def dropout_keep(
         factor 1 / (kept share).
     """
     numel = math.prod(shape)
-    lanes = torch.empty((numel + 3) // 4, dtype=torch.int64, device=device)
-    lanes = lanes.random_(-(2**63), None).view(torch.int16)[:numel].view(shape)
-    dropped = min(round(p * _LANES), _LANES - 1)
+    draws = torch.empty((numel + 3) // 4, dtype=torch.int64, device=device)
+    draws = draws.random_(-(2**63), None).view(torch.int16)[:numel].view(shape)
+    dropped = min(round(p * _LEVELS), _LEVELS - 1)
     mask = torch.empty(shape, dtype=dtype, device=device)
-    return torch.ge(lanes, dropped - _LANES // 2, out=mask), _LANES / (_LANES - dropped)
+    return torch.ge(draws, dropped - _LEVELS // 2, out=mask), _LEVELS / (_LEVELS - dropped)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:

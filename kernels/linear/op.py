@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..runtime import autocast_dtype, undisturbed
+from ..runtime import autocast_dtype, bypasses_dispatcher
 
 LEAST = {True: 2**23, False: 2**19}
 """Least N O I for oneDNN, by whether gradients are computed; below it MKL's calls are shorter."""
@@ -52,7 +52,7 @@ def by_onednn(
         and x.numel() * len(weight) >= LEAST[differentiated]
         and faster_by_onednn()
         and torch.backends.mkldnn.enabled  # pyright: ignore
-        and undisturbed(x, weight)
+        and bypasses_dispatcher(x, weight)
     )
 
 

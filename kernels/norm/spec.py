@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..proof.compile import Case
 from ..runtime import with_gradient_of
-from ..spec import Make, Problem, Spec, Work, absorbing, rows, work
+from ..spec import Make, Problem, Spec, Work, rows, with_input_bias, work
 from . import op
 
 FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
@@ -20,26 +20,26 @@ WIDE = 8_192 + 40
 VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: GPTs' own, and each block size with all options.
 
-    The costliest form of a size is fp32 with all options; with fewer a row of 8192 stays whole.
+    The costliest variant of a size is fp32 with all options; with fewer a row of 8192 stays whole.
     """
     for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384):
-        yield form(n, FP32, FP32, residual=FP32, input_bias=True)
-    yield form(8192, FP32, FP32, residual=FP32)
-    yield form(8192, BF16, FP32, residual=FP32, centred=False, bias=False)
-    yield form(8192, BF16, FP32, residual=FP32)
+        yield variant(n, FP32, FP32, residual=FP32, input_bias=True)
+    yield variant(8192, FP32, FP32, residual=FP32)
+    yield variant(8192, BF16, FP32, residual=FP32, centred=False, bias=False)
+    yield variant(8192, BF16, FP32, residual=FP32)
     for n in (768, 1600, 4096):
-        yield form(n, BF16, BF16, residual=BF16, bias=n != 4096)
-        yield form(n, BF16, FP32)
+        yield variant(n, BF16, BF16, residual=BF16, bias=n != 4096)
+        yield variant(n, BF16, FP32)
     for stream in (FP32, BF16):  # --train.residual
-        yield form(768, BF16, FP32, residual=stream, input_bias=True)
-    yield form(768, BF16, FP32, centred=False, bias=False)
-    yield form(768, FP16, FP32, residual=FP16)
+        yield variant(768, BF16, FP32, residual=stream, input_bias=True)
+    yield variant(768, BF16, FP32, centred=False, bias=False)
+    yield variant(768, FP16, FP32, residual=FP16)
 
 
-def form(
+def variant(
     n: int,
     dtype: torch.dtype,
     weight: torch.dtype,
@@ -115,13 +115,13 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     def kept(s: Problem) -> list[str]:
         return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
 
-    def absorbed(s: Problem) -> list[str]:
+    def input_biases(s: Problem) -> list[str]:
         return ["input_bias"] * s.get("input_bias", False)
 
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         matrices = ("x", "residual") if summed else ("x",)
         made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
-        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *absorbed(s))}}
+        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *input_biases(s))}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
         """Makes the keyword arguments of a test problem: vectors left out, and eps."""
@@ -132,8 +132,8 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     def launches(s: Problem) -> tuple[str, ...]:
         return (
             (FWD, BWD)
-            + (SUM,) * bool(kept(s) + absorbed(s))
-            + (DOTS,) * (s["N"] > (4096 if len(kept(s) + absorbed(s)) > 2 else 8192))
+            + (SUM,) * bool(kept(s) + input_biases(s))
+            + (DOTS,) * (s["N"] > (4096 if len(kept(s) + input_biases(s)) > 2 else 8192))
         )
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
@@ -155,14 +155,14 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
     return Spec(
         name=name,
-        op=absorbing(getattr(op, name)),
-        ref=absorbing(getattr(op, f"{name}_ref")),
-        eager=absorbing(eager),
-        cpu=absorbing(eager),
+        op=with_input_bias(getattr(op, name)),
+        ref=with_input_bias(getattr(op, f"{name}_ref")),
+        eager=with_input_bias(eager),
+        cpu=with_input_bias(eager),
         inputs=inputs,
         options=options,
         launches=launches,
-        forms=forms,
+        variants=variants,
         work=bytes_moved,
         problems=problems,
         sizes=SIZES,

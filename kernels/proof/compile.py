@@ -38,7 +38,7 @@ class Case:
     mma: Mapping[str, str] = field(default_factory=dict)
 
 
-Forms = Callable[[int], Iterator[Case]]
+Variants = Callable[[int], Iterator[Case]]
 """Function from an architecture (90 for sm_90) to the kernel variants that ship for it."""
 
 
@@ -98,11 +98,11 @@ class Row:
 # --- collect --------------------------------------------------------------------------------------
 
 
-def collect(forms: Iterable[Forms], archs: Iterable[int]) -> Iterator[Config]:
+def collect(variants: Iterable[Variants], archs: Iterable[int]) -> Iterator[Config]:
     """Yields the compiler's input for every launch of the shipped variants, without duplicates."""
     seen = set()
     for arch in archs:
-        for of_arch in forms:
+        for of_arch in variants:
             for case in of_arch(arch):
                 with recording(arch) as launches:
                     case.run()

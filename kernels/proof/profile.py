@@ -2,7 +2,7 @@
 
     python -m kernels.proof.profile attention --arch 90 --shape gpt2-124m
 
-Small problems of the same form run on the CPU: the same PTX, so the same tiles, warps, dtype and
+Small problems of the same variant run on the CPU: the same PTX, so the same tiles, warps, dtype and
 masks. The counts of a problem of full size follow exactly. They are polynomials in the number of
 tiles, since each thread block does the same work but for the number of tiles in its loops. The
 polynomial goes through a few small sizes and must then give every count of every basic block of one
@@ -164,7 +164,7 @@ def axes(call: Call, launches: Iterable[Launch]) -> list[Axis]:
 
 
 class Extrapolation:
-    """The counts of a call from those of small ones of the same form."""
+    """The counts of a call from those of small ones of the same variant."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.full = call, call.observe()

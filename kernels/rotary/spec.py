@@ -40,16 +40,16 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, 2 * n), (0, 2 * n))
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     """Yields the kernel variants to compile: GPTs' head dimensions, the largest one, and 80."""
     for D in (64, 128):
         for backward in (False, True):
-            yield form(12, 12, D, torch.bfloat16, conjugate=backward)
-    yield form(12, 4, 80, torch.float16)
-    yield form(8, 1, 256, torch.float32)
+            yield variant(12, 12, D, torch.bfloat16, conjugate=backward)
+    yield variant(12, 4, 80, torch.float16)
+    yield variant(8, 1, 256, torch.float32)
 
 
-def form(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Case:
+def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Case:
     def run() -> None:
         from .device import rotary_turn
 
@@ -74,7 +74,7 @@ ROTARY = Spec(
     inputs=inputs,
     options=options,
     launches=lambda s: (KERNEL,),
-    forms=forms,
+    variants=variants,
     work=bytes_moved,
     problems={
         # all sizes differ: torch.compile assumes that equal sizes stay equal

@@ -128,8 +128,8 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     model = replace(TINY, residual_dropout=dropout)
     tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
     chosen = tables.select(OpsConfig(norm="triton"), "cpu", compiled=False)
-    due = GPT(model, chosen).h[0].attn.c_proj.due
-    assert ("input_bias" in tried) == (due is not None) == (dropout == 0)
+    fused_bias = GPT(model, chosen).h[0].attn.c_proj.fused_bias
+    assert ("input_bias" in tried) == (fused_bias is not None) == (dropout == 0)
 
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])

@@ -16,7 +16,7 @@ from fastgpt.kernels.attention import forward
 from fastgpt.kernels.attention.config import rows, shipped, table_path
 from fastgpt.kernels.attention.dropout import philox
 from fastgpt.kernels.attention.plain import attention_mask, attention_ref
-from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, eager, forms
+from fastgpt.kernels.attention.spec import ATTENTION, DKV, DQ, FWD, eager, variants
 from fastgpt.kernels.runtime import family
 from fastgpt.ops.torch_ops import sdpa
 from tests.kernels import common, conformance
@@ -353,7 +353,7 @@ def test_a_gpu_of_a_tuned_family_uses_its_table():
 def test_no_test_fails_where_attention_was_never_tuned(arch):
     rows.cache_clear()
     shipped.cache_clear()
-    next(forms(arch))  # it launches; a warning of ours is an error in a test
+    next(variants(arch))  # it launches; a warning of ours is an error in a test
 
 
 def test_unknown_hardware_is_safe_and_said_once():

@@ -7,26 +7,26 @@ import torch
 
 from fastgpt.kernels.dropout.op import dropout, dropout_keep
 
-LANES = 2**16
+LEVELS = 2**16
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.01, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9])
 def test_share_scale_and_mean(p):
     keep, scale = dropout_keep((1_000_003,), p, torch.bool)
-    dropped = min(round(p * LANES), LANES - 1)  # in lanes: never all of them
-    assert scale == LANES / (LANES - dropped)
-    share = 1 - dropped / LANES
-    assert abs(share - (1 - p)) <= 1 / LANES
+    dropped = min(round(p * LEVELS), LEVELS - 1)  # in draws: never all of them
+    assert scale == LEVELS / (LEVELS - dropped)
+    share = 1 - dropped / LEVELS
+    assert abs(share - (1 - p)) <= 1 / LEVELS
     deviation = math.sqrt(share * (1 - share) / keep.numel())
     assert abs(keep.double().mean().item() - share) <= 5 * deviation
 
 
-def test_the_four_lanes_of_a_number_are_independent():
-    lanes = dropout_keep((4 * 100_000,), 0.5, torch.bool)[0].double().view(-1, 4)
-    correlation = torch.corrcoef(lanes.T) - torch.eye(4)
-    assert correlation.abs().max() < 5 / math.sqrt(len(lanes))
-    after = torch.corrcoef(torch.stack((lanes[:-1].flatten(), lanes[1:].flatten())))[0, 1]
-    assert abs(after) < 5 / math.sqrt(lanes.numel())
+def test_the_four_draws_of_a_number_are_independent():
+    draws = dropout_keep((4 * 100_000,), 0.5, torch.bool)[0].double().view(-1, 4)
+    correlation = torch.corrcoef(draws.T) - torch.eye(4)
+    assert correlation.abs().max() < 5 / math.sqrt(len(draws))
+    after = torch.corrcoef(torch.stack((draws[:-1].flatten(), draws[1:].flatten())))[0, 1]
+    assert abs(after) < 5 / math.sqrt(draws.numel())
 
 
 INPUTS = {

@@ -92,7 +92,7 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, 2 * n), (0, 2 * n))
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     x = torch.empty(64, 768, device="meta")
     yield Case("N=768", lambda: double_fwd(x, x.dtype))
 
@@ -104,7 +104,7 @@ DOUBLE = Spec(
     eager=double_ref,
     inputs=inputs,
     launches=lambda s: ("_double_kernel",),
-    forms=forms,
+    variants=variants,
     work=bytes_moved,
     problems={"typical": {"M": (3, 5), "N": 24}, "masked": {"M": 7, "N": 123}},
     sizes={"cuda": {"gpt2": {"M": 16384, "N": 768}}, "cpu": {"gpt2": {"M": 1024, "N": 768}}},
@@ -134,7 +134,7 @@ def test_the_bench_judges_it_and_counts_its_bytes(device):
 
 def test_its_forms_are_recorded_as_they_would_be_launched():
     with recording(90) as recorded:
-        for case in DOUBLE.forms(90):
+        for case in DOUBLE.variants(90):
             case.run()
     assert [launch.kernel.__name__ for launch in recorded] == ["_double_kernel"]
 

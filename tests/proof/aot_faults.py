@@ -37,7 +37,7 @@ def _missing_kernel(x_ptr):
     tl.store(x_ptr, no_such_name)  # noqa: F821
 
 
-def forms(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Case]:
     def square(block: int) -> None:
         x = torch.empty(block, block, dtype=torch.float16, device="meta")
         y = torch.empty(block, block, device="meta")

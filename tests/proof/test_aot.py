@@ -45,7 +45,7 @@ def test_every_shipped_configuration_compiles_well(arch, tmp_path):
     }  # fmt: skip
     for made in rows:  # products of sm_100 need tensor memory
         assert ("UTCHMMA" in made["mma"]) == (made["columns"] > 0)
-    said = rf"{len(rows)} forms of \d+ configurations, 0 wrong, 0 without a recorded budget"
+    said = rf"{len(rows)} variants of \d+ configurations, 0 wrong, 0 without a recorded budget"
     assert re.match(rf"(?s)kernel .*\n{said}\n", printed)
 
 
@@ -68,8 +68,8 @@ COUNT = """
 import json
 from fastgpt.kernels.aot import ARCHS, TUNED
 from fastgpt.kernels.proof.compile import collect
-from fastgpt.kernels.specs import FORMS
-found = list(collect(FORMS, ARCHS))
+from fastgpt.kernels.specs import VARIANTS
+found = list(collect(VARIANTS, ARCHS))
 keys = sorted(f"{config.arch} {config.key}" for config in found)
 tuned = len({config.settings for config in found if config.arch in TUNED})
 print(json.dumps([tuned, keys]))
@@ -109,7 +109,7 @@ def test_faults_are_counted(faults):
     _, printed, rows = faults
     assert rows.keys() == FOUND.keys()
     assert rows["sound"]["mma"].keys() == {"HGMMA"}
-    assert "5 forms of 4 configurations, 5 wrong, 4 without a recorded budget" in printed
+    assert "5 variants of 4 configurations, 5 wrong, 4 without a recorded budget" in printed
 
 
 def test_loops_are_counted_by_unit(faults):

@@ -28,7 +28,7 @@ def _a_kernel(x_ptr, N: tl.constexpr):
 def _b_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, N), 0.0)
 
-def forms(arch):
+def variants(arch):
     x = torch.empty(512, device="meta")
     for kernel in (_a_kernel, _b_kernel):
         for n in (64, 128, 256):
@@ -41,7 +41,7 @@ CHANGES = {
     "a_helper": SOURCE.replace("x + BIAS", "x - BIAS"),
     "a_global": SOURCE.replace("constexpr = 1", "constexpr = 2"),
     "a_setting": SOURCE.replace("num_warps=1", "num_warps=1 + n // 256"),
-    "a_new_form": SOURCE.replace("128, 256)", "128, 256, 512)"),
+    "a_new_variant": SOURCE.replace("128, 256)", "128, 256, 512)"),
 }
 SELECT = """
 import importlib, json, sys
@@ -58,7 +58,7 @@ def selected(name):
     return [config.key for config in aot.select(aot.parse(args))]
 
 found = {"before": selected(names[0])}
-configs = collect([importlib.import_module(names[0]).forms], [90])
+configs = collect([importlib.import_module(names[0]).variants], [90])
 aot.record([Row(c.kernel, 90, c.label, fingerprint=fingerprint(c)) for c in configs], Path(budget))
 print(json.dumps(found | {name: selected(name) for name in names}))
 """
@@ -85,7 +85,7 @@ def chosen(tmp_path_factory):
         ("a_helper", ["_a_kernel N=128", "_a_kernel N=256"]),
         ("a_global", ["_a_kernel N=128", "_a_kernel N=256"]),
         ("a_setting", ["_a_kernel N=256", "_b_kernel N=256"]),
-        ("a_new_form", ["_a_kernel N=512", "_b_kernel N=512"]),
+        ("a_new_variant", ["_a_kernel N=512", "_b_kernel N=512"]),
     ],
 )
 def test_one_of_each_kernel_and_what_changed_is_chosen(chosen, change, more):

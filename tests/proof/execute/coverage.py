@@ -1,9 +1,9 @@
 """Share of the shipped instructions that are executed: `python -m tests.proof.execute.coverage`.
 
-Every form that is compiled ahead of time (`Spec.forms`) is launched as it is described, but with
-real tensors of fewer rows or tokens in place of meta tensors: the sizes are no part of the code. An
-instruction is reached once it ran in a thread; one with a guard, once the guard was true. Exits
-with 1 if less than 95 % of a form are reached without an explanation.
+Every variant that is compiled ahead of time (`Spec.variants`) is launched as it is described, but
+with real tensors of fewer rows or tokens in place of meta tensors: the sizes are no part of the
+code. An instruction is reached once it ran in a thread; one with a guard, once the guard was true.
+Exits with 1 if less than 95 % of a variant are reached without an explanation.
 
     python -m tests.proof.execute.coverage --arch 90 --only rotary
 """
@@ -22,7 +22,7 @@ import torch
 
 from fastgpt.kernels import runtime
 from fastgpt.kernels.attention.spec import SHAPES
-from fastgpt.kernels.cross_entropy.spec import EVERY_OPTION, forms_of
+from fastgpt.kernels.cross_entropy.spec import EVERY_OPTION, variants_of
 from fastgpt.kernels.proof.compile import Case, collect
 from fastgpt.kernels.proof.execute import Launch, compile_launch, run_launch
 from fastgpt.kernels.proof.execute.launch import built
@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[dict[int, int], ...]] = {
     "bias_act": ({4096: 70},),
     "rotary": ({4: 1, 1024: 37},),
 }
-"""Op -> what takes the place of a leading size of its forms' tensors, in turn."""
+"""Op -> what takes the place of a leading size of its variants' tensors, in turn."""
 MULTIPROCESSORS = {"decode_attention": 132}
 """Op -> multiprocessors of the device, which decide the splits; others have 1, for long loops."""
 
@@ -50,12 +50,12 @@ EXPLAINED = {
     "masked loop runs once at most, and as a pipeline it has code for more",
     "_attention_bwd_dkv_kernel": "zeros to store without any query, when nothing is launched",
 }
-"""Pattern of forms -> why less than enough is reached."""
+"""Pattern of variants -> why less than enough is reached."""
 
 
 @dataclass(slots=True)
 class Reached:
-    """Instructions of a compiled form, and those that have run."""
+    """Instructions of a compiled variant, and those that have run."""
 
     key: str
     sources: dict[int, str] = field(default_factory=dict)
@@ -116,18 +116,18 @@ def small(sizes: dict[int, int]) -> Callable[..., torch.Tensor]:
     return make
 
 
-def forms(name: str, arch: int) -> Iterator[Case]:
-    """Yields an op's forms; some also with other sizes, which are no part of the code."""
-    yield from SPECS[name].forms(arch)
+def variants(name: str, arch: int) -> Iterator[Case]:
+    """Yields an op's variants; some also with other sizes, which are no part of the code."""
+    yield from SPECS[name].variants(arch)
     if name == "cross_entropy":  # columns left over after whole blocks
         for V, dtype in itertools.product((240, 2032), (torch.bfloat16, torch.float32)):
-            yield from forms_of(V, dtype, **EVERY_OPTION)
+            yield from variants_of(V, dtype, **EVERY_OPTION)
 
 
 def coverage(name: str, arch: int) -> Iterator[Reached]:
-    """Executes the forms of an op; yields what of each was reached."""
+    """Executes the variants of an op; yields what of each was reached."""
     torch.manual_seed(0)
-    configs = list(collect([SPECS[name].forms], [arch]))
+    configs = list(collect([SPECS[name].variants], [arch]))
     reached = {compile_launch(config.launch, arch).ptx: Reached(config.key) for config in configs}
     watched: set[str] = set()
 
@@ -138,7 +138,7 @@ def coverage(name: str, arch: int) -> Iterator[Reached]:
             reached[kernel.ptx].watch(kernel.ptx)
         run_launch(kernel, launch)
 
-    for number in range(len(list(forms(name, arch)))):
+    for number in range(len(list(variants(name, arch)))):
         built.cache_clear()  # the steps of a program take megabytes
         watched.clear()
         for sizes in SIZES[name]:
@@ -148,7 +148,7 @@ def coverage(name: str, arch: int) -> Iterator[Reached]:
                 mock.patch.dict(SHAPES, HEADS),
                 runtime.executing(arch, run, MULTIPROCESSORS.get(name, 1)),
             ):
-                next(itertools.islice(forms(name, arch), number, None)).run()
+                next(itertools.islice(variants(name, arch), number, None)).run()
     yield from reached.values()
 
 
@@ -161,12 +161,12 @@ def main() -> int:
     for name in [given.only] if given.only else SIZES:
         for reached in coverage(name, given.arch):
             print(f"{reached.share:6.1%} of {len(reached.sources)} {reached.key}", flush=True)
-            whys = [why for form, why in EXPLAINED.items() if re.search(form, reached.key)]
+            whys = [why for variant, why in EXPLAINED.items() if re.search(variant, reached.key)]
             why = whys[0] if whys and reached.share < ENOUGH else ""
             low += reached.share < ENOUGH and not why
             if missed := reached.missed():
                 print(f"       not: {missed}{why and f': {why}'}")
-    print(f"sm_{given.arch}: {low} forms below {ENOUGH:.0%}")
+    print(f"sm_{given.arch}: {low} variants below {ENOUGH:.0%}")
     return low > 0
 
 

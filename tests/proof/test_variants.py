@@ -1,4 +1,4 @@
-"""New sizes compile nothing anew: each kernel has one form for any batch and length."""
+"""New sizes compile nothing anew: each kernel has one variant for any batch and length."""
 
 import json
 
@@ -36,14 +36,14 @@ counts = {}
 for spec in SPECS.values():
     first = next(iter(spec.problems))
     for label in structural(spec) if spec.growing else ():
-        forms, seen = {}, []
+        variants, seen = {}, []
         # sizes beyond the first four are of the first problem: a window of 7 is none at T = 1
         for change in spec.growing if label == first else spec.growing[:4]:
             with recording(90) as launches:
                 step(spec, {**spec.problems[label], **change})
             for launch in launches:
-                forms.setdefault(launch.kernel.__name__, set()).add(repr(specialised(launch)))
-            seen.append({name: len(found) for name, found in forms.items()})
+                variants.setdefault(launch.kernel.__name__, set()).add(repr(specialised(launch)))
+            seen.append({name: len(found) for name, found in variants.items()})
         counts[f"{spec.name} {label}"] = seen
 print(json.dumps(counts))
 """
