@@ -27,18 +27,26 @@ from ..runtime import autocast_dtype, column_sums, define_op, runs_kernels, with
 
 MAX_N = 16_384
 
-# --- references -----------------------------------------------------------------------------------
+# --- reference ------------------------------------------------------------------------------------
 
 
-def _norm_ref(
+def norm_ref(
     x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    input_bias: Tensor | None = None,
+    centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    """Reference of all norms in plain PyTorch: returns (y, x + residual); also accepts fp64.
+
+    Args:
+        centred: True for LayerNorm, False for RMSNorm.
+    """
     dtype = autocast_dtype(x)
+    x = with_gradient_of(input_bias, x)
     total = x if residual is None else x + residual
     xhat = total.to(torch.promote_types(total.dtype, torch.float32))
     if centred:
@@ -49,43 +57,6 @@ def _norm_ref(
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.to(dtype), total
-
-
-def layer_norm_ref(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """Reference of `layer_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(x, None, weight, bias, eps, centred=True)[0]
-
-
-def add_layer_norm_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    input_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Reference of `add_layer_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(with_gradient_of(input_bias, x), residual, weight, bias, eps, centred=True)
-
-
-def rms_norm_ref(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Reference of `rms_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(x, None, weight, None, eps, centred=False)[0]
-
-
-def add_rms_norm_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    input_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Reference of `add_rms_norm` in plain PyTorch; also accepts fp64."""
-    return _norm_ref(with_gradient_of(input_bias, x), residual, weight, None, eps, centred=False)
 
 
 # --- ops ------------------------------------------------------------------------------------------
@@ -198,7 +169,9 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, eps, weight=weight, bias=bias, input_bias=input_bias)
     if not runs_kernels(x.device):
-        return _norm_ref(with_gradient_of(input_bias, x), residual, weight, bias, eps, centred)
+        return norm_ref(
+            x, weight, bias, eps, residual=residual, input_bias=input_bias, centred=centred
+        )
     dtype = autocast_dtype(x)
     y, total, _ = _norm(x, residual, weight, bias, input_bias, eps, centred, dtype)
     return y, total
