@@ -3,8 +3,8 @@
     python -m kernels.aot [--arch 80 90] [--only TEXT ...] [--changed] [--static] [--json FILE]
 
 The `variants` of each op's `Spec` call its launchers with tensors on the meta device, and
-`runtime.launch` records what they would launch on a device of that arch, so what is compiled here is
-what is launched there: the same table look-ups, constexprs, warps, stages and specialisations. A
+`runtime.launch` records what they would launch on a device of that arch, so what is compiled here
+is what is launched there: the same table look-ups, constexprs, warps, stages and specialisations. A
 case also declares which tensor-core instruction its matrix products must become.
 
 A configuration is chosen by a table or a rule for a kernel on an arch: block sizes, warps, stages,

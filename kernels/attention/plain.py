@@ -102,24 +102,11 @@ def attention_ref(
 ) -> Tensor:
     """Attention in plain PyTorch, scores and softmax in fp32: the reference for every kernel.
 
-    A query that sees no key gives output 0 and gradient 0.
+    Arguments, result and errors are those of `attention`, which draws its mask from a seed; fp64 is
+    also accepted and kept.
 
     Args:
-        q: (B, Tq, H, D), fp32 | fp16 | bf16, or fp64, which stays fp64; any strides.
-        k: (B, Tk, K, D), dtype of `q`; H is a multiple of K.
-        v: (B, Tk, K, D), dtype of `q`.
-        causal: query i sees keys j <= i + Tk - Tq.
-        scale: factor on the scores; D**-0.5 by default.
-        window: a query sees the last `window` keys only, its own position included.
-        dropout_p: probability with which each attention weight is dropped.
         dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn at random if None.
-        doc_ids: (B, Tk) integers, non-decreasing in each row; queries see their own document only.
-
-    Returns:
-        Tensor: (B, Tq, H, D), dtype of `q`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit; see `check_qkv`.
     """
     check_qkv(q, k, v)
     B, Tq, H, D = q.shape
