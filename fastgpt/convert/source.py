@@ -16,12 +16,11 @@ from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.saved import saved_config
-from fastgpt.convert.families import GPT2, config_from, tensor_maps
+from fastgpt.convert.families import config_from, tensor_maps
 from fastgpt.convert.family import Family, Settings
 from fastgpt.convert.llmc import read_llmc
 from fastgpt.convert.nanogpt import read_nanogpt
-from fastgpt.convert.vocabulary import from_folder
-from fastgpt.data.tokenizers import Tokenizer, load_tokenizer
+from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, counted, reason, shown
 from fastgpt.files import parse_json
 from fastgpt.model.build import build_model
@@ -30,7 +29,7 @@ from fastgpt.ops import tables
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 """Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
-FILES = ("*.safetensors", "*.json", "merges.txt", "*.jinja")
+FILES = ("*.safetensors", "*.json", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 
 SIDECARS = (
@@ -175,7 +174,7 @@ def _of_folder(path: Path) -> Source:
     settings = _json(path / "config.json")
     config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
-    tokenizer = from_folder(path, gpt2=family is GPT2)
+    tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
     assert config.vocab_size is not None
     if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
         raise UserError(

@@ -11,37 +11,10 @@ from fastgpt.data.tokenizers import (
     CharTokenizer,
     Tokenizer,
     huggingface_module,
-    load_tokenizer,
 )
+from fastgpt.data.tokenizers.gpt2 import EOT, LETTERS, GPT2Tokenizer
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
-
-
-def from_folder(path: Path, *, gpt2: bool) -> Tokenizer | None:
-    """Reads the tokenizer of a model's folder, if there is one.
-
-    Args:
-        gpt2: the model is a GPT-2: vocab.json and merges.txt, without a tokenizer.json, have its
-            pattern for words.
-
-    Raises:
-        UserError: the files are damaged, or need a package that is missing.
-    """
-    if (path / "tokenizer.json").is_file():
-        return load_tokenizer(path)
-    if gpt2 and (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        return _of_merges(path)
-    return None
-
-
-def _of_merges(path: Path) -> Tokenizer:
-    """Reads the two files of byte-level BPE that older models have."""
-    package = huggingface_module("a tokenizer.json")
-    with package.refusing(f"{path}: vocab.json and merges.txt cannot be read"):
-        model = package.models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-    vocabulary = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
-    end = "<|endoftext|>"
-    return package.JsonTokenizer(_byte_level(model, [end] if end in vocabulary else [], words=True))
 
 
 def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
@@ -73,12 +46,10 @@ def to_json(tokenizer: Tokenizer) -> str:
         return content
     models = huggingface_module("a tokenizer.json").models
     if isinstance(tokenizer, ByteTokenizer):
-        letters = _letters()
-        return _byte_level(models.BPE({x: i for i, x in enumerate(letters)}, []), [], words=False)
+        letters = {LETTERS[byte]: byte for byte in range(256)}
+        return _byte_level(models.BPE(letters, []), [], words=False)
     if isinstance(tokenizer, CharTokenizer):
         return _of_characters(tokenizer.chars)
-    from fastgpt.data.tokenizers.gpt2 import EOT, GPT2Tokenizer
-
     assert isinstance(tokenizer, GPT2Tokenizer)
     vocabulary = {_spelled(token): i for i, token in enumerate(tokenizer.tokens)}
     pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
@@ -124,15 +95,8 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _letters() -> list[str]:
-    """Returns the printable character that stands for each byte in byte-level BPE (GPT-2's)."""
-    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
-
-
-def _spelled(token: bytes, letters: Sequence[str] = tuple(_letters())) -> str:
-    return "".join(letters[byte] for byte in token)
+def _spelled(token: bytes) -> str:
+    return "".join(LETTERS[byte] for byte in token)
 
 
 def _name_of_end(content: str, eot_id: int | None) -> str | None:

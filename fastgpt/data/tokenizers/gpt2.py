@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, from the two files that OpenAI published, through `tiktoken`."""
+"""GPT-2's byte-pair encoding, from the merges that OpenAI published, through `tiktoken`."""
 
 import base64
 import itertools
@@ -8,17 +8,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tiktoken
-import tiktoken.load
 
 from fastgpt.data.download import published_file
 from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
 
 EOT = "<|endoftext|>"
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/"
-GPT2_SHA256 = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
+LETTERS = {byte: chr(byte) for byte in _PLAIN} | {
+    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
 }
+"""Printable character that stands for each byte in byte-level BPE, in the order of GPT-2's ids."""
 # Pattern that cuts text into words before bytes are merged (openai/gpt-2, src/encoder.py), in
 # tiktoken's form, which cuts at the same places with less backtracking.
 GPT2_PATTERN = (
@@ -59,27 +61,21 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def published(cls) -> "GPT2Tokenizer":
-        """Builds the tokenizer from OpenAI's two files, which are downloaded if they are missing.
+        """Builds the tokenizer from OpenAI's merges, which are downloaded if they are missing.
 
         Raises:
-            UserError: `encoder.json` or `vocab.bpe` in `data_dir()` has another sha256, or is
-                missing and cannot be downloaded.
+            UserError: `vocab.bpe` in `data_dir()` has another sha256, or is missing and cannot be
+                downloaded.
         """
-        paths = {
-            name: published_file(
-                name, GPT2_URL + name, sha256=sha256, what="GPT-2's",
-                instead="--data.tokenizer bytes (fastgpt.prepare: --tokenizer bytes) needs no file;"
-                " encoder.json and vocab.bpe, as OpenAI published them,",
-            )
-            for name, sha256 in GPT2_SHA256.items()
-        }  # fmt: skip
-        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
-            vocab_bpe_file=str(paths["vocab.bpe"]),
-            encoder_json_file=str(paths["encoder.json"]),
-            vocab_bpe_hash=GPT2_SHA256["vocab.bpe"],
-            encoder_json_hash=GPT2_SHA256["encoder.json"],
-        )
-        return cls(sorted(ranks, key=ranks.__getitem__))
+        path = published_file(
+            "vocab.bpe", GPT2_URL, sha256=GPT2_SHA256, what="GPT-2's",
+            instead="--data.tokenizer bytes (fastgpt.prepare: --tokenizer bytes) needs no file;"
+            " vocab.bpe, as OpenAI published it,",
+        )  # fmt: skip
+        _, *merges = path.read_text(encoding="utf-8").splitlines()
+        of_letter = {letter: byte for byte, letter in LETTERS.items()}
+        words = [*LETTERS.values(), *(merge.replace(" ", "") for merge in merges)]
+        return cls([bytes(of_letter[letter] for letter in word) for word in words])
 
     @classmethod
     def from_base64(cls, tokens: Iterable[str]) -> "GPT2Tokenizer":
