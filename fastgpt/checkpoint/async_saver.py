@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastgpt.checkpoint import checkpoint, sharded
 from fastgpt.errors import OtherRankError, UserError, reason
+from fastgpt.files import sha256_of
 from fastgpt.parallel.distributed import PATIENCE, World
 from fastgpt.parallel.fsdp import local_shard
 
@@ -194,7 +195,7 @@ def _save_shards(
         with writer.errors():
             path = writer.path / sharded.STATE
             path.write_text(json.dumps(plain, indent=1))
-            hashes[path.name] = checkpoint.sha256(path)
+            hashes[path.name] = sha256_of(path)
             writer.publish(hashes, **fixed)
 
     world.on_rank0(begin, group=group)
@@ -202,9 +203,7 @@ def _save_shards(
         with writer.errors() if world.is_main else nullcontext():
             sharded.write(writer.path, parts, group)
             mine = sorted(writer.path.glob(sharded.SHARDS))[world.rank :: world.size]
-            found = world.all_gather_object(
-                {path.name: checkpoint.sha256(path) for path in mine}, group
-            )
+            found = world.all_gather_object({path.name: sha256_of(path) for path in mine}, group)
             hashes = {name: value for some in found for name, value in some.items()}
     except OSError as error:
         raise OtherRankError(str(error)) from error

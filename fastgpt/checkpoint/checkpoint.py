@@ -13,7 +13,6 @@ It is written under a temporary name, fsynced and renamed, so that a folder name
 complete.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from fastgpt.checkpoint import tensors
 from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state
 from fastgpt.commands import resume_command, same_command
 from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
-from fastgpt.files import parse_json, sync_directory
+from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
 T = TypeVar("T")
@@ -84,7 +83,9 @@ def save(
             "wb"
         ) as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        return writer.publish({name: sha256(writer.path / name) for name in WEIGHT_FILES}, **fixed)
+        return writer.publish(
+            {name: sha256_of(writer.path / name) for name in WEIGHT_FILES}, **fixed
+        )
 
 
 class CheckpointWriter:
@@ -132,7 +133,7 @@ class CheckpointWriter:
             save_tokenizer(self.path / "tokenizer.json")
         if huggingface_json is not None:
             (self.path / "huggingface.json").write_text(huggingface_json)
-        rest = {x: sha256(self.path / x) for x in SIDE_FILES if (self.path / x).exists()}
+        rest = {x: sha256_of(self.path / x) for x in SIDE_FILES if (self.path / x).exists()}
         record = {
             "format_version": FORMAT_VERSION, "step": self.step, "sha256": {**hashes, **rest},
         }  # fmt: skip
@@ -258,7 +259,7 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
     for name, expected in record["sha256"].items():
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
-        if name in own and (found := sha256(path / name)) != expected:
+        if name in own and (found := sha256_of(path / name)) != expected:
             raise UserError(
                 f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
                 f"expected {str(expected)[:16]}..."
@@ -375,9 +376,3 @@ def set_aside_after(folder: Path, step: int) -> None:
             aside = path.with_name(f"abandoned_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-
-
-def sha256(path: Path) -> str:
-    """Returns the sha256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,7 +17,8 @@ from fastgpt.config import flags
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.proof import prove
 from fastgpt.convert.source import read
-from fastgpt.convert.target import DTYPES, write_folder, write_run
+from fastgpt.convert.target import write_folder, write_run
+from fastgpt.device.device import DTYPES
 from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.files import temporary_name

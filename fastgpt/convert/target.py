@@ -19,8 +19,6 @@ from fastgpt.convert.source import SIDECARS, Source, shapes
 from fastgpt.errors import UserError
 from fastgpt.files import parse_json, write_atomically
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def write_run(source: Source, target: Path) -> None:
     """Writes a run whose only checkpoint, of step 0, holds the model.

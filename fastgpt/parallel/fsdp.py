@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgpt.config.config import Config, ParallelConfig
+from fastgpt.device.device import DTYPES
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT, restore_padding
 from fastgpt.ops.dtensor import is_sharded
@@ -27,8 +28,6 @@ from fastgpt.parallel.tensor import parallelize, qkv_permutation
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_combination(config: Config, precision: str) -> None:

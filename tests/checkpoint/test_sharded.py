@@ -11,6 +11,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.sharded import STATE
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
+from fastgpt.files import sha256_of
 from fastgpt.parallel.distributed import World
 from fastgpt.train.engine import build_engine
 from tests.runs import finish, outcome, series, torchrun, torchrun_in_turn
@@ -49,7 +50,7 @@ def written_by_ranks(path, ranks, padded=300):
     for name in checkpoint.WEIGHT_FILES:
         (path / name).unlink()
     record = {"format_version": 2, "step": whole.step}
-    record["sha256"] = {name: checkpoint.sha256(path / name) for name in names}
+    record["sha256"] = {name: sha256_of(path / name) for name in names}
     (path / "checkpoint.json").write_text(json.dumps(record))
     return whole
 

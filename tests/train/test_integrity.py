@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
+from fastgpt.files import sha256_of
 from fastgpt.train.integrity import odd_ones, records_loss
 from fastgpt.train.trainer import Trainer
 from tests.runs import torchrun
@@ -103,7 +104,7 @@ def test_resumed_weights_have_the_loss_that_was_recorded(factor, flags, said, fi
     weights["wte.weight"] *= factor
     save_file(weights, saved / "model.safetensors")
     record = json.loads((saved / "checkpoint.json").read_text())
-    record["sha256"]["model.safetensors"] = checkpoint.sha256(saved / "model.safetensors")
+    record["sha256"]["model.safetensors"] = sha256_of(saved / "model.safetensors")
     (saved / "checkpoint.json").write_text(json.dumps(record))
     again = parse(tiny("--optim.schedule constant", flags, f"--resume {run}"))
     if said is None:
