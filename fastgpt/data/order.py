@@ -213,12 +213,12 @@ class Mixture:
         if not whole or state["sample"] < [0]:
             raise UserError("the loader state is damaged: expected lists of counts")
         self._sample = state["sample"][0]
-        self._places = list(zip(state["epoch"], state["index"]))
-        if len(self._places) != len(self.orders):
+        self._cursors = list(zip(state["epoch"], state["index"]))
+        if len(self._cursors) != len(self.orders):
             raise UserError(
-                f"corpora in the loader state: {len(self._places)}, expected {len(self.orders)}"
+                f"corpora in the loader state: {len(self._cursors)}, expected {len(self.orders)}"
             )
-        for order, (epoch, index) in zip(self.orders, self._places):
+        for order, (epoch, index) in zip(self.orders, self._cursors):
             if epoch < 0 or not 0 <= index < order.epoch_size(epoch):
                 raise UserError(
                     f"loader state (epoch {epoch}, index {index}) is not of this corpus, whose"
@@ -233,13 +233,13 @@ class Mixture:
         samples[:, 0] = corpora
         for number, order in enumerate(self.orders):
             mine = corpora == number
-            starts, *place = order.take(*self._places[number], int(mine.sum()))
-            self._places[number] = (place[0], place[1])
+            starts, *place = order.take(*self._cursors[number], int(mine.sum()))
+            self._cursors[number] = (place[0], place[1])
             samples[mine, 1], samples[mine, 2] = starts, order.stops(starts)
         self._sample += count
         return samples
 
     def state(self) -> dict[str, list[int]]:
         """Returns the number of samples taken, and each corpus's next epoch and index."""
-        epochs, indices = zip(*self._places)
+        epochs, indices = zip(*self._cursors)
         return {"sample": [self._sample], "epoch": list(epochs), "index": list(indices)}
