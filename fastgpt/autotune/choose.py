@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import TRIALS, Inputs, Sizes, Trial, layer
+from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial, plain_name
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
@@ -39,13 +39,12 @@ ROOT = Path(__file__).parents[2]
 KERNELS = Path(runtime.__file__).parent
 BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
 """Names in the kernels' folder that do not affect a run."""
+SOURCES = ("autotune/choose.py", "autotune/trials.py", "ops/tables.py")
 TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
-LAYER = "layer "
-"""Beginning of a trial's name, before the sets of ops to compare, as JSON."""
 SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
 IN_LAYER = ("attention", "norm", "rotary", "activation")
 
@@ -59,24 +58,27 @@ Verdict = dict[str, Any]
 
 
 def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
-    """Checks and times one op, and chooses our implementation if it is correct and fast enough."""
-    wrong = faults(trial, sizes)
-    timed = () if wrong else (trial.plain, trial.ours)
-    times = _milliseconds({name: trial.ops[name] for name in timed}, trial.inputs, sizes, on, timer)
-    mine, theirs = (times.get(name, float("inf")) for name in (trial.ours, trial.plain))
-    fast = mine < float("inf") and mine <= trial.worth * theirs
-    chosen = trial.ours if fast and not wrong else trial.plain
+    """Checks and times the implementations, and chooses the fastest; ours only if it is correct."""
+    wrong, times = faults(trial, sizes), {}
+    for name, op in trial.ops.items() if not wrong else ():
+        with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
+            times[name] = 1e3 * seconds(op, trial, sizes, on, timer)
+    ours = next(iter(trial.ops))
+    cost = {name: ms / trial.worth if name == ours else ms for name, ms in times.items()}
+    chosen = min(cost, key=lambda name: cost[name], default=trial.plain)
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
 
 
 def faults(trial: Trial, sizes: Sizes) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
-    length = min(sizes.model.context, CHECKED)
+    if trial.ref is None:
+        return []
     dtypes = {torch.float32, device.DTYPES[sizes.precision]}
-    return [line for dtype in dtypes for line in _complaints(trial, length, dtype)]
+    length = min(sizes.model.context, CHECKED)
+    return [line for dtype in dtypes for line in _complaints(trial, trial.ref, length, dtype)]
 
 
-def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
+def _complaints(trial: Trial, ref: parity.Op, length: int, dtype: torch.dtype) -> list[str]:
     torch.manual_seed(0)
     inputs = {
         name: x.to(dtype) if x.is_floating_point() else x
@@ -88,37 +90,17 @@ def _complaints(trial: Trial, length: int, dtype: torch.dtype) -> list[str]:
         # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
+    ours, plain = trial.ops.values()
     got, torchs, truth = (
         parity.outputs_and_gradients(op, inputs, of, draw)
-        for op, of in (
-            (trial.ops[trial.ours], dtype),
-            (trial.ops[trial.plain], dtype),
-            (trial.ref, wide),
-        )
+        for op, of in ((ours, dtype), (plain, dtype), (ref, wide))
     )
     return parity.complaints(got, torchs, truth, dtype)
 
 
-def judge_layer(sizes: Sizes, on: str, candidates: dict[str, OpsConfig], timer: Timer) -> Verdict:
-    """Times a layer with each candidate's ops, and chooses the fastest, the first of equals."""
-    layers, inputs = layer(sizes, on, device.DTYPES[sizes.precision], candidates)
-    times = _milliseconds(layers, inputs, sizes, on, timer)
-    chosen = min(times, key=lambda name: times[name], default="chosen")
-    return {"chosen": chosen, "complaints": [], "milliseconds": times}
-
-
-def _milliseconds(
-    both: dict[str, parity.Op], inputs: Inputs, sizes: Sizes, on: str, timer: Timer
-) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for name, op in both.items():
-        with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
-            times[name] = 1e3 * _seconds(op, inputs, sizes, on, timer)
-    return times
-
-
-def _seconds(op: parity.Op, make: Inputs, sizes: Sizes, on: str, timer: Timer) -> float:
-    inputs = make(sizes.batch, sizes.model.context)
+def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) -> float:
+    """Times an implementation forward and backward as the run would call it."""
+    inputs = trial.inputs(sizes.batch, sizes.model.context)
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     op = torch.compile(op) if sizes.compiled else op
 
@@ -140,17 +122,13 @@ def _do_bench(step: Callable[[], object]) -> float:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    sizes = Sizes(ModelConfig(**asked["sizes"].pop("model")), **asked["sizes"])
-    on = asked["device"]
-    for name in asked["ops"]:
-        if name.startswith(LAYER):
-            given = json.loads(name.removeprefix(LAYER))
-            candidates = {key: OpsConfig(**chosen) for key, chosen in given.items()}
-            verdict = judge_layer(sizes, on, candidates, _do_bench)
-        else:
-            trial = TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
-            verdict = judge(trial, sizes, on, _do_bench)
-        print(json.dumps({name: verdict}), flush=True)
+    given, on = asked["sizes"], asked["device"]
+    given["model"] = ModelConfig(**given["model"])
+    given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
+    sizes = Sizes(**given)
+    for name in asked["trials"]:
+        trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+        print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
 
 
 # --- the parent -----------------------------------------------------------------------------------
@@ -201,16 +179,21 @@ def choose(
     sets = _sets(config, verdicts)
     if sizes.model.architecture != "gpt" or len(sets) == 1:
         return sets["chosen"], verdicts
-    asked = [LAYER + json.dumps({name: asdict(ops) for name, ops in sets.items()})]
-    [verdict] = remembered_or_tried(asked, sizes, on, lambda _: None).values()
-    times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
+    compared = replace(sizes, sets=sets)
+    verdict = remembered_or_tried(["layer"], compared, on, lambda _: None)["layer"]
     if verdict["chosen"] != "chosen":
-        reason = verdict["complaints"][0] if verdict["complaints"] else f"it takes {times}"
+        reason = why(verdict)
         warn(
             f"--ops: not what was faster op by op, but {SETS[verdict['chosen']]}, by the trial of a"
             f" whole layer: {reason}"
         )
     return sets[verdict["chosen"]], {**verdicts, "layer": verdict}
+
+
+def why(verdict: Verdict) -> str:
+    """Returns the reason of a verdict: the error found, or the times."""
+    times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
+    return (verdict["complaints"] or [", ".join(times) or "out of memory"])[0]
 
 
 def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
@@ -234,8 +217,7 @@ def remembered_or_tried(
     known: dict[str, dict[str, Verdict]] = {}
     with suppress(OSError, ValueError):
         known = dict(json.loads(path.read_text()))
-    key = _key(sizes, on)
-    verdicts = known.setdefault(key, {})
+    verdicts = known.setdefault(_key(sizes, on), {})
     if missing := [name for name in asked if name not in verdicts]:
         warn("checking and timing our kernels on this device, once; this takes a minute or two")
         found, reasons = _tried(missing, sizes, on)
@@ -244,16 +226,9 @@ def remembered_or_tried(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
         for name, reason in reasons.items():  # not cached: the next run tries again
-            verdicts[name] = {
-                "chosen": _plain(name, sizes), "complaints": [reason], "milliseconds": {}
-            }  # fmt: skip
+            plain = plain_name(name, sizes)
+            verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
     return {name: verdicts[name] for name in asked}
-
-
-def _plain(name: str, sizes: Sizes) -> str:
-    if name.startswith(LAYER):
-        return "torch" if "torch" in json.loads(name.removeprefix(LAYER)) else "chosen"
-    return TRIALS[name](sizes, "cpu", torch.float32).plain
 
 
 def _key(sizes: Sizes, on: str) -> str:
@@ -267,10 +242,7 @@ def _key(sizes: Sizes, on: str) -> str:
         for path in KERNELS.rglob("*")
         if path.suffix in (".py", ".json") and not BESIDE & {path.name, path.parent.name}
     ]
-    package = Path(__file__).parents[1]
-    paths += [
-        package / f"{name}.py" for name in ("autotune/choose", "autotune/trials", "ops/tables")
-    ]
+    paths += [Path(__file__).parents[1] / name for name in SOURCES]
     sources = hashlib.sha256()
     for path in sorted(paths):
         sources.update(path.read_bytes())
@@ -300,7 +272,7 @@ def _child(
     asked: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
     """Runs one child process; returns its verdicts and how it ended."""
-    order = json.dumps({"ops": asked, "device": on, "sizes": asdict(sizes)})
+    order = json.dumps({"trials": asked, "device": on, "sizes": asdict(sizes)})
     command = [sys.executable, *CHILD]
     try:
         done = subprocess.run(

@@ -4,7 +4,7 @@ Inputs and references come from each op's `Spec`; this module adds the options o
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,19 +45,23 @@ class Sizes:
     transformers: bool = False
     """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
     without the sum, activations after the bias, SwiGLU of two matrix products."""
+    sets: dict[str, OpsConfig] = field(default_factory=dict)
+    """Ops to compare in the trial `layer`, by a name for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Trial of one op: our implementation, PyTorch's, the reference and the inputs."""
+    """Implementations of the same computation, of which the fastest is chosen."""
 
-    plain: str
-    ours: str
     ops: Mapping[str, parity.Op]
-    ref: parity.Op
+    """By name; the first of equally fast ones is chosen, and in a trial of one op it is ours."""
     inputs: Inputs
+    ref: parity.Op | None = None
+    """Reference by which ours is checked; None: they are not checked."""
+    plain: str = "torch"
+    """Name of the one to use if the trial fails."""
     worth: float = 1.0
-    """Largest time of ours, relative to PyTorch's, at which ours is chosen."""
+    """Largest time of ours, relative to the fastest other one's, at which ours is chosen."""
 
 
 def _inputs(
@@ -102,8 +106,6 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     model = sizes.model
     heads = (model.num_heads, model.kv_heads, model.kv_heads)
     apart = sizes.transformers or model.position == "rotary" or model.qk_norm
-    as_projected = not apart
-    biased = as_projected and model.bias_at("qkv")
 
     def options(qkv: Tensor) -> dict[str, Any]:
         ids = _documents(model, qkv.shape[0], qkv.shape[1], on)
@@ -121,32 +123,28 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
             qkv, model.num_heads, **options(qkv), input_bias=input_bias
         )
 
-    ours = packed if as_projected else split(tables.ATTENTION["triton"])
-    both = {"sdpa": split(tables.ATTENTION["sdpa"]), "triton": ours}
-    ref = split(SPECS["attention"].ref)
-    return Trial("sdpa", "triton", both, ref, _projected(model, on, dtype, biased=biased))
+    ours = split(tables.ATTENTION["triton"]) if apart else packed
+    both = {"triton": ours, "sdpa": split(tables.ATTENTION["sdpa"])}
+    inputs = _projected(model, on, dtype, biased=not apart and model.bias_at("qkv"))
+    return Trial(both, inputs, split(SPECS["attention"].ref), plain="sdpa")
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    model = sizes.model
+    model, norms = sizes.model, tables.NORMS
     summed = not sizes.transformers
     op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
-    options: dict[str, Any] = {"eps": model.epsilon}
+    fused = summed and norm_fuses_bias_grad(model, norms["triton"], "residual")
+    biased = fused and model.bias_at("projection")
+    options: dict[str, Any] = {"eps": model.epsilon, "input_bias": biased}
     if model.norm == "layernorm" and not model.bias:
         options["bias"] = None
-    fused = norm_fuses_bias_grad(model, tables.NORMS["triton"], "residual") and model.bias_at(
-        "projection"
-    )
-    fused = fused and summed
-    options["input_bias"] = fused
-    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": fused}
+    problem = {"N": model.dim, "without": () if model.bias else ("bias",), "input_bias": biased}
     both = {
-        name: partial(with_input_bias(getattr(norms, op)), **options)
-        for name, norms in tables.NORMS.items()
+        name: partial(with_input_bias(getattr(norms[name], op)), **options)
+        for name in ("triton", "torch")
     }
-    ref = partial(SPECS[op].ref, **options)
     inputs = _inputs(op, problem, on, dtype, sizes.narrow_residual)
-    return Trial("torch", "triton", both, ref, inputs)
+    return Trial(both, inputs, partial(SPECS[op].ref, **options))
 
 
 def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -159,10 +157,10 @@ def _loss(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
         made = drawn(B, T)
         return {**made, "weight": made["weight"] * model.dim**-0.5}  # logits of about 1
 
-    both: dict[str, parity.Op] = {name: partial(op, **options) for name, op in tables.LOSS.items()}
+    both = {name: partial(tables.LOSS[name], **options) for name in ("chunked", "torch")}
     ref = partial(SPECS["linear_cross_entropy"].ref, **options)
     # it halves a step's memory, which is worth more than a twentieth of the loss's time
-    return Trial("torch", "chunked", both, ref, inputs, worth=1.05)
+    return Trial(both, inputs, ref, worth=1.05)
 
 
 def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -180,8 +178,8 @@ def _rotary(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
         return run
 
-    both = {name: with_angles(op) for name, op in tables.ROTARY.items()}
-    return Trial("torch", "triton", both, with_angles(SPECS["rotary"].ref), inputs)
+    both = {name: with_angles(tables.ROTARY[name]) for name in ("triton", "torch")}
+    return Trial(both, inputs, with_angles(SPECS["rotary"].ref))
 
 
 def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -196,39 +194,37 @@ def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
         }
         return {**found, "bias": torch.randn(width, device=on)} if model.bias else found
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ACTIVATIONS[kind](F.linear(x, weight, bias))
+    halved = sizes.transformers and kind == "swiglu"  # two matrix products, without biases
+
+    def apart(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [F.linear(x, half) for half in weight.chunk(2)]
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if halved:
+            return bias_act(torch.cat(apart(x, weight), -1), None, kind)
+        if sizes.transformers:
+            return bias_act(F.linear(x, weight, bias), None, kind)
         return bias_act(F.linear(x, weight), bias, kind)
 
+    def ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ACTIVATIONS[kind](F.linear(x, weight, bias))
+
     def gated(x: Tensor, weight: Tensor) -> Tensor:
-        gate, up = (F.linear(x, half) for half in weight.chunk(2))
+        gate, up = apart(x, weight)
         return F.silu(gate) * up
 
-    def ours_after_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if kind == "swiglu":
-            halves = [F.linear(x, half) for half in weight.chunk(2)]
-            return bias_act(torch.cat(halves, -1), None, kind)
-        return bias_act(F.linear(x, weight, bias), None, kind)
-
-    if not sizes.transformers:
-        return Trial("torch", "triton", {"torch": plain, "triton": ours}, plain, inputs)
-    theirs = gated if kind == "swiglu" else plain
-    return Trial("torch", "triton", {"torch": theirs, "triton": ours_after_bias}, plain, inputs)
+    return Trial({"triton": ours, "torch": gated if halved else ref}, inputs, ref)
 
 
-def layer(
-    sizes: Sizes, on: str, dtype: torch.dtype, candidates: Mapping[str, OpsConfig]
-) -> tuple[dict[str, parity.Op], Inputs]:
-    """Returns a layer of the model with each candidate's ops, and a function that makes its inputs.
+def _layer(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
+    """Makes the trial of a layer of the model with each of `sizes.sets`.
 
     The weights are inputs, too, so that their gradients are computed.
     """
     model = sizes.model
     layers = {
         name: Block(model, tables.select(chosen, on, compiled=sizes.compiled)).to(on)
-        for name, chosen in candidates.items()
+        for name, chosen in sizes.sets.items()
     }
     angles = Rotary(model).to(on) if model.position == "rotary" else None
     pre_norm = model.norm_position == "pre"
@@ -255,7 +251,15 @@ def layer(
 
         return run
 
-    return {name: op_of(block) for name, block in layers.items()}, inputs
+    ops = {name: op_of(block) for name, block in layers.items()}
+    return Trial(ops, inputs, plain=plain_name("layer", sizes))
+
+
+def plain_name(name: str, sizes: Sizes) -> str:
+    """Returns what a trial falls back to."""
+    if name == "layer":
+        return "torch" if "torch" in sizes.sets else "chosen"
+    return "sdpa" if name == "attention" else "torch"
 
 
 TRIALS = {
@@ -265,3 +269,5 @@ TRIALS = {
     "rotary": _rotary,
     "activation": _activation,
 }
+"""Trials of one op each."""
+ALL_TRIALS = TRIALS | {"layer": _layer}

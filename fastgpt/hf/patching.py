@@ -88,19 +88,14 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
     for name, number in (("batch", batch), ("length", length)):
         if number is not None and number < 1:
             raise UserError(f"{name} is {number}: expected 1 or more")
-    weight = next(model.parameters())
-    on = weight.device.type
+    on = next(model.parameters()).device.type
     skipped = _obstacles(model, force)
-    if asked := [op for op in OPS if op not in skipped]:
-        sizes = _sizes(model, batch, length)
-        found = _checked(asked, sizes, on) if force else _timed(asked, sizes, on)
-    else:
-        found = {}
-    patched = {op: why for op, (passed, why) in found.items() if passed}
-    skipped |= {op: why for op, (passed, why) in found.items() if not passed}
-    report = Patched(
-        type(model).__name__, on, patched, {op: skipped[op] for op in OPS if op in skipped}
-    )
+    asked = [op for op in OPS if op not in skipped]
+    tried = _trials(asked, _sizes(model, batch, length), on, force) if asked else {}
+    patched = {op: why for op, (passed, why) in tried.items() if passed}
+    skipped |= {op: why for op, (passed, why) in tried.items() if not passed}
+    skipped = {op: skipped[op] for op in OPS if op in skipped}
+    report = Patched(type(model).__name__, on, patched, skipped)
     setattr(model, STATE, report)
     if "attention" in patched:
         _register()
@@ -252,21 +247,14 @@ def _sizes(model: Any, batch: int, length: int | None) -> Sizes:
     return Sizes(described, batch, precision, compiled=False, transformers=True)
 
 
-def _checked(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, str]]:
-    """Checks ops for correctness alone: whether each passed, and what was found."""
-    dtype = DTYPES[sizes.precision]
-    wrong = {op: choose.faults(TRIALS[op](sizes, on, dtype), sizes) for op in asked}
-    return {
-        op: (not found, found[0] if found else "correct, not timed") for op, found in wrong.items()
-    }
-
-
-def _timed(asked: list[str], sizes: Sizes, on: str) -> dict[str, tuple[bool, str]]:
-    """Checks and times ops, or recalls it: whether each passed, and what was found."""
+def _trials(asked: list[str], sizes: Sizes, on: str, force: bool) -> dict[str, tuple[bool, str]]:
+    """Tries ops: whether each passed, and what was found; with `force` they are not timed."""
+    if force:
+        dtype = DTYPES[sizes.precision]
+        wrong = {op: choose.faults(TRIALS[op](sizes, on, dtype), sizes) for op in asked}
+        return {op: (not x, x[0] if x else "correct, not timed") for op, x in wrong.items()}
     verdicts = choose.remembered_or_tried(asked, sizes, on, print_line)
-    found: dict[str, tuple[bool, str]] = {}
-    for op, verdict in verdicts.items():
-        times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
-        why = verdict["complaints"][0] if verdict["complaints"] else ", ".join(times)
-        found[op] = (verdict["chosen"] in ("triton", "chunked"), why or "out of memory")
-    return found
+    return {
+        op: (verdict["chosen"] in ("triton", "chunked"), choose.why(verdict))
+        for op, verdict in verdicts.items()
+    }

@@ -10,7 +10,7 @@ import torch
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.choose import judge
-from fastgpt.autotune.trials import TRIALS, Sizes, Trial, layer
+from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial, plain_name
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.model.gpt import GPT
@@ -29,7 +29,7 @@ KERNELS = {
 
 
 def timer_of(*seconds):
-    """Returns a fake timer that reports given times, PyTorch's first, and runs each step once."""
+    """Returns a fake timer that reports given times, ours first, and runs each step once."""
     told = mock.Mock(side_effect=seconds)
 
     def timer(step):
@@ -39,8 +39,8 @@ def timer_of(*seconds):
     return timer
 
 
-OPS = {"plain": torch.cos, "ours": lambda x: (x + 0).cos()}
-COSINE = Trial("plain", "ours", OPS, torch.cos, lambda B, T: {"x": torch.randn(B, T)})
+OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
+COSINE = Trial(OPS, lambda B, T: {"x": torch.randn(B, T)}, torch.cos, plain="plain")
 """A trial of an op that is correct in any dtype, to be chosen by its times alone."""
 
 
@@ -57,7 +57,7 @@ COSINE = Trial("plain", "ours", OPS, torch.cos, lambda B, T: {"x": torch.randn(B
     ],
 )
 def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
-    verdict = judge(replace(COSINE, worth=worth), SIZES, "cpu", timer_of(plain, ours))
+    verdict = judge(replace(COSINE, worth=worth), SIZES, "cpu", timer_of(ours, plain))
     assert verdict["chosen"] == chosen
     assert verdict["complaints"] == []
 
@@ -89,18 +89,18 @@ def test_our_kernels_pass_their_trials(name, kernel, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
     with launches(kernel):
         trial = TRIALS[name](sizes, "cpu", torch.float32)
-        verdict = judge(trial, sizes, "cpu", timer_of(2.0, 1.0))
-    assert verdict == {
-        "chosen": trial.ours, "complaints": [],
-        "milliseconds": {trial.plain: 2000.0, trial.ours: 1000.0},
-    }  # fmt: skip
+        verdict = judge(trial, sizes, "cpu", timer_of(1.0, 2.0))
+    ours, plain = trial.ops
+    assert (verdict["chosen"], verdict["complaints"]) == (ours, [])
+    assert verdict["milliseconds"] == {ours: 1000.0, plain: 2000.0}
+    assert trial.plain == plain == plain_name(name, sizes)
 
 
 def test_timed_as_the_run_calls_it():
     sizes = Sizes(TINY, 2, "bf16", True)
     trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
     with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
-        choose._seconds(trial.ops["torch"], trial.inputs, sizes, "cpu", timer_of(1.0))
+        choose.seconds(trial.ops["torch"], trial, sizes, "cpu", timer_of(1.0))
     assert compiled.called
 
 
@@ -113,7 +113,7 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     sizes = replace(SIZES, model=replace(TINY, **options))
     chosen = tables.select(OpsConfig(attention="triton"), "cpu", compiled=False)
     trial = TRIALS["attention"](sizes, "cpu", torch.float32)
-    choose._seconds(trial.ops["triton"], trial.inputs, sizes, "cpu", timer_of(1.0))
+    choose.seconds(trial.ops["triton"], trial, sizes, "cpu", timer_of(1.0))
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
@@ -134,25 +134,26 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
-    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
-    _, of_layer = layer(sizes, "cpu", torch.bfloat16, {"torch": OpsConfig()})
-    of_norm = TRIALS["norm"](sizes, "cpu", torch.bfloat16).inputs
-    assert [inputs(2, 16)["residual"].dtype for inputs in (of_layer, of_norm)] == [dtype] * 2
+    sets = {"torch": OpsConfig()}
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow, sets=sets)
+    for name in ("layer", "norm"):
+        trial = ALL_TRIALS[name](sizes, "cpu", torch.bfloat16)
+        assert trial.inputs(2, 16)["residual"].dtype == dtype
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"norm_position": "post", "position": "rotary", "norm": "rmsnorm"}]
 )
 def test_of_whole_layers_the_fastest_is_chosen(options):
-    sizes = replace(SIZES, model=replace(TINY, **options))
     ours = OpsConfig(attention="triton", norm="triton", activation="triton", rotary="triton")
-    candidates = {"chosen": OpsConfig(norm="triton"), "torch": OpsConfig(), "ours": ours}
+    sets = {"chosen": OpsConfig(norm="triton"), "torch": OpsConfig(), "ours": ours}
+    sizes = replace(SIZES, model=replace(TINY, **options), sets=sets)
+    trial = ALL_TRIALS["layer"](sizes, "cpu", torch.float32)
     with launches(*(KERNELS[name] for name in ("attention", "norm", "activation"))):
-        verdict = choose.judge_layer(sizes, "cpu", candidates, timer_of(3.0, 2.0, 1.0))
+        verdict = judge(trial, sizes, "cpu", timer_of(3.0, 2.0, 1.0))
     assert verdict["milliseconds"] == {"chosen": 3000.0, "torch": 2000.0, "ours": 1000.0}
     assert verdict["chosen"] == "ours"
-    even = choose.judge_layer(sizes, "cpu", candidates, timer_of(1.0, 1.0, 1.0))
-    assert even["chosen"] == "chosen"
+    assert judge(trial, sizes, "cpu", timer_of(1.0, 1.0, 1.0))["chosen"] == "chosen"
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -181,19 +182,18 @@ choose._do_bench = lambda step: 1.0
 sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 choose.main()
 """
-# answers that every op of ours is faster, and what is said of the layer
+# answers what is asked for, as given
 FASTER = """
 import json, sys
-for name in json.load(sys.stdin)["ops"]:
-    layer = name.startswith("layer")
-    said = {"chosen": LAYER if layer else "triton", "complaints": [], "milliseconds": {}}
+for name in json.load(sys.stdin)["trials"]:
+    said = {"chosen": LAYER if name == "layer" else "triton", "complaints": [], "milliseconds": {}}
     print(json.dumps({name: said}))
 """
-# as it is for a layer, of which nothing is said here
+# answers for a layer alone
 NO_LAYER = """
 import json, sys
-[name, *_] = json.load(sys.stdin)["ops"]
-if name.startswith("layer"):
+[name, *_] = json.load(sys.stdin)["trials"]
+if name == "layer":
     print(json.dumps({name: {"chosen": "chosen", "complaints": [], "milliseconds": {}}}))
     raise SystemExit
 """
@@ -246,10 +246,10 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
 def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
     code = (
         "import json, sys\n"
-        "for name in json.load(sys.stdin)['ops']:\n"
+        "for name in json.load(sys.stdin)['trials']:\n"
         "    assert name != 'norm', 'no such kernel'\n"
         "    found = {'chosen': 'ours', 'complaints': [], 'milliseconds': {}}\n"
-        "    found['chosen'] = 'chosen' if name.startswith('layer') else 'ours'\n"
+        "    found['chosen'] = 'chosen' if name == 'layer' else 'ours'\n"
         "    print(json.dumps({name: found}), 5, sep='\\n')\n"
     )
     chosen, _, said = on_cuda(code)
