@@ -51,3 +51,8 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(UserError, match=r"^9 tokens are longer than the model's context, 8"):
         model(tokens)
     assert model.generate(tokens, max_new_tokens=1).shape == (1, 10)
+    for wrong in (torch.tensor([[-1]]), torch.tensor([1]), tokens.float()):
+        with pytest.raises(UserError, match="expected"):
+            model.generate(wrong, max_new_tokens=1)
+    with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
+        fastgpt.GPT.from_config(layers=1, vocab_size=3)

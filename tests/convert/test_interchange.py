@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import fastgpt
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.families import family_for, tensor_maps
-from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from tests.convert.models import (
     CONTEXT,
@@ -135,32 +134,6 @@ def test_hidden_files_of_the_user_stay(tmp_path):
     converted(run, tmp_path / "new" / "model-0.5", "hf", verify=False)
     converted(run, tmp_path / "model-0.5", "hf", verify=False)
     assert own.read_text() == "mine"
-
-
-def test_generation_takes_ids_of_the_vocabulary_alone(tmp_path):
-    model, tokenizer = fastgpt.load(saved_run(tmp_path / "run", ByteTokenizer(), vocab_size=256))
-    tokens = torch.tensor([[1, 2, 3]])
-    assert model.generate(tokens, max_new_tokens=4, temperature=0).shape == (1, 7)
-    assert tokenizer.kind == "bytes"
-    for wrong in (torch.tensor([[256]]), torch.tensor([[-1]]), torch.tensor([1]), tokens.float()):
-        with pytest.raises(UserError, match="expected"):
-            model.generate(wrong, max_new_tokens=1)
-    with pytest.raises(
-        UserError, match=rf"41 tokens are longer than the model's context, {CONTEXT}"
-    ):
-        model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
-
-
-def test_a_model_is_built_from_settings():
-    model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=8, context=4, vocab_size=10)
-    tokens = torch.zeros(1, 3, dtype=torch.long)
-    assert model(tokens).shape == (1, 3, 10)
-    assert model.generate(tokens, max_new_tokens=2).shape == (1, 5)
-    assert model.training
-    with pytest.raises(UserError, match=r"^vocab_size is missing: expected the number of tokens"):
-        fastgpt.GPT.from_config(num_layers=1)
-    with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
-        fastgpt.GPT.from_config(layers=1, vocab_size=3)
 
 
 def test_the_pages_example_runs():
