@@ -213,9 +213,7 @@ def draw(weights: dict[str, Tensor], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(
-        Explain, argv, prog="python -m fastgpt.explain", first=("topic", "png", "seed")
-    )
+    config = flags.parse(Explain, argv, prog="python -m fastgpt.explain")
     torch.manual_seed(config.seed)
     running_averages()
     one_head()

@@ -21,8 +21,6 @@ from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.terminal import print_line, print_text, replaced_note
 
-FIRST = ("run", "prompt", "chat", "n", "tokens", "temperature", "top_k", "top_p", "seed", "device")
-"""Flags that --help shows."""
 ONE_OR_MORE = Range(words="1 or more", ge=1)
 
 
@@ -87,7 +85,7 @@ def separated(texts: Sequence[str], each: int) -> str:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"), first=FIRST)
+    config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"))
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     asked = OpsConfig(decode=config.decode)

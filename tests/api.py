@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from fastgpt import kernels
-from fastgpt.config.flags import NO_BREAK, flags_of
+from fastgpt.config.flags import flags_of
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -48,10 +48,7 @@ def entry(name: str) -> str:
     thing = resolve_name(f"fastgpt:{name}")
     head, about = f"\n### fastgpt.{name}\n\n", inspect.getdoc(thing) or ""
     if name in SETTINGS:
-        rows = [
-            (flag.path, flag.summary.replace(NO_BREAK, " ").replace("<", "&lt;"))
-            for flag in flags_of(thing)
-        ]
+        rows = [(flag.path, flag.help(full=False).replace("<", "&lt;")) for flag in flags_of(thing)]
         table = "".join(f"| `{field}` | {what} |\n" for field, what in rows if "." not in field)
         return f"{head}{about}\n\n| field | what it is [default] |\n|---|---|\n{table}"
     first, *rest = re.split(r"^(?=Args:|Returns:|Raises:|>>>)", about, maxsplit=1, flags=re.M)
