@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import groupby, takewhile
+from itertools import dropwhile, groupby, takewhile
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -25,6 +25,9 @@ from fastgpt.terminal import print_text
 T = TypeVar("T")
 ANSWERED = ("--help", "-h", "--help-all", "--version")
 """Flags that print something and exit."""
+_ANSI = re.compile("\x1b\\[[0-9;]*m")
+_HELP = re.compile("[│ ] {8}")
+"""How tyro indents the help of a flag that is missing."""
 MORE = "--help-all lists every flag; --version prints the version."
 
 
@@ -38,7 +41,7 @@ class Flag:
     default: Any
     section: str
     """Docstring of the dataclass that has the field."""
-    choices: tuple[str, ...]
+    choices: tuple[Any, ...]
     positional: bool
 
     @property
@@ -61,7 +64,7 @@ class Flag:
         """Describes the flag and its default; not `full`, in the first sentence of its text."""
         parts = [self.text if full else re.split(r"(?<=\.)\s+", self.text)[0]]
         if full and self.choices:
-            parts.append(f"{{{', '.join(self.choices)}}}")
+            parts.append(f"{{{', '.join(map(str, self.choices))}}}")
         if self.default is MISSING:
             parts += [] if self.positional else ["(required)"]
         elif self.default not in (None, "", ()):
@@ -209,10 +212,8 @@ def _sections(flags: Iterable[Flag]) -> Iterator[str]:
 
 
 def _first_paragraph(box: str) -> str:
-    """Returns the first paragraph of the box that tyro draws around an error, as one line."""
-    lines = re.sub("\x1b\\[[0-9;]*m", "", box).splitlines()[1:]
-    lines = takewhile(lambda line: re.search(r"\w", line), lines)
-    texts = [
-        line.strip("│| ") for line in lines if not re.match(r"[│|] {8}", line)
-    ]  # no flag's help
+    """Returns the first paragraph of tyro's message as one line, without title, bars and help."""
+    has_text = re.compile(r"\w").search
+    lines = dropwhile(lambda line: not has_text(line), _ANSI.sub("", box).splitlines()[1:])
+    texts = [line.strip("│ ") for line in takewhile(has_text, lines) if not _HELP.match(line)]
     return " ".join(texts).removeprefix("Error parsing ")
