@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,29 +16,25 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.train.trainer import Trainer
 
-KERNEL_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Sat Aug 19 2023\n"
+OLD = "The NVIDIA driver on your system is too old (found version 11040)"
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Simulates a machine's NVIDIA driver, nvidia-smi, PCI bus and build of torch."""
+    """Simulates a machine's NVIDIA driver, nvidia-smi and build of torch."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda_driver, "LOADED", tmp_path / "version")
-    monkeypatch.setattr(cuda_driver, "PCI", tmp_path / "pci")
 
-    def make(loaded="", smi="", card="", built: str | None = "13.0"):
+    def make(loaded=False, smi="", built: str | None = "13.0"):
         if loaded:
-            (tmp_path / "version").write_text(KERNEL_MODULE.format(loaded))
+            (tmp_path / "version").touch()
         if smi:
             (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
             (tmp_path / "nvidia-smi").chmod(0o755)
-        if card:
-            (tmp_path / "pci" / "0").mkdir(parents=True)
-            for name, text in zip(("vendor", "class"), card.split()):
-                (tmp_path / "pci" / "0" / name).write_text(f"{text}\n")
         monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError(f"{OLD}.")))
 
     return make
 
@@ -45,20 +42,16 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"loaded": "535.104.05"}, "CUDA 13.0: install NVIDIA's driver 580 or newer, or a torch"),
-        ({"loaded": "418.67"}, "CUDA 13.0: install NVIDIA's driver 580 or newer; or pass"),
-        ({"loaded": "470.57", "built": "12.6"}, "driver 525 or newer, or a torch for CUDA 11"),
-        ({"loaded": "580.65.06", "built": None}, "without CUDA: install a CUDA build of torch"),
-        ({"smi": "echo 535.98", "built": None}, "without CUDA: install a CUDA build of torch"),
-        ({"loaded": "999.1", "built": "14.1"}, "for CUDA 14.1 and cannot use it: see nvidia-smi"),
-        ({"card": "0x10de 0x030200"}, "13.0: install NVIDIA's driver 580 or newer"),
+        ({"loaded": True}, f"is built for CUDA 13.0 and cannot use it: {OLD}; or pass"),
+        ({"loaded": True, "built": None}, "without CUDA: install a CUDA build of torch"),
+        ({"smi": "exit 0", "built": None}, "without CUDA: install a CUDA build of torch"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, said):
     machine(**facts)
     with pytest.raises(UserError, match=re.escape(said)) as error:
         device.pick_device("auto")
-    assert str(error.value).startswith("this machine has an NVIDIA GPU with")
+    assert str(error.value).startswith("this machine has an NVIDIA GPU, but torch")
     assert str(error.value).endswith("; or pass --train.device cpu to use the CPU")
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="sees no CUDA device here: this machine has an NVIDIA GPU"):
@@ -68,13 +61,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, s
 
 @pytest.mark.parametrize(
     ("facts", "visible"),
-    [
-        ({"smi": "exit 9"}, "0"),
-        ({"card": "0x1002 0x030000"}, "0"),
-        ({"card": "0x10de 0x040300"}, "0"),  # the sound device of a card
-        ({"loaded": "535.104.05"}, ""),
-        ({"loaded": "535.104.05"}, "-1"),
-    ],
+    [({"smi": "exit 9"}, "0"), ({}, "0"), ({"loaded": True}, ""), ({"loaded": True}, "-1")],
 )
 def test_without_a_gpu_or_with_hidden_ones_the_cpu_is_right(machine, facts, visible, monkeypatch):
     machine(**facts)
