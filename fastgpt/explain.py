@@ -12,16 +12,12 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgpt.config import flags
 from fastgpt.config.checks import INT64, check_fields
-from fastgpt.config.config import OpsConfig
-from fastgpt.config.model import ModelConfig
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention
-from fastgpt.model.build import build_model
-from fastgpt.ops import tables
 
 T, D = 6, 16
 """Number of tokens and head size in the examples."""
@@ -29,7 +25,7 @@ T, D = 6, 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explain:
-    """Explains the parts of a model with small examples in numbers."""
+    """Explains attention with small examples in numbers."""
 
     topic: Annotated[Literal["attention"], tyro.conf.Positional] = "attention"
     """Topic to explain."""
@@ -164,36 +160,6 @@ def _slope(weights: Tensor) -> float:
     return largest * (1 - largest)
 
 
-def layer_norm() -> None:
-    title("6. LayerNorm by hand")
-    n = 8
-    x = torch.randn(3, n) * 2 + 1
-    centred = x - x.mean(1, keepdim=True)
-    biased = centred / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
-    unbiased = centred / (x.var(1, correction=1, keepdim=True) + 1e-5).sqrt()
-    library = nn.LayerNorm(n)(x).detach()
-    for name, tensor in (("rows", x), ("biased", biased), ("unbiased", unbiased)):
-        show(name, tensor)
-    show("nn.LayerNorm", library)
-    say(f"nn.LayerNorm uses the biased variance: the difference is {apart(library, biased):.1e}")
-    ratio = (unbiased / biased).mean().item()
-    say(f"with the unbiased variance the difference is {apart(library, unbiased):.5f}")
-    say(f"unbiased / biased is {ratio:.5f}, the square root of {n - 1} / {n}")
-
-
-def untrained_bigram() -> None:
-    title("7. An untrained bigram model")
-    V = 65
-    config = ModelConfig(architecture="bigram", vocab_size=V, activation="relu", init="torch")
-    model = build_model(config, tables.select(OpsConfig(), "cpu", compiled=False)).eval()
-    tokens, targets = torch.randint(V, (2, 500, 8))
-    with torch.no_grad():
-        loss = model(tokens, targets).item()
-    show("ln V", torch.tensor([math.log(V)]))
-    show("loss on random tokens", torch.tensor([loss]))
-    say(f"it is {loss - math.log(V):.4f} above ln V: about 1/2, the cost of logits of variance 1")
-
-
 def draw(weights: dict[str, Tensor], path: Path) -> None:
     """Draws attention maps side by side into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for
@@ -220,8 +186,6 @@ def main(argv: list[str]) -> None:
     weights = maps()
     scaling()
     saturation()
-    layer_norm()
-    untrained_bigram()
     draw(weights, config.png)
     print(f"\nthe attention maps of part 3 are drawn in {config.png}")
 

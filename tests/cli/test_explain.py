@@ -1,6 +1,5 @@
 """The walk-through: every line that begins with `->` is true of the tensors printed above it."""
 
-import math
 import re
 
 import numpy as np
@@ -38,7 +37,7 @@ class Output:
         return [float(n) for n in re.findall(NUMBER, claim)]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids="seed-{}".format)
+@pytest.fixture(scope="module", params=[0, 1], ids="seed-{}".format)
 def output(request, tmp_path_factory):
     png = tmp_path_factory.mktemp("explain") / "maps.png"
     with pytest.MonkeyPatch.context() as patch:
@@ -63,8 +62,6 @@ def test_every_claim_is_true_of_the_printed_tensors(output):
     maps(output)
     scaling(output)
     saturation(output)
-    layer_norm(output)
-    bigram(output)
     assert output.claims == ["attention is the third form, with scores from the data in place of "
                              "the zeros"]  # fmt: skip
 
@@ -138,33 +135,6 @@ def saturation(output: Output) -> None:
     assert output.numbers("its gradient")[1:] == pytest.approx(
         [w * (1 - w) for w in largest], abs=2e-5
     )
-
-
-def layer_norm(output: Output) -> None:
-    t = output.tensors
-    x = t["rows"]
-    centred = x - x.mean(1, keepdims=True)
-    biased, unbiased = (centred / x.std(1, ddof=d, keepdims=True) for d in (0, 1))
-    close(t["biased"], biased, atol=1e-3)
-    close(t["unbiased"], unbiased, atol=1e-3)
-    close(t["nn.LayerNorm"], t["biased"])
-    [off] = output.numbers("nn.LayerNorm uses the biased variance")
-    assert off < 1e-5
-    [off] = output.numbers("with the unbiased variance")
-    close(off, np.abs(t["nn.LayerNorm"] - t["unbiased"]).max())
-    assert off > 0.05
-    ratio, seven, eight = output.numbers("unbiased / biased")
-    assert ratio == pytest.approx(math.sqrt(seven / eight), abs=1e-4)
-    close(ratio, (t["unbiased"] / t["biased"]).mean(), atol=1e-2)
-
-
-def bigram(output: Output) -> None:
-    [log_v], [loss] = output.tensors["ln V"], output.tensors["loss on random tokens"]
-    close(log_v, math.log(65))
-    above, one, two, *_ = output.numbers("above ln V")
-    assert (one, two) == (1, 2)
-    close(above, loss - log_v, atol=1e-4)
-    assert above == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_png_that_cannot_be_written_is_named(tmp_path):
