@@ -21,9 +21,9 @@ from bench.timing import quantiles, time_process
 from fastgpt.config import flags
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
-from fastgpt.data.prepare import open_corpus
-from fastgpt.data.prepare.documents import read_pieces
-from fastgpt.data.prepare.sources import find_source
+from fastgpt.data.preparation import open_corpus
+from fastgpt.data.reading import read_pieces
+from fastgpt.data.sources import find_source
 from fastgpt.errors import run_command
 from fastgpt.files import data_dir
 
@@ -62,7 +62,7 @@ class DataBench:
 
 def write_documents(source: str, size: int, path: Path) -> None:
     """Writes JSON lines with `size` bytes of text."""
-    text = "".join(str(piece.text) for piece in read_pieces(find_source(source), raw=False))
+    text = "".join(str(piece.text) for piece in read_pieces(find_source(source)))
     written = 0
     with path.open("w", encoding="utf-8") as file:
         for start in itertools.cycle(range(0, len(text), DOCUMENT)):

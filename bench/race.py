@@ -22,7 +22,7 @@ from bench.trainers import nanogpt_module
 from fastgpt.config import flags
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
-from fastgpt.data.prepare import open_corpus
+from fastgpt.data.preparation import open_corpus
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import data_dir
 from fastgpt.train.metrics import read_records

@@ -24,7 +24,7 @@ from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cp
 from fastgpt.config import flags
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.recipes import RECIPES
-from fastgpt.data.prepare import open_corpus
+from fastgpt.data.preparation import open_corpus
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.model.flops import MFU_CONVENTION, flops_per_token

@@ -13,15 +13,15 @@ import tyro
 
 from fastgpt.config import flags
 from fastgpt.data.corpus import read_manifest
-from fastgpt.data.prepare import prepare
-from fastgpt.data.prepare.request import SHARD_TOKENS
+from fastgpt.data.preparation import prepare
+from fastgpt.data.request import Settings
 from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.terminal import print_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
+class Arguments(Settings):
     """Tokenizes text once, for many runs, and writes it as token shards."""
 
     source: Annotated[str, tyro.conf.Positional]
@@ -31,26 +31,6 @@ class Arguments:
     hub."""
     out: Path
     """Folder to write, which must be empty or not exist."""
-    tokenizer: str = "auto"
-    """Tokenizer: auto, bytes, chars, gpt2, bpe or wordpiece. It may also be the path of a
-    tokenizer.json; bpe and wordpiece are trained on the source. `auto` uses chars for shakespeare,
-    bytes for other text and gpt2 for sets of documents."""
-    val_fraction: float | None = None
-    """Fraction held out for validation; by default 0.1 of a text or 0.005 of a set of documents. It
-    is between 0 and 1: of a text the end, of documents those chosen by their hash. Files, folders
-    and splits named train and validation keep their split."""
-    separator: str | None = None
-    r"""Text between the documents of a text file, such as '\n'. Without it a file is one
-    document."""
-    field: str = "text"
-    """JSON field or Parquet column with the text."""
-    encoding: str = "utf-8"
-    """Encoding of text files, for example cp1252. Every text encoding of Python is accepted."""
-    vocab_size: int | None = None
-    """Vocabulary size of a bpe or wordpiece tokenizer. By default it is 32,768. The tokenizer
-    learns from the first 100 million characters."""
-    shard_tokens: int = SHARD_TOKENS
-    """Number of tokens in each shard but the last."""
     workers: int | None = None
     """Number of threads that tokenize; by default one per core. The files written do not depend on
     it."""

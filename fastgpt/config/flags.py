@@ -134,7 +134,9 @@ def parse(
 
 def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]:
     """Yields the flags of a dataclass and of the dataclasses in it."""
-    texts = {p.arg_name: p.description or "" for p in parse_from_object(kind).params}
+    classes = filter(is_dataclass, reversed(kind.__mro__))
+    described = [param for base in classes for param in parse_from_object(base).params]
+    texts = {param.arg_name: param.description or "" for param in described}
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         own = field.default if field.default_factory is MISSING else field.default_factory()

@@ -11,7 +11,7 @@ from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus, open_items
 from fastgpt.data.order import Mixture, SampleOrder
-from fastgpt.data.prepare import Report, open_corpus
+from fastgpt.data.preparation import Report, open_corpus
 from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 

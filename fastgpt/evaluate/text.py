@@ -7,9 +7,9 @@ import numpy as np
 
 from fastgpt.data.corpus import MANIFEST, open_shards
 from fastgpt.data.loader import eval_batches
-from fastgpt.data.prepare.documents import read_pieces
-from fastgpt.data.prepare.sources import find_source
+from fastgpt.data.reading import read_pieces
 from fastgpt.data.shards import Tokens
+from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import same_tokenizer
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.score import Scorer
@@ -38,7 +38,7 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
             )
         return corpus.val, corpus.val_bytes_per_token
     parts, size = [], 0
-    for piece in read_pieces(find_source(path), raw=False):
+    for piece in read_pieces(find_source(path)):
         assert isinstance(piece.text, str)
         if piece.begins and tokenizer.eot_id is not None:
             parts.append(np.array([tokenizer.eot_id]))

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.prepare import batches, documents, prepare
+from fastgpt.data import batches, reading
+from fastgpt.data.preparation import prepare
 from fastgpt.data.shards import read_header
 from tests.data.sets import contents
 
@@ -97,7 +98,7 @@ def looks_whole(out: Path, whole: dict[str, bytes]) -> list[str]:
 
 
 def main(source: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    documents.CHUNK_BYTES, batches.BATCH_CHARACTERS = CHUNK_BYTES, BATCH_CHARACTERS
+    reading.CHUNK_BYTES, batches.BATCH_CHARACTERS = CHUNK_BYTES, BATCH_CHARACTERS
     killed(source, folder / "whole", options)
     whole, out = contents(folder / "whole"), folder / "out"
     kills, again, wrong = 0, 0, []

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fastgpt.data.prepare import prepare
-from fastgpt.data.prepare.request import PROGRESS
+from fastgpt.data.preparation import prepare
+from fastgpt.data.request import PROGRESS
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastgpt.data.__main__ import main
-from fastgpt.data.prepare import open_corpus, prepare
+from fastgpt.data.preparation import open_corpus, prepare
 from tests.data.sets import flip, prepared, same_times, texts, write_shard
 from tests.processes import python
 from tests.runs import one_line_error

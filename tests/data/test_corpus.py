@@ -13,9 +13,9 @@ import pytest
 
 from fastgpt.config.config import DataConfig, TrainConfig
 from fastgpt.config.recipes import RECIPES
-from fastgpt.data import prepare as preparing
-from fastgpt.data.prepare import open_corpus, prepare, sources
-from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256
+from fastgpt.data import preparation
+from fastgpt.data.preparation import open_corpus, prepare
+from fastgpt.data.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.files import cache_dir
@@ -56,7 +56,7 @@ def written(monkeypatch):
         names.append(out.name)
         time.sleep(0.1)  # so that whoever does not wait is seen
 
-    before_each(monkeypatch, preparing, "write_directory", count)
+    before_each(monkeypatch, preparation, "write_directory", count)
     return names
 
 
@@ -107,7 +107,7 @@ def test_skipped_files_and_tables_are_told_by_every_run(tmp_path, caplog):
 def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
     expected = opened(text_file)
     text_file.write_text(TEXT, encoding="utf-16")
-    with pytest.raises(UserError, match=r"it seems to be UTF-16, pass --encoding utf-16 "):
+    with pytest.raises(UserError, match=r"pass its encoding, such as --encoding utf-16 "):
         opened(text_file)
     assert opened(text_file, encoding="UTF16").identity == expected.identity
     text_file.write_text(TEXT, encoding="latin-1")
@@ -131,21 +131,6 @@ def test_encoding_of_what_is_no_text_file_is_refused(text_file, tmp_path, source
     prepare(str(text_file), tmp_path / "prepared")
     with pytest.raises(UserError, match=r"^encoding cp1252 is for text files only: "):
         opened(source if source == "builtin" else tmp_path / source, encoding="cp1252")
-
-
-def test_shakespeare_is_not_downloaded_while_its_tokens_are_cached(tmp_path, monkeypatch):
-    text = tmp_path / "mine" / sources.SHAKESPEARE_FILE
-    text.parent.mkdir()
-    text.write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
-    monkeypatch.setenv("FASTGPT_DATA", str(text.parent))
-    expected = opened("shakespeare")
-    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
-    monkeypatch.setattr(sources, "published_file", mock.Mock(side_effect=UserError("no network")))
-    assert opened("shakespeare").path == expected.path
-    for other in ({"tokenizer": "bytes"}, {"val_fraction": 0.2}):
-        with pytest.raises(UserError, match="no network"):
-            opened("shakespeare", **other)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +284,7 @@ def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, writte
 
 def test_two_processes_prepare_at_once(text_file):
     code = (
-        "import sys; from fastgpt.data.prepare import open_corpus; "
+        "import sys; from fastgpt.data.preparation import open_corpus; "
         "print(open_corpus(sys.argv[1], tokenizer='auto', val_fraction=0.1).path)"
     )
     with ThreadPoolExecutor(2) as pool:

@@ -3,9 +3,9 @@ from unittest import mock
 
 import pytest
 
-from fastgpt.data.prepare import documents, hub
-from fastgpt.data.prepare.documents import read_pieces, source_size
-from fastgpt.data.prepare.sources import find_source
+from fastgpt.data import hub, reading
+from fastgpt.data.reading import Place, read_pieces, source_size
+from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -14,9 +14,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    hub._load.cache_clear()
+    hub.load_splits.cache_clear()
     yield
-    hub._load.cache_clear()
+    hub.load_splits.cache_clear()
 
 
 @pytest.fixture
@@ -40,35 +40,40 @@ def load(monkeypatch):
     return serve
 
 
-def texts(source, **place):
-    return [(p.text, p.file, p.row) for p in read_pieces(source, raw=False, **place)]
+def texts(source, **start):
+    pieces = read_pieces(source, start=Place(**start))
+    return [(piece.text, piece.place.file, piece.place.row) for piece in pieces]
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "asked", "short"),
     [
-        ("hf:some-one/My.Set", ("some-one/My.Set", None, None)),
-        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None)),
-        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet")),
-        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None)),
-        ("openwebtext", ("Skylion007/openwebtext", None, None)),
+        ("hf:some-one/My.Set", ("some-one/My.Set", None, None), "my"),
+        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None), "set-en-10bt"),
+        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet"), "set"),
+        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None), "fineweb-edu"),
+        ("openwebtext", ("Skylion007/openwebtext", None, None), "openwebtext"),
     ],
 )
-def test_name_gives_repository_configuration_and_revision(load, name, asked):
-    _, calls = load(train={"text": ["one"]})
-    assert texts(find_source(name)) == [("one", 0, 1)]
+def test_name_gives_repository_configuration_and_revision(load, name, asked, short):
+    found, calls = load(train={"text": ["one"]})
+    source = find_source(name)
+    assert texts(source) == [("one", 0, 1)]
     assert calls == [asked]  # once: it is not loaded again to be read
+    assert (source.name, source.split, source.plain) == (short, "hash", False)
+    assert source.revision is None  # unless the addresses tell it
+    found["train"].info.download_checksums = {f"hf://datasets/one/set@{COMMIT}/0.parquet": {}}
+    assert find_source(name).revision == COMMIT
 
 
 @pytest.mark.parametrize("row", range(6))
 def test_rows_without_text_are_passed_over_and_reading_goes_on_anywhere(load, monkeypatch, row):
-    monkeypatch.setattr(documents, "ROWS", 2)
+    monkeypatch.setattr(reading, "ROWS", 2)
     load(train={"id": [1, 2, 3, 4, 5], "content": ["a", None, "c", "", "e"]})
     source = find_source("hf:one/set", field="content")
     whole = [("a", 0, 1), ("c", 0, 3), ("e", 0, 5)]
     assert texts(source, row=row) == [piece for piece in whole if piece[2] > row]
     assert source_size(source) == [5]
-    assert source.split == "hash"
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val"])
@@ -80,20 +85,12 @@ def test_published_validation_split_is_kept(load, validation):
     assert texts(source) == [("a", 0, 1), ("b", 0, 2), ("v", 1, 1)]
 
 
-def test_commit_is_known_if_the_addresses_tell_it(load):
-    found, _ = load(train={"text": ["a"]})
-    assert find_source("hf:one/set").revision is None
-    found["train"].info.download_checksums = {f"hf://datasets/one/set@{COMMIT}/0.parquet": {}}
-    assert find_source("hf:one/set").revision == COMMIT
-
-
 @pytest.mark.parametrize("field", ["content", "id"])
 def test_column_without_text_is_named(load, field):
     load(train={"id": [1], "text": ["a"]})
-    source = find_source("hf:one/set", field=field)
     complaint = rf"hf:one/set has no column '{field}' of text: .*--field .columns: id .*, text"
     with pytest.raises(UserError, match=complaint):
-        texts(source)
+        texts(find_source("hf:one/set", field=field))
 
 
 def test_set_without_a_training_split_is_named(load):
@@ -102,10 +99,9 @@ def test_set_without_a_training_split_is_named(load):
         find_source("hf:one/set")
 
 
-def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
+def test_no_network_or_package_says_what_to_install_and_what_to_put_where(monkeypatch, tmp_path):
     import datasets
 
-    load(train={"text": ["a"]})
     error = ConnectionError("Couldn't reach the hub\nhere is more than one wants to know")
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
     with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
@@ -114,14 +110,10 @@ def test_no_network_says_what_to_put_where(load, monkeypatch, tmp_path):
     assert "cannot load hf:HuggingFaceFW/fineweb/sample-10BT" in said
     assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in said
     assert f"put them into {tmp_path / 'mine' / 'fineweb'} and use that folder" in said
-
-
-def test_missing_package_says_what_to_install_or_what_to_put_where(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"needs the datasets package: pip install .*'\.\[data\]'"):
-        find_source("hf:one/set")
-    with pytest.raises(UserError, match=f"put them into {tmp_path / 'mine' / 'tinystories'}"):
-        find_source("tinystories")
+    said = r"needs the datasets package: pip install .*'\.\[data\]'.*put them into .*mine/fineweb"
+    with pytest.raises(UserError, match=said):
+        find_source("fineweb")
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:set", "hf:one/set/en/more", "hf:one/set@"])

@@ -1,7 +1,5 @@
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +10,9 @@ import pytest
 import requests
 
 from fastgpt import display, prepare
-from fastgpt.data.prepare import batches, files, open_corpus
-from tests.data.sets import contents, gpt2_files, split_ids, texts, write_documents
+from fastgpt.data import batches
+from fastgpt.data.preparation import open_corpus
+from tests.data.sets import contents, split_ids, texts, write_documents
 from tests.processes import ROOT, python
 from tests.runs import one_line_error
 
@@ -86,11 +85,11 @@ def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", r"x\.jsonl line 2: field 'text' is a number, expected a string"),
+        ("", r"x\.jsonl line 2: field 'text' is of type int, expected a string"),
         (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
         ("--vocab-size 5", "--vocab-size is 5: the bytes tokenizer has its own vocabulary"),
-        ("--workers 0", "workers is 0: expected 1 or more"),
+        ("--workers 0", "--workers is 0: expected 1 or more"),
         ("--shard-tokens 0", "--shard-tokens is 0: expected 1 to 2,147,483,647"),
         ("--val-fraction 0", r"--val-fraction is 0.0: expected a fraction in \(0, 1\)"),
         ("--val-fraction 1", r"--val-fraction is 1.0: expected a fraction in \(0, 1\)"),
@@ -114,21 +113,6 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
 def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys, out, flags, said):
     (tmp_path / "file").touch()
     assert re.search(said, one_line_error(capsys, partial(main, out=out), "hf:no", *flags.split()))
-
-
-@pytest.mark.parametrize(("tokenizer", "least"), [("bytes", 2e9), ("gpt2", 0.25e9)])
-def test_disk_too_full_for_the_tokens_is_named_before_the_text_is_read(
-    tmp_path, main, capsys, monkeypatch, tokenizer, least
-):
-    if tokenizer == "gpt2":
-        gpt2_files()
-    (tmp_path / "x.txt").write_text(TEXT)
-    os.truncate(tmp_path / "x.txt", 10**9)  # a hole, which is never read
-    free = mock.Mock(free=least - 1e6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    monkeypatch.setattr(files, "SNIFFED_BYTES", len(TEXT))
-    error = one_line_error(capsys, main, tmp_path / "x.txt", "--tokenizer", tokenizer)
-    assert f"needs at least {least / 1e6:,.0f} MB, but {least / 1e6 - 1:,.0f} MB are free" in error
 
 
 def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, capsys):
@@ -166,11 +150,11 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkey
     flags = ["--tokenizer", "bytes", "--val-fraction", "0.3", "--workers", "1"]
     slow = (
         "import sys, time; from fastgpt import prepare\n"
-        "from fastgpt.data.prepare import batches, write\n"
-        "encode = write.encode\n"
+        "from fastgpt.data import batches, writing\n"
+        "encode = writing.encode\n"
         "def slow(*args, **options):\n"
         "    print('at work', flush=True); time.sleep(0.05); return encode(*args, **options)\n"
-        "batches.BATCH_CHARACTERS = 10_000; write.encode = slow; prepare.main(sys.argv[1:])"
+        "batches.BATCH_CHARACTERS = 10_000; writing.encode = slow; prepare.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", slow, source, "--out", tmp_path / "out", *flags]
     with subprocess.Popen(
@@ -204,7 +188,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
 MEMORY = """
 import re, sys
 from pathlib import Path
-from fastgpt.data.prepare import prepare
+from fastgpt.data.preparation import prepare
 for size in ("small", "large"):
     folder = Path(sys.argv[1], size)
     [path] = folder.glob("x.*")

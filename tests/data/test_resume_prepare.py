@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastgpt.data.prepare import batches, documents, prepare, request, write
-from fastgpt.data.prepare.request import PROGRESS
+from fastgpt.data import batches, reading, request, shard_writer, writing
+from fastgpt.data.preparation import prepare
+from fastgpt.data.request import PROGRESS
 from fastgpt.errors import UserError
 from tests.data.sets import contents, write_documents
 from tests.processes import python
@@ -21,7 +22,7 @@ NEVER = 1e9
 def small(monkeypatch):
     """Shrinks the batches of the tokenizer, so that even a short text has many."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 300)
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 100)
 
 
 @pytest.fixture
@@ -105,7 +106,9 @@ def test_ctrl_c_at_any_line_keeps_a_state_to_go_on_from(preparing, tmp_path, mon
 
     def stop_at(line):
         try:
-            with raised_at_line(line, KeyboardInterrupt, write.__file__, request.__file__):
+            with raised_at_line(
+                line, KeyboardInterrupt, writing.__file__, shard_writer.__file__, request.__file__
+            ):
                 preparing("out", given, save_every_s=NEVER)
         except KeyboardInterrupt:
             return True
@@ -179,7 +182,7 @@ def test_file_that_was_read_may_not_change(preparing, tmp_path):
         ({"val_fraction": 0.4}, "--val-fraction was 0.3, now 0.4"),
         ({"shard_tokens": 900}, "--shard-tokens was 800"),
         ({"separator": "--"}, "--separator was None, now '--'"),
-        ("another", "source was .*, it had 1 file, now different ones"),
+        ("another", "source was .*, it had other files"),
     ],
 )
 def test_other_request_for_what_was_begun_is_refused(

@@ -2,10 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.data import download
-from fastgpt.data.prepare import sources
-from fastgpt.data.prepare.files import File
-from fastgpt.data.prepare.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
+from fastgpt.data import download, sources
+from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
 from fastgpt.files import cache_dir, data_dir
 from tests.data.sets import write_documents
@@ -15,21 +13,8 @@ from tests.data.sets import write_documents
 def nowhere(tmp_path, monkeypatch):
     """Provides no files, and a network that must not be used."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    monkeypatch.setattr(download, "fetch", None)
-    monkeypatch.setattr(sources, "hub_files", None)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """Records the requests to the hub."""
-    asked = []
-
-    def hub_files(source, instead):
-        asked.append((source, instead))
-        return (File(path=source, format="hub"),), "c0ffee"
-
-    monkeypatch.setattr(sources, "hub_files", hub_files)
-    return asked
+    monkeypatch.setattr(download, "_download", None)
+    monkeypatch.setattr(sources, "load_splits", None)
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -59,13 +44,12 @@ def test_builtin_without_sources_says_so(tmp_path):
 
 def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(download, "fetch", lambda *args, **options: asked.append((args, options)))
+    monkeypatch.setattr(download, "_download", lambda *args: asked.append(args) or b"To be")
     [file] = find_source("shakespeare").files
-    [((url, path), options)] = asked
+    assert file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
+    [(url, sha256, instead)] = asked
     assert url.endswith("/tinyshakespeare/input.txt")
-    assert str(path) == file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
-    assert options["sha256"] == SHAKESPEARE_SHA256
-    assert "that file, as tinyshakespeare.txt, can be put into" in options["instead"]
+    assert (sha256, instead) == (SHAKESPEARE_SHA256, "that file, as tinyshakespeare.txt,")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tinyshakespeare.txt").write_text("To be")
     with pytest.raises(UserError, match=r"tinyshakespeare\.txt is not tiny shakespeare"):
@@ -73,17 +57,12 @@ def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sources.HUB)
-def test_named_set_is_of_the_hub_unless_its_files_are_there(tmp_path, hub, name):
-    found = find_source(name, field="content")
-    assert hub == [(sources.HUB[name], tmp_path / "mine" / name)]
-    assert (found.name, found.split, found.field) == (name, "hash", "content")
-    assert (found.plain, found.revision) == (False, "c0ffee")
+def test_files_of_a_named_set_in_the_data_folder_are_used(tmp_path, name):
     (tmp_path / "mine" / name).mkdir(parents=True)
     path = write_documents(tmp_path / "mine" / name / "0.jsonl", ["one"])
     local = find_source(name, field="content")
     assert (local.name, local.split, local.field) == (name, "hash", "content")
     assert [file.path for file in local.files] == [str(path)]
-    assert len(hub) == 1
 
 
 def test_tinystories_as_published_are_documents_split_by_their_names(tmp_path):
@@ -94,12 +73,6 @@ def test_tinystories_as_published_are_documents_split_by_their_names(tmp_path):
     found = find_source("tinystories")
     assert (found.separator, found.split) == ("<|endoftext|>", "named")
     assert [file.split for file in found.files] == ["train", "val"]
-
-
-def test_any_set_of_the_hub_has_a_name_fit_for_a_file(tmp_path, hub):
-    found = find_source("hf:Some-One/My.Set/en@refs/convert/parquet", field="content")
-    assert hub[0][0] == "hf:Some-One/My.Set/en@refs/convert/parquet"
-    assert (found.name, found.field) == ("my", "content")
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data.prepare import batches, prepare, write
-from fastgpt.data.prepare.write import ShardWriter
+from fastgpt.data import batches, writing
+from fastgpt.data.preparation import prepare
+from fastgpt.data.shard_writer import ShardWriter
 from fastgpt.data.shards import LARGE, SMALL, read_header
 from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError
@@ -71,7 +72,7 @@ def test_late_batches_are_written_in_the_order_of_the_text(prepared, monkeypatch
         time.sleep(0.02 * (zlib.crc32(repr(parts).encode()) % 3))
 
     expected = contents(prepared(tokenizer="bytes", workers=1))
-    before_each(monkeypatch, write, "encode", wait)
+    before_each(monkeypatch, writing, "encode", wait)
     assert contents(prepared(tokenizer="bytes", workers=8)) == expected
 
 
@@ -108,20 +109,14 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 @pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
-def test_split_that_leaves_nothing_is_refused_before_anything_is_tokenized(
-    prepared, monkeypatch, name, fraction, missing
+def test_split_that_leaves_nothing_is_refused_and_may_be_corrected(
+    tmp_path, name, fraction, missing
 ):
-    monkeypatch.setattr(write, "encode", None)
-    count = {"x.jsonl": "200 documents", "x.txt": r"[\d,]+ bytes"}[name]
-    said = rf"^a validation fraction of .* of x \({count}\) leaves nothing to {missing}: use more"
+    source = str(write_documents(tmp_path / name, DOCUMENTS))
+    said = rf"^a validation fraction of .* of x \([\d,]+ tokens\) leaves nothing to {missing}: use"
     with pytest.raises(UserError, match=said):
-        prepared(name=name, tokenizer="bytes", val_fraction=fraction)
-
-
-def test_text_too_short_for_a_split_says_what_it_takes(prepared):
-    for name, said in (("x.jsonl", r"\(1 document\).*least 2 d"), ("x.txt", r"\(3 b.*least 4 b")):
-        with pytest.raises(UserError, match=said):
-            prepared(["abc"], name=name, tokenizer="bytes", val_fraction=0.5)
+        prepare(source, tmp_path / "out", tokenizer="bytes", val_fraction=fraction)
+    prepare(source, tmp_path / "out", tokenizer="bytes", val_fraction=0.5)
 
 
 # --- documents among tokens -----------------------------------------------------------------------

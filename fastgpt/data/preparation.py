@@ -1,14 +1,7 @@
 """Prepares text for training: tokenizes it once, atomically, with one process at a time.
 
-Words
-    source              files of text, given by a name or a path, and how to read them
-    request             a source and settings, which decide every byte of the result
-    prepare             to carry out a request: `prepare` in a given directory, `open_corpus` in
-                        the cache
-    prepared directory  the result: token shards, their tokenizer and a manifest
-    progress            request and how far it has come, kept in its directory
-
-A directory is written beside its place, in `NAME.incomplete`, and renamed when it is complete.
+A prepared directory holds token shards, their tokenizer and a manifest. It is written beside its
+place, in `NAME.incomplete`, and renamed when it is complete.
 """
 
 import hashlib
@@ -25,24 +18,15 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
-from fastgpt.data.prepare import sources
-from fastgpt.data.prepare.request import (
-    PROGRESS,
-    SHARD_TOKENS,
-    Request,
-    check_settings,
-    load_progress,
-)
-from fastgpt.data.prepare.sources import HUB, HUB_PREFIX, Source, find_source
-from fastgpt.data.prepare.text import UTF_8
-from fastgpt.data.prepare.write import Report, write_directory
+from fastgpt.data.reading import UTF_8, Source
+from fastgpt.data.request import PROGRESS, Request, Settings, load_progress
+from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
+from fastgpt.data.writing import Report, write_directory
 from fastgpt.errors import UserError, counted, writing
-from fastgpt.files import cache_dir, data_dir, sync_directory
+from fastgpt.files import cache_dir, sync_directory
 
-TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
-"""Default fractions held out of a text, and of a set of documents."""
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 PATIENCE_S = 2
 """Seconds of waiting for another process before a message says so."""
@@ -83,18 +67,21 @@ def open_corpus(
         if encoding != UTF_8:
             raise UserError(f"encoding {encoding} is for text files only: {path} holds tokens")
         return open_shards(path, tokenizer=tokenizer)
-    if source == "shakespeare" and (cached := _shakespeare_tokens(tokenizer, val_fraction)):
-        return cached
     found = find_source(source, encoding=encoding)
     if report is not None:
         _warn_of_files(found)
     tokenizer = documents if tokenizer == "auto" and not found.plain else tokenizer
-    request = _request(found, tokenizer=tokenizer, val_fraction=val_fraction)
+    request = Request.of(found, Settings(tokenizer=tokenizer, val_fraction=val_fraction))
     key = hashlib.sha256(json.dumps(request.facts()).encode()).hexdigest()[:16]
     entry = cache_dir() / "corpora" / f"{request.source.name}-{key}"
     with writing(entry), _locked(entry):
-        if (cached := _read_if_whole(entry)) is not None:
-            return cached
+        if entry.exists():
+            try:
+                corpus = read_prepared(entry)
+                check_once(corpus.shards(), corpus.tokenizer.vocab_size)
+                return corpus
+            except (UserError, OSError) as error:
+                logger.warning("preparing the cached corpus again: %s", error)
         shutil.rmtree(entry, ignore_errors=True)
         _prepare_whole(request, entry, report=report)
     return read_prepared(entry)
@@ -104,14 +91,10 @@ def prepare(
     source: str,
     out: Path,
     *,
-    tokenizer: str = "auto",
-    vocab_size: int | None = None,
-    val_fraction: float | None = None,
-    separator: str | None = None,
-    field: str = "text",
-    encoding: str = UTF_8,
-    shard_tokens: int = SHARD_TOKENS,
-    **options: Any,
+    workers: int | None = None,
+    report: Report | None = None,
+    save_every_s: float = 5.0,
+    **settings: Any,
 ) -> Path:
     """Writes a prepared directory to `out`, or resumes an interrupted one; returns its path.
 
@@ -120,47 +103,31 @@ def prepare(
     Args:
         source: as for `open_corpus`, but not token shards.
         out: created, or filled if it is empty, only when everything has been written.
-        tokenizer: as for `open_corpus`, or `bpe` or `wordpiece`, trained on the source.
-        vocab_size: for bpe and wordpiece only.
-        val_fraction: as for `open_corpus`; None: 0.1 of a text, 0.005 of a set of documents.
-        separator: text between the documents of a text file; None: each file is one document.
-        field: the field or column of text in JSON lines, Parquet and the hub's data sets.
-        encoding: encoding of text files, by Python's name.
-        shard_tokens: number of tokens in each shard but the last.
-        options: `workers`, `report` and `save_every_s` of `write_directory`.
+        workers: see `write_directory`, as `report` and `save_every_s`.
+        settings: fields of `Settings`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
     """
-    out = Path(out).expanduser().resolve()
-    fraction = DOCUMENT_FRACTION if val_fraction is None else val_fraction
-    check_settings(fraction, shard_tokens, options.get("workers"))
-    if tokenizer != "auto":
-        check_kind(tokenizer, vocab_size)
-    complete = (out / PROGRESS).is_file()
-    if out.exists() and not complete and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory: use another one or remove it")
-    if out.is_mount():
-        raise UserError(f"{out} is a mount point: use a folder inside it")
+    out, asked = Path(out).expanduser().resolve(), Settings(**settings)
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers is {workers}: expected 1 or more")
+    if asked.tokenizer != "auto":
+        check_kind(asked.tokenizer, asked.vocab_size)
+    if not (complete := (out / PROGRESS).is_file()):
+        _check_place(out)
     if (Path(source).expanduser() / MANIFEST).is_file():
         raise UserError(f"{source} is already a prepared directory: it has a {MANIFEST}")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=out.parent).close()
-    if tokenizer == "gpt2" or (
-        tokenizer == "auto" and (source in HUB or source.startswith(HUB_PREFIX))
-    ):
+    of_hub = source in HUB or source.startswith(HUB_PREFIX)
+    if asked.tokenizer == "gpt2" or (asked.tokenizer == "auto" and of_hub):
         make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
-    request = _request(
-        find_source(source, separator=separator, field=field, encoding=encoding),
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        val_fraction=val_fraction,
-        shard_tokens=shard_tokens,
+    found = find_source(
+        source, separator=asked.separator, field=asked.field, encoding=asked.encoding
     )
+    request = Request.of(found, asked)
     with writing(out), _locked(out, wait=False):
         if not complete:
-            _warn_of_files(request.source)
-            _prepare_whole(request, out, **options)
+            _warn_of_files(found)
+            _prepare_whole(request, out, workers=workers, report=report, save_every_s=save_every_s)
         elif load_progress(out, request) is not None:
             logger.warning("%s is complete already: nothing is left to do", out)
         else:
@@ -168,20 +135,20 @@ def prepare(
     return out
 
 
-def _request(
-    source: Source, *, tokenizer: str, val_fraction: float | None, **settings: Any
-) -> Request:
-    if tokenizer == "auto":
-        plain = "chars" if source.name == "shakespeare" else "bytes"
-        tokenizer = plain if source.plain else "gpt2"
-    if val_fraction is None:
-        val_fraction = TAIL_FRACTION if source.plain else DOCUMENT_FRACTION
-    return Request(source=source, tokenizer=tokenizer, val_fraction=val_fraction, **settings)
+def _check_place(out: Path) -> None:
+    """Raises `UserError` unless a directory can be written at `out`, and renamed."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory: use another one or remove it")
+    if out.is_mount():
+        raise UserError(f"{out} is a mount point: use a folder inside it")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out.parent).close()
 
 
 def _prepare_whole(request: Request, out: Path, **options: Any) -> None:
     """Writes a directory beside `out`, or resumes an interrupted one, and renames it to `out`."""
-    unfinished = _unfinished(out)
+    unfinished = out.with_name(f"{out.name}.incomplete")
     write_directory(request, unfinished, **options)
     os.replace(unfinished, out)
     sync_directory(out.parent)
@@ -202,11 +169,6 @@ def _warn_of_files(source: Source) -> None:
         )  # fmt: skip
 
 
-def _unfinished(out: Path) -> Path:
-    """Returns the path where `out` is written until it is complete."""
-    return out.with_name(f"{out.name}.incomplete")
-
-
 @contextmanager
 def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds the lock of `path`, which the system releases when the process ends."""
@@ -219,32 +181,5 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             raise UserError(f"another process is preparing {path}: wait until it ends") from error
         logger.warning("waiting for another process, which is preparing %s", path.name)
         lock.acquire()
-    try:
+    with lock:  # released at the second exit
         yield
-    finally:
-        lock.release()
-
-
-def _shakespeare_tokens(tokenizer: str, val_fraction: float) -> Corpus | None:
-    """Finds cached tokens of tiny shakespeare, if its text would have to be downloaded again."""
-    if any((folder / sources.SHAKESPEARE_FILE).is_file() for folder in (data_dir(), cache_dir())):
-        return None
-    kind = "chars" if tokenizer == "auto" else tokenizer
-    asked = (sources.SHAKESPEARE_SHA256, kind, val_fraction)
-    for manifest in (cache_dir() / "corpora").glob(f"shakespeare-*/{MANIFEST}"):
-        found = _read_if_whole(manifest.parent)
-        if found and (found.sha256, found.tokenizer.kind, found.manifest["val_fraction"]) == asked:
-            return found
-    return None
-
-
-def _read_if_whole(path: Path) -> Corpus | None:
-    if not path.exists():
-        return None
-    try:
-        corpus = read_prepared(path)
-        check_once(corpus.shards(), corpus.tokenizer.vocab_size)
-    except (UserError, OSError) as error:
-        logger.warning("preparing the cached corpus again: %s", error)
-        return None
-    return corpus

@@ -6,18 +6,18 @@ texts cut at a separator, a data set of the Hugging Face hub) holds out document
 Files whose names say train and validation are split as they say.
 """
 
+import codecs
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from fastgpt.data.download import published_file
-from fastgpt.data.prepare.files import File, folder_files, named_files
-from fastgpt.data.prepare.hub import hub_files
-from fastgpt.data.prepare.text import UTF_8, text_encoding
+from fastgpt.data.hub import load_splits, revision_of
+from fastgpt.data.local_files import list_files
+from fastgpt.data.reading import UTF_8, File, Source
 from fastgpt.errors import UserError, counted, unknown_name
 from fastgpt.files import data_dir
 
@@ -54,44 +54,6 @@ STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 STDLIB_MIN_BYTES = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Files of text, and how to read them."""
-
-    name: str
-    """Short name, fit for a file name."""
-    given: str
-    """The name or path by which it was asked for."""
-    files: tuple[File, ...]
-    """Files in the order in which they are read."""
-    separator: str | None = None
-    """Text between the documents of a file; None: a file is one document."""
-    field: str = "text"
-    """The field or column that holds the text (JSON lines, Parquet, the hub)."""
-    ends_lines: bool = False
-    """Adds a newline to files that lack it, so that a folder's next file begins a new line."""
-    encoding: str = UTF_8
-    """Encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
-    skipped: tuple[str, ...] = ()
-    """Reasons why files of a folder or a pattern were skipped, one for each."""
-    python: str | None = None
-    """Python version of the built-in corpus; None for every other source."""
-    revision: str | None = None
-    """The commit of a data set of the hub, if it is known."""
-
-    @property
-    def split(self) -> Literal["named", "tail", "hash"]:
-        """Method of holding out text: by file name, the end of the text, or documents by hash."""
-        if self.files[0].split is not None:
-            return "named"
-        return "tail" if self.plain else "hash"
-
-    @property
-    def plain(self) -> bool:
-        """True for plain texts, False for sets of documents."""
-        return self.separator is None and all(file.format == "text" for file in self.files)
-
-
 def find_source(
     source: str, *, separator: str | None = None, field: str = "text", encoding: str = UTF_8
 ) -> Source:
@@ -106,11 +68,24 @@ def find_source(
     Raises:
         UserError: the source does not exist, has no text, or cannot be downloaded.
     """
-    encoding = text_encoding(encoding)
+    encoding = _text_encoding(encoding)
     found = _find(source, separator, field, encoding)
     if encoding != UTF_8 and (source in NAMES or any(f.format != "text" for f in found.files)):
         raise UserError(f"encoding {encoding} is for text files only: {source} is always UTF-8")
     return found
+
+
+def _text_encoding(name: str) -> str:
+    """Returns the usual name of an encoding, such as `utf-8` for `UTF8`."""
+    try:
+        "a".encode(name)  # bytes may be no text of this encoding
+        codecs.getincrementaldecoder(name)
+        return codecs.lookup(name).name
+    except (LookupError, ValueError) as error:
+        raise UserError(
+            f"encoding {name!r} is unknown: expected one of Python's text encodings, such as utf-8,"
+            " utf-16 or cp1252"
+        ) from error
 
 
 def _find(source: str, separator: str | None, field: str, encoding: str) -> Source:
@@ -183,39 +158,47 @@ def _named_set(name: str, separator: str | None, field: str) -> Source:
 
 
 def _hub(source: str, name: str, field: str) -> Source:
-    files, revision = hub_files(source, instead=data_dir() / name)
+    try:
+        splits = load_splits(source)
+    except UserError as error:
+        raise UserError(
+            f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
+            f" {data_dir() / name} and use that folder"
+        ) from error
+    named = ("train", "val") if "val" in splits else (None,)
+    files = tuple(File(path=source, format="hub", split=split) for split in named)
+    revision = revision_of(splits["train"])
     return Source(name=name, given=source, files=files, field=field, revision=revision)
 
 
 def _local(source: str, encoding: str) -> Source:
     path = Path(source).expanduser()
-    if path.is_dir():
-        if any(path.glob("*train*.bin")):
-            raise UserError(
-                f"{path} has token shards already: pass it to --data.source;"
-                " only text can be prepared"
-            )
-        files, skipped = folder_files(path, encoding)
-        name, ends_lines = path.resolve().name, True
-    else:
-        files, skipped = named_files(source, encoding)
-        name, ends_lines = path.name, len(files) > 1
-        if not files and not skipped and (len(path.parts) > 1 or path.suffix):
-            raise UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
-        if not files and not skipped:
-            raise unknown_name("corpus", source, NAMES, also="a file or a folder")
-    if not any(os.path.getsize(file.path) for file in files):
-        count = counted(len(skipped), "file")
-        why = f": no text in it; {count} skipped: {skipped[0]}" if skipped else " is empty"
-        raise UserError(f"source {source!r}{why}")
+    if path.is_dir() and any(path.glob("*train*.bin")):
+        raise UserError(
+            f"{path} has token shards already: pass it to --data.source; only text can be prepared"
+        )
+    files, skipped = list_files(source, encoding)
+    if not files:
+        raise _nothing_in(source, path, skipped)
     return Source(
-        name=_file_name(name),
+        name=_file_name(path.resolve().name if path.is_dir() else path.name),
         given=source,
         files=tuple(files),
-        ends_lines=ends_lines,
+        ends_lines=path.is_dir() or len(files) > 1,
         encoding=encoding,
         skipped=tuple(skipped),
     )
+
+
+def _nothing_in(source: str, path: Path, skipped: list[str]) -> UserError:
+    if skipped:
+        count = counted(len(skipped), "file")
+        return UserError(f"source {source!r}: no text in it; {count} skipped: {skipped[0]}")
+    if path.exists():
+        return UserError(f"source {source!r} is empty")
+    if len(path.parts) > 1 or path.suffix:
+        return UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
+    return unknown_name("corpus", source, NAMES, also="a file or a folder")
 
 
 def _file_name(name: str) -> str:

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data.prepare import documents, files
-from fastgpt.data.prepare import text as texts
-from fastgpt.data.prepare.documents import read_pieces, scan, source_size
-from fastgpt.data.prepare.files import opened
-from fastgpt.data.prepare.sources import find_source
+from fastgpt.data import local_files, reading
+from fastgpt.data.reading import opened, read_pieces, source_size
+from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
+from fastgpt.data.writing import scan
 from fastgpt.errors import UserError
 from tests.data.sets import PACKERS, gpt2_files, write_documents
 
@@ -35,7 +34,7 @@ MIXED = st.lists(
 def small(monkeypatch):
     """Makes every buffer so small that documents are cut wherever they can be."""
     for name, value in {"CHUNK_BYTES": 7, "ROWS": 2, "MAX_PIECE": 25}.items():
-        monkeypatch.setattr(documents, name, value)
+        monkeypatch.setattr(reading, name, value)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "bpe", "wordpiece"])
@@ -61,8 +60,8 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factor
     path = tmp_path_factory.mktemp("cut") / "x.txt"
     path.write_text("x" + text, encoding="utf-8", newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "CHUNK_BYTES", chunk)
-        patch.setattr(texts, "MOST_CONTROLS", 1)
+        patch.setattr(reading, "CHUNK_BYTES", chunk)
+        patch.setattr(reading, "MOST_CONTROLS", 1)
         parts = [piece.text for piece in pieces(path)]
     assert "".join(parts) == "x" + text
     expected = tokenizer.encode("x" + text).tolist()
@@ -95,7 +94,7 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
     text = "no newline\ntwo words\nnaïve\n"
     whole = text.encode() if raw else text
     assert whole[:0].join(piece.text for piece in found) == whole
-    assert [piece.file for piece in found if piece.begins] == [0, 1, 2]
+    assert [piece.place.file for piece in found if piece.begins] == [0, 1, 2]
     length, digest = scan(find_source(str(folder)), raw=raw)
     assert length == len(whole)
     assert digest == hashlib.sha256(text.encode()).hexdigest()
@@ -115,9 +114,9 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(
     tmp_path, monkeypatch, chunk, content, byte, offset
 ):
     (tmp_path / "x.txt").write_bytes(content)
-    monkeypatch.setattr(files, "SNIFFED_BYTES", 1)
-    monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
-    said = rf"x\.txt is not UTF-8 \(byte 0x{byte} at offset {offset}\): it may be in an older"
+    monkeypatch.setattr(local_files, "CHECKED_BLOCKS", 0)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    said = rf"x\.txt is not UTF-8 \(byte 0x{byte} at offset {offset}\): if it is text, pass"
     for raw in (False, True):
         with pytest.raises(UserError, match=said):
             pieces(tmp_path / "x.txt", raw=raw)
@@ -143,7 +142,7 @@ def test_every_format_gives_the_same_documents(written, small):
     found = pieces(path, **options)
     assert [piece.text for piece in found] == expected
     assert all(piece.begins for piece in found)
-    done = [piece.done for piece in found]
+    done = [piece.place.done for piece in found]
     assert done == sorted(done)
     assert done[-1] == source_size(find_source(str(path), **options))[0]
 
@@ -159,19 +158,19 @@ def test_reading_goes_on_after_any_piece(written, tmp_path, small):
         whole = list(read_pieces(source, raw=raw))
         assert len(whole) > 5
         for number, piece in enumerate(whole, start=1):
-            rest = list(read_pieces(source, raw=raw, file=piece.file, row=piece.row))
+            rest = list(read_pieces(source, raw=raw, start=piece.place))
             assert rest == whole[number:]
 
 
 def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
     path = write_documents(tmp_path / "x.parquet", ["a", None, "", None, "b"], field="content")
-    assert [(p.text, p.row) for p in pieces(path, field="content")] == [("a", 1), ("b", 5)]
+    assert [(p.text, p.place.row) for p in pieces(path, field="content")] == [("a", 1), ("b", 5)]
 
 
 def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
     lines = ['\ufeff{"text": "one"}\r\n', "\n", '{"n": 1, "text": "\\ud83d\\ude00\\ud800"}']
     (tmp_path / "x.jsonl").write_text("".join(lines), encoding="utf-8", newline="")
-    found = [(piece.text, piece.row) for piece in pieces(tmp_path / "x.jsonl")]
+    found = [(piece.text, piece.place.row) for piece in pieces(tmp_path / "x.jsonl")]
     assert found == [("one", 1), ("\U0001f600?", 3)]
 
 
@@ -182,11 +181,11 @@ def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
         (b'{"text": "caf\xe9"}', "is not JSON, .*0xe9"),
         (b'{"a":' * 10**5, "is not JSON, expected one object per line .*recursion"),
         (b'{"txt": "x", "n": 1}', "has no field 'text': .* with --field .fields: txt, n.$"),
-        (b'{"text": 1}', "field 'text' is a number, expected a string$"),
-        (b'{"text": ["x"]}', "field 'text' is an array, expected a string$"),
-        (b'["text"]', "is a JSON array; write one object per line$"),
-        (b"[", "is a JSON array; write one object per line$"),
-        (b'"text"', "is a string; write one object per line$"),
+        (b'{"text": 1}', "field 'text' is of type int, expected a string$"),
+        (b'{"text": ["x"]}', "field 'text' is of type list, expected a string$"),
+        (b'["text"]', "is of type list: expected one object per line$"),
+        (b"[", "is not JSON"),
+        (b'"text"', "is of type str: expected one object per line$"),
     ],
 )
 def test_line_that_is_no_document_is_named(tmp_path, line, complaint):
@@ -223,7 +222,7 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
 
 
 def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
-    monkeypatch.setattr(documents, "MAX_DOCUMENT", 100)
+    monkeypatch.setattr(reading, "MAX_DOCUMENT", 100)
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
     with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters after document 2:"):
         pieces(tmp_path / "x.txt", separator="--")
@@ -231,7 +230,7 @@ def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, mon
 
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.zst"])
 def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
-    noise = np.random.default_rng(0).bytes(4 * documents.CHUNK_BYTES).hex()  # it packs badly
+    noise = np.random.default_rng(0).bytes(4 * reading.CHUNK_BYTES).hex()  # it packs badly
     texts = [noise[i : i + 1000] for i in range(0, len(noise), 1000)]
     path = write_documents(tmp_path / name, texts, separator=" ")
     files = []
@@ -242,10 +241,25 @@ def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
             files.append(on_disk)
             yield stream, on_disk
 
-    monkeypatch.setattr(documents, "opened", remembered)
-    reading = read_pieces(find_source(str(path)), raw=False)
-    next(reading)
+    monkeypatch.setattr(reading, "opened", remembered)
+    found = read_pieces(find_source(str(path)))
+    next(found)
     [file] = files
-    assert 0 < file.raw.tell() <= 3 * documents.CHUNK_BYTES < path.stat().st_size
-    reading.close()
+    assert 0 < file.raw.tell() <= 3 * reading.CHUNK_BYTES < path.stat().st_size
+    found.close()
     assert file.closed
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_what_turns_into_something_else_is_named_with_the_place(tmp_path, monkeypatch, raw):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 100)
+    (tmp_path / "x.txt").write_bytes(b"One two three, four five.\n" * 19 + bytes(9) + b"more")
+    with pytest.raises(UserError, match=r"x\.txt is not text \(\d+% control .* offset 400 on"):
+        pieces(tmp_path / "x.txt", raw=raw)
+
+
+def test_line_of_json_without_end_is_named_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_LINE", 100)
+    write_documents(tmp_path / "x.jsonl.gz", ["short", "a" * 10**6])
+    with pytest.raises(UserError, match=r"line 2 is not JSON, .*Unterminated string"):
+        pieces(tmp_path / "x.jsonl.gz")
