@@ -65,30 +65,6 @@ def _draw_roofs(axes: Any, rows: list[Row]) -> None:
         axes.plot(x, [min(matmul, copy * i) / 1e12 for i in x], color="grey", linewidth=1)
 
 
-def bars(rows: list[Row], folder: Path, slug: str, op: str) -> str:
-    """Draws every implementation's time over ours by case and pass; above 1 ours is faster."""
-    ours = {
-        (r["case"], r["pass"]): r["device_s"]["p50"] for r in rows if r["implementation"] == "ours"
-    }
-    places = list(ours)
-    names = [n for n in dict.fromkeys(r["implementation"] for r in rows) if n != "ours"]
-    figure = Figure(figsize=(max(6, 0.55 * len(places)), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(len(names), 1)
-    for i, name in enumerate(names):
-        mine = [r for r in rows if r["implementation"] == name and (r["case"], r["pass"]) in ours]
-        x = [places.index((r["case"], r["pass"])) + (i + 0.5) * width - 0.4 for r in mine]
-        ratios = [r["device_s"]["p50"] / ours[r["case"], r["pass"]] for r in mine]
-        axes.bar(x, ratios, width, label=name)
-    axes.axhline(1, color="black", linewidth=1)
-    labels = [f"{case.split('/', 1)[1]} {which}" for case, which in places]
-    axes.set_xticks(range(len(places)), labels, rotation=35, ha="right", fontsize=7)
-    if names:
-        axes.legend(fontsize=7)
-    _tidy(axes, ylabel="time over ours", title=op)
-    return _save(figure, folder, f"{slug}-{op.replace('_', '-')}", op)
-
-
 def of_steps(rows: list[Row], folder: Path, slug: str) -> str:
     """Draws each implementation's tokens per second, and the time of its step by kind of kernel."""
     figure = Figure(figsize=(11, 0.6 + 0.4 * max(len(rows), 4)), layout="constrained")

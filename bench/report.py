@@ -118,7 +118,7 @@ def typical(rows: list[Row]) -> list[list[Row]]:
 
 
 def section(device: str, rows: list[Row], folder: Path) -> str:
-    """Writes the section of one device; each of its ops has a page in `folder`."""
+    """Writes the section of one device; the cases of its ops have a page in `folder`."""
     shown = newest(rows)
     slug = records.slug(device)
     on = next((row["on"] for row in rows if row.get("on")), "cpu")
@@ -142,17 +142,16 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         text += tables.parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
         text += "\n### Roofline\n\n" + plots.roofline(ops, folder, slug)
-    pages = []
-    for group in tables.grouped(ops, "op"):
-        op = group[0]["op"]
-        mine = [{**row, "link": os.path.relpath(row["path"], folder)} for row in group]
-        picture = plots.bars(mine, folder, slug, op).replace("(benchmarks/", "(")
-        page = folder / f"{slug}-{records.slug(op)}.md"
-        content = f"# {op} on {device}\n\n{GUIDE}\n\n{picture}\n{tables.op_table(mine, wanted)}"
+        page = folder / f"{slug}.md"
+        content = f"# Ops on {device}\n\n{GUIDE}\n"
+        names = []
+        for group in tables.grouped(ops, "op"):
+            names.append(group[0]["op"])
+            mine = [{**row, "link": os.path.relpath(row["path"], folder)} for row in group]
+            content += f"\n## {names[-1]}\n\n{tables.op_table(mine, wanted)}"
         page.write_text(content, encoding="utf-8")
-        pages.append(f"[{op}](benchmarks/{page.name})")
-    if pages:
-        text += f"\n### Ops\n\nEvery case and pass of {', '.join(pages)}.\n"
+        links = (f"[{op}](benchmarks/{page.name}#{op})" for op in names)
+        text += f"\n### Ops\n\nEvery case and pass of {', '.join(links)}.\n"
     if absent := tables.missing_table(shown):
         text += f"\n### Not measured\n\n{absent}"
     text += tables.other_tables(rows)

@@ -133,8 +133,8 @@ def test_the_same_records_give_the_same_files(tmp_path):
         report.write(results, tmp_path / name)
         files.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("**/*.*")})
     assert files[0] == files[1]
-    plots = [f"nvidia-h200-{plot}.png" for plot in ("attention", "roofline", "step")]
-    assert sorted(files[0]) == ["benchmarks.md", "nvidia-h200-attention.md", *plots]
+    plots = [f"nvidia-h200-{plot}.png" for plot in ("roofline", "step")]
+    assert sorted(files[0]) == ["benchmarks.md", *plots, "nvidia-h200.md"]
 
 
 def test_the_newest_records_of_stages_races_texts_and_data_are_shown(tmp_path):
