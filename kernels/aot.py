@@ -1,6 +1,6 @@
 """Compiles every shipped configuration of every kernel, without a GPU, and checks the machine code.
 
-    python -m kernels.aot [--arch 80 90] [--only TEXT ...] [--changed] [--static] [--json FILE]
+    python -m kernels.aot [--op norm] [--arch 80 90] [--only TEXT ...] [--changed] [--static]
 
 The `variants` of each op's `Spec` call its launchers with tensors on the meta device, and
 `runtime.launch` records what they would launch on a device of that arch, so what is compiled here
@@ -11,12 +11,12 @@ A configuration is chosen by a table or a rule for a kernel on an arch: block si
 a bound on registers. A variant is a configuration compiled for one dtype and set of options.
 
 The exit status is 1 for a spilled register, more shared memory than the arch has, a kernel without
-its declared instruction, and more registers or shared memory than recorded in kernels/proof/
-budget.json (kept for each minor version of Triton, whose ptxas decides; written by --record).
-The budget also keeps a fingerprint of each variant's sources and settings: --changed compiles the
-variants whose fingerprint differs, and one variant of each kernel and arch; on an arch without
-recorded budgets these alone. --static adds the load of each unit in each main loop and the speed
-limit that follows (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
+its declared instruction, and more registers, shared memory or instructions than recorded in
+kernels/proof/budget.json (kept for each minor version of Triton, whose ptxas decides; written by
+--record). The budget also keeps a fingerprint of each variant's sources and settings: --changed
+compiles the variants whose fingerprint differs, and one variant of each kernel and arch; on an arch
+without recorded budgets these alone. --static adds the load of each unit in each main loop and the
+speed limit that follows (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
 """
 
 import argparse
@@ -49,7 +49,7 @@ BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 Budget = dict[str, list[Any]]
 """Recorded resource use of each kernel variant, by `Row.key`: [registers per thread, bytes of
-shared memory, hash of the compiler's input]."""
+shared memory, instructions, hash of the compiler's input]."""
 
 
 def judge(row: Row, budget: Budget) -> list[str]:
@@ -63,11 +63,14 @@ def judge(row: Row, budget: Budget) -> list[str]:
         problems.append(f"{row.shared} bytes of shared memory > {limit}")
     if row.declared and not any(name.startswith(row.declared) for name in row.mma):
         problems.append(f"has no {row.declared}")
-    registers, shared = budget.get(row.key, (row.registers, row.shared))[:2]
-    if row.registers > registers:
-        problems.append(f"{row.registers} registers > {registers} recorded")
-    if row.shared > shared:
-        problems.append(f"{row.shared} bytes of shared memory > {shared} recorded")
+    used = {
+        "registers": row.registers,
+        "bytes of shared memory": row.shared,
+        "instructions": row.instructions,
+    }
+    for (what, n), recorded in zip(used.items(), budget.get(row.key, ())):
+        if n > recorded:
+            problems.append(f"{n} {what} > {recorded} recorded")
     return problems
 
 
@@ -91,11 +94,13 @@ def record(rows: Iterable[Row], path: Path) -> None:
             mine.setdefault(str(row.arch), {})[row.key] = [
                 row.registers,
                 row.shared,
+                row.instructions,
                 row.fingerprint,
             ]
     path.parent.mkdir(exist_ok=True)
     text = json.dumps(budgets, indent=1, sort_keys=True)
-    text = re.sub(r'\[\s+(\d+),\s+(\d+),\s+("\w*")\s+\]', r"[\1, \2, \3]", text)  # one line a row
+    one_line = r'\[\s+(\d+),\s+(\d+),\s+(\d+),\s+("\w*")\s+\]'
+    text = re.sub(one_line, r"[\1, \2, \3, \4]", text)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -146,6 +151,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--arch", type=family, nargs="+", default=ARCHS, choices=SHARED_LIMIT, help="GPU archs")
+    add("--op", nargs="+", metavar="OP", help="only the kernels of these folders, such as norm")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
     add("--changed", action="store_true", help="what changed, and one variant of each kernel")
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
@@ -163,6 +169,8 @@ def select(args: argparse.Namespace) -> list[Config]:
         warnings.filterwarnings("ignore", "attention was never tuned")
         collected = list(collect(variants, args.arch))
     configs = [c for c in collected if any(text in f"{c.kernel} {c.label}" for text in args.only)]
+    if args.op:
+        configs = [c for c in configs if c.launch.kernel.fn.__module__.split(".")[-2] in args.op]
     if args.changed:
         first = {id(c) for c in {(c.kernel, c.arch): c for c in reversed(configs)}.values()}
         recorded = read_budgets(args.budget).get(triton_minor(), {})
@@ -173,7 +181,7 @@ def select(args: argparse.Namespace) -> list[Config]:
 def changed(config: Config, recorded: dict[str, Budget]) -> bool:
     """Returns True if a variant of a recorded arch is new or has another input of the compiler."""
     rows = recorded.get(str(config.arch))
-    return rows is not None and rows.get(config.key, [])[2:] != [fingerprint(config)]
+    return rows is not None and rows.get(config.key, [])[3:] != [fingerprint(config)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,7 +191,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     configs = select(args)
     if not configs:
-        print(f"kernels.aot: no configuration matches --only {' '.join(args.only)}")
+        asked = f"--op {' '.join(args.op)}" if args.op else f"--only {' '.join(args.only)}"
+        print(f"kernels.aot: no configuration matches {asked}")
         return 2
     rows = list(compile_all(configs, args.jobs))
     for config, row in zip(configs, rows, strict=True):

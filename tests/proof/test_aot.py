@@ -81,7 +81,7 @@ def faults(tmp_path_factory):
     """Runs the command over faulty kernels, with a budget of one register for the sound one."""
     folder = tmp_path_factory.mktemp("faults")
     budget = folder / "budget.json"
-    record([Row("_square_kernel", 90, "sound", registers=1, shared=1)], budget)
+    record([Row("_square_kernel", 90, "sound", registers=1, shared=1, instructions=1)], budget)
     code, printed, rows = aot(folder, *FAULTS, "--arch", "90", "--budget", str(budget))
     return code, printed, {r["config"]: r for r in rows}
 
@@ -91,7 +91,11 @@ FOUND = {
     "too much shared memory": [" bytes of shared memory > 232448"],
     "small for its instruction": ["has no HGMMA"],
     "broken": ["NameError('no_such_name is not defined')"],
-    "sound": [" registers > 1 recorded", " bytes of shared memory > 1 recorded"],
+    "sound": [
+        " registers > 1 recorded",
+        " bytes of shared memory > 1 recorded",
+        " instructions > 1 recorded",
+    ],
 }
 
 
@@ -160,21 +164,31 @@ def test_shared_memory_moves_128_bytes_a_clock(op, wavefronts):
     assert loop.wavefronts == 20 * wavefronts
 
 
-def test_less_than_the_budget_is_no_fault():
-    row = Row("k", 90, "c", registers=10, shared=100)
-    budgets = ({"k c": [10, 100, ""]}, {"k c": [11, 101, ""]}, {})
-    assert [judge(row, budget) for budget in budgets] == [[], [], []]
+@pytest.mark.parametrize(
+    ("recorded", "problems"),
+    [
+        ([10, 100, 1000], []),
+        ([11, 101, 1001], []),
+        (None, []),
+        ([9, 100, 1000], ["10 registers > 9 recorded"]),
+        ([10, 99, 1000], ["100 bytes of shared memory > 99 recorded"]),
+        ([10, 100, 999], ["1000 instructions > 999 recorded"]),
+    ],
+)
+def test_only_more_than_the_budget_is_a_fault(recorded, problems):
+    row = Row("k", 90, "c", registers=10, shared=100, instructions=1000)
+    assert judge(row, {"k c": [*recorded, ""]} if recorded else {}) == problems
 
 
 def test_recording_keeps_the_other_rows(tmp_path):
     path = tmp_path / "budget.json"
-    path.write_text('{"0.1": {"90": {"k c": [1, 2, "a"]}}}')
-    good = Row("k", 90, "c", registers=10, shared=100, fingerprint="b")
+    path.write_text('{"0.1": {"90": {"k c": [1, 2, 3, "a"]}}}')
+    good = Row("k", 90, "c", registers=10, shared=100, instructions=7, fingerprint="b")
     record([good, Row("k", 80, "d", error="?")], path)
     record([Row("k", 90, "d", registers=20, shared=200)], path)
     assert read_budgets(path) == {
-        "0.1": {"90": {"k c": [1, 2, "a"]}},
-        triton_minor(): {"90": {"k c": [10, 100, "b"], "k d": [20, 200, ""]}},
+        "0.1": {"90": {"k c": [1, 2, 3, "a"]}},
+        triton_minor(): {"90": {"k c": [10, 100, 7, "b"], "k d": [20, 200, 0, ""]}},
     }
 
 
