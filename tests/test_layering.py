@@ -1,6 +1,7 @@
-"""Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {train.py, bench} <- tests.
+"""Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {bench, train.py} <- tests.
 
-Inside of fastgpt they go down the floors of `ROOMS`.
+The scripts of examples/ import fastgpt alone. Inside of fastgpt, imports go down the floors of
+`ROOMS`.
 """
 
 import ast
@@ -21,6 +22,7 @@ FIRST_PARTY = {
     "fastgpt": {"fastgpt"},
     "train": {"train", "fastgpt"},
     "bench": {"bench", "fastgpt"},
+    "examples": {"fastgpt"},
     "tests": {"tests", "bench", "train", "fastgpt"},
 }
 # The rooms of fastgpt by floor: each imports of the floors above it in this list, and of itself.
@@ -39,7 +41,7 @@ ROOMS = (
     "cli",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
-PROJECT = {"tests", "bench", "train", "fastgpt", "kernels"}
+PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels"}
 KERNELS_THIRD_PARTY = {"torch", "triton", "numpy"}
 
 
@@ -173,6 +175,7 @@ def test_a_seeded_import_of_a_higher_floor_is_caught(tmp_path, file, source, cau
         ("fastgpt/a.py", "__import__('bench')", "bench"),
         ("bench/a.py", "import train", "train"),
         ("train.py", "from bench import run", "bench"),
+        ("examples/a.py", "from bench import run", "bench"),
     ],
 )
 def test_a_seeded_violation_alone_is_caught(tmp_path, file, source, caught):

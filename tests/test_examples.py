@@ -1,0 +1,49 @@
+"""Each script of examples/ runs, with a text and settings that take a moment."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, ended
+
+pytestmark = pytest.mark.slow
+
+# Arguments, and what the last line of the output must be. They run in this order, in one folder.
+EXAMPLES = {
+    "train_your_text.py": ("mybook.txt --steps 2 --out run", "The "),
+    "own_dataset.py": ("--steps 2 --out sums", r"\d+ of 1000 answers are right"),
+    "own_kernel.py": ("", r"loss \d\.\d+, of a model with <function gelu at \w+>"),
+    "fine_tune.py": ("run chats.jsonl --steps 2 --out chat", "to train longer: "),
+    "load_into_transformers.py": ("run hf", "The "),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("examples")
+    (path / "mybook.txt").write_text(200 * "the cat sat on the mat, and the dog sat on the log.\n")
+    (path / "chats.jsonl").write_text(4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
+    return path
+
+
+@pytest.mark.xdist_group("examples")  # two of them read what the first one writes
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name, folder):
+    arguments, said = EXAMPLES[name]
+    script = ROOT / "examples" / name
+    environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = ended(sys.executable, script, *arguments.split(), cwd=folder, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"^{said}", done.stdout, re.M), done.stdout
+
+
+def test_every_example_is_run_short_and_says_how_to_run_it():
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert {script.name for script in scripts} == EXAMPLES.keys()
+    for script in scripts:
+        text = script.read_text()
+        assert len(text.splitlines()) <= 70, script.name
+        assert f"    python examples/{script.name}" in text.split('"""')[1]
