@@ -5,14 +5,15 @@
 #   PYTHON=exe   the Python that makes the environment (python3)
 #   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
 #   ARGS="..."   handed on to the command that the target runs
+#   OP=norm      the folder of kernels/ that `make op` checks; ARCH="80 90" compiles it for these
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full parity parity-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
-.PHONY: .check-python .check-extras .new-venv
+.PHONY: help setup train test test-full op budget parity parity-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
 # --- environment -------------------------------------------------------------------------------
@@ -84,6 +85,14 @@ executed := tests/kernels tests/proof/execute -m "not gpu and not slow" -n auto 
 ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
 
+ops := $(patsubst kernels/%/spec.py,%,$(wildcard kernels/*/spec.py))
+conformance := -m pytest -q tests/kernels/test_conformance.py --op $(OP) -n auto --maxprocesses 4
+has_kernels = $(shell grep -l '^@triton.jit' kernels/$(OP)/*.py)
+ARCH ?= 90
+
+.check-op:
+	@$(if $(filter $(ops),$(OP)),,$(call fail,OP=$(OP) is no op; expected one of: $(ops)))
+
 # --- targets -----------------------------------------------------------------------------------
 
 help: ## list the targets
@@ -101,6 +110,17 @@ test: $(call env,dev) ## run the tests that this machine can run, but for the sl
 
 test-full: $(call env,dev) ## run all tests that this machine can run
 	$(PY) -m pytest -q -n auto --maxprocesses 4 $(ARGS)$(call then_on_cuda,gpu)
+
+op: .check-op $(call env,dev) ## check one op in a minute: lint, conformance, compiled cases, registers; OP=norm
+	$(PY) -m ruff check kernels/$(OP)
+	$(PY) -m ruff format --check kernels/$(OP)
+	$(PY) -m pyright --pythonpath "$$(command -v $(PY))" fastgpt/kernels/$(OP)
+	$(PY) $(conformance) -m "not gpu" -k "not fp16" --dist worksteal --durations 3 $(ARGS)
+	$(if $(has_kernels),$(PY) $(conformance) -m quick --execute sm_90)
+	$(if $(has_kernels),$(PY) -m kernels.aot --op $(OP) --arch $(ARCH) --changed)
+
+budget: $(call env,dev) ## do changed kernels need more registers, memory or instructions? (ARGS=--record accepts it)
+	$(PY) -m kernels.aot --changed $(ARGS)
 
 parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their compiled code on the CPU
 	$(PY) -m pytest -q $(if $(cuda),$(on_cuda) gpu,$(executed) -k "not fp16" --execute sm_80,sm_90) $(ARGS)

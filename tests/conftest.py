@@ -45,6 +45,8 @@ IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run the kernels' tests without a GPU on code compiled for archs, such as sm_80,sm_90"
     parser.addoption("--execute", metavar="ARCHS", type=archs, help=text)
+    text = "of the kernels' tests a short selection for the ops in kernels/OP, such as norm"
+    parser.addoption("--op", metavar="OP", help=text)
     text = "file for a line of JSON for each test that --execute runs"
     parser.addoption("--record", metavar="FILE", help=text)
 

@@ -54,6 +54,11 @@ class Checkout:
             (self.bin / name).write_text(script)
             (self.bin / name).chmod(0o755)
 
+    def add_op(self, name: str) -> None:
+        spec = self.root / "kernels" / name / "spec.py"
+        spec.parent.mkdir(parents=True)
+        spec.write_text("@triton.jit\n")
+
     def make(self, args: str, fails: str | None = None, **environ: object) -> list[str]:
         """Returns the arguments of Python in `make`; with `fails` it must fail and print that."""
         (self.folder / "log").write_text("")
@@ -136,8 +141,9 @@ def test_a_broken_environment_is_made_anew(checkout, damage):
     assert checkout.make("setup") == [VENV, DEV]
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS - {"help", "clean"}))
+@pytest.mark.parametrize("target", [*sorted(TARGETS - {"help", "clean", "op"}), "op OP=norm"])
 def test_venv_and_python_are_honoured(checkout, target):
+    checkout.add_op("norm")
     made, _, *work = checkout.make(f"{target} VENV=env")
     assert made == "-m venv env"
     (checkout.bin / "python3").unlink()
@@ -171,6 +177,16 @@ def test_an_extra_that_does_not_exist_is_named_beside_those_that_do(checkout):
     extras = " ".join(project["optional-dependencies"])
     message = f"error: there is no extra foo; expected some of: {extras}\n"
     assert checkout.make("setup EXTRAS=dev,foo", fails=message) == []
+    assert not (checkout.root / ".venv").exists()
+
+
+@pytest.mark.parametrize("args", ["op", "op OP=nrom", "op OP=proof"])
+def test_an_op_that_does_not_exist_is_named_beside_those_that_do(checkout, args):
+    checkout.add_op("norm")
+    checkout.add_op("rotary")
+    given = args.partition(" ")[2] or "OP="
+    message = f"error: {given} is no op; expected one of: norm rotary\n"
+    assert checkout.make(args, fails=message) == []
     assert not (checkout.root / ".venv").exists()
 
 

@@ -1,8 +1,10 @@
 """Fixtures of all kernel tests; with --execute, the choice of those that run compiled kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that show nothing of the kernels, if these are to be executed."""
-    if not config.getoption("execute"):
-        return
+    """Leaves out tests of other ops than --op, and with --execute what shows nothing of kernels."""
     here = Path(__file__).parent
-    left_out = [x for x in items if here in x.path.parents and not shows_kernels(x)]
+    keeps = []
+    if config.getoption("execute"):
+        keeps.append(shows_kernels)
+    if op := config.getoption("op"):
+        specs = import_module(f"fastgpt.kernels.{op}.spec").SPECS
+        keeps.append(partial(is_of, {spec.name: spec for spec in specs}))
+    left_out = [x for x in items if here in x.path.parents and not all(k(x) for k in keeps)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
@@ -43,10 +49,25 @@ AROUND_KERNELS = {
 """Conformance checks of the Python code that surrounds an op's kernels."""
 
 
+def is_of(specs: Mapping[str, Any], item: pytest.Item) -> bool:
+    """Returns True for the conformance tests of these ops, each check on one problem alone."""
+    from tests.kernels import conformance  # not at the top, as below
+
+    params = parameters(item)
+    spec = specs.get(params.get("name", ""))
+    return spec is not None and (
+        "check" not in params or params["label"] == conformance.structural(spec)[0]
+    )
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def shows_kernels(item: pytest.Item) -> bool:
     """Returns True if a test runs kernels, on its `device` or as its `kernels`, and checks them."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    params = parameters(item)
     if "plain" in fixtures or params.get("kernels") == "plain":
         return False
     if getattr(params.get("check"), "__name__", "") in AROUND_KERNELS:

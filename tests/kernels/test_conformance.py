@@ -13,16 +13,18 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PROVED = {name: conformance.careful(spec) for name, spec in SPECS.items() if not spec.random}
 
 
-def brief(spec, label, dtype):
-    """Marks the structural problems of an op, in two dtypes."""
-    return [pytest.mark.brief] * (label in conformance.structural(spec) and dtype != "fp16")
+def marks(spec, label, dtype):
+    """Marks the structural problems of an op, in two dtypes, and its typical problem in bf16."""
+    brief = label in conformance.structural(spec) and dtype != "fp16"
+    quick = label == next(iter(spec.problems)) and dtype == "bf16"
+    return [pytest.mark.brief] * brief + [pytest.mark.quick] * quick
 
 
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
     [
         pytest.param(
-            name, label, dtype, id=f"{name}-{label}-{short}", marks=brief(spec, label, short)
+            name, label, dtype, id=f"{name}-{label}-{short}", marks=marks(spec, label, short)
         )
         for name, spec in PROVED.items()
         for label in spec.problems
