@@ -15,6 +15,8 @@ from fastgpt.errors import UserError
         ("bench.step", "--starts 3", "invalid choice '3' for argument '--starts'"),
         ("bench.race", "", "Missing from python -m bench.race: --nanogpt PATH"),
         ("bench.reproduce", "--device gpu", "invalid choice 'gpu' for argument '--device'"),
+        ("bench.host", "--calls 0", "--calls is 0"),
+        ("bench.host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
     ],
 )
 def test_wrong_arguments_get_one_line(name, argv, message):

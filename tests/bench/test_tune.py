@@ -99,20 +99,18 @@ def test_what_costs_more_is_predicted_to_take_longer(less, more):
     assert milliseconds(more, META, 16) > milliseconds(less, META, 16)
 
 
-def test_a_pass_of_few_instructions_waits_for_operands():
-    """The predicted time equals one computed by hand: a tile of 128 x 32 reads for 320 clocks."""
-    clocks = sum(passes(1024, 128, 32, True, None)) * 320 + 8 * FIRST_TILE / 2
-    expected = 16 * 12 * clocks / 132 / 1.83e6
-    assert milliseconds(row(issued=1), {**META, "BLOCK_N": 32}, 16) == pytest.approx(expected)
-
-
-def test_a_pass_of_few_instructions_waits_for_l2():
-    """The predicted time equals one computed by hand from the fp32 keys and values of a pass."""
-    device = DEVICES[89]
-    tiles = sum(passes(1024, 128, 64, True, None))
-    clocks = tiles * 2 * 64 * 64 * 4 / device.l2 + 8 * FIRST_TILE / 2
-    expected = 16 * 12 * clocks / device.multiprocessors / device.ghz / 1e6
-    assert milliseconds(row(issued=1, arch=89), META, 32) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("arch", "N", "bits", "clocks"),
+    [(90, 32, 16, 320), (89, 64, 32, 2 * 64 * 64 * 4 / DEVICES[89].l2)],
+    ids=["operands in shared memory", "keys and values from L2"],
+)
+def test_a_pass_of_few_instructions_waits(arch, N, bits, clocks):
+    """The predicted time equals one computed by hand."""
+    device = DEVICES[arch]
+    total = sum(passes(1024, 128, N, True, None)) * clocks + 8 * FIRST_TILE / 2
+    expected = 16 * 12 * total / device.multiprocessors / device.ghz / 1e6
+    found = milliseconds(row(issued=1, arch=arch), {**META, "BLOCK_N": N}, bits)
+    assert found == pytest.approx(expected)
 
 
 def test_nothing_is_predicted_of_an_unknown_arch_or_without_loops():
