@@ -230,7 +230,6 @@ def test_manifest_tells_what_is_there(prepared, tmp_path):
         for shard in entry["shards"]:
             data = (out / shard["file"]).read_bytes()
             assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-            assert shard["crc32"] == [zlib.crc32(data)]
             assert shard["tokens"] == (len(data) - 1024) // 2
         assert {shard["tokens"] for shard in entry["shards"][:-1]} == {1000}
     assert manifest["source"]["held_out"] == "hash"
