@@ -134,9 +134,12 @@ def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, ca
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("", "missing SOURCE and --out; --help describes the arguments"),
-        ("x.txt", "missing --out; --help describes the arguments"),
-        ("x.txt --out o --workers many", "--workers: expected an integer or None, got 'many'"),
+        ("", "Missing from python -m fastgpt.prepare: SOURCE --out PATH"),
+        ("x.txt", "Missing from python -m fastgpt.prepare: --out PATH"),
+        (
+            "x.txt --out o --workers many",
+            "--workers: no type matching {None}|INT could be instantiated from ['many'].",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line(argv, said, capfd):

@@ -7,7 +7,7 @@ import pytest
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.parallel import distributed, watchdog
+from fastgpt.parallel import failure, watchdog
 from fastgpt.parallel.watchdog import Watchdog
 from tests.runs import torchrun
 
@@ -55,7 +55,7 @@ def test_a_rank_that_sleeps_in_its_data_ends_all_and_the_stacks_of_all_are_there
 def ended(monkeypatch):
     """Reports that were asked for, in place of the end of this process."""
     asked = []
-    monkeypatch.setattr(distributed, "end_stalled", asked.append)
+    monkeypatch.setattr(failure, "end_stalled", asked.append)
     monkeypatch.setattr(watchdog, "SLOW_S", 0.6)
     return asked
 

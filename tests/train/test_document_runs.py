@@ -8,7 +8,6 @@ import requests
 import torch
 
 from fastgpt.cli import parse
-from fastgpt.data import download
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
 from fastgpt.train.metrics import read_records
@@ -43,7 +42,7 @@ def documents(folder):
 @pytest.mark.parametrize("flags", ["", "--model.vocab-size 50257", "--data.align document"])
 def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch, flags):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
-    monkeypatch.setattr(download, "_download", mock.Mock(side_effect=requests.ConnectionError))
+    monkeypatch.setattr(requests.Session, "get", mock.Mock(side_effect=requests.ConnectionError))
     write_documents(tmp_path / "x.jsonl", texts(400))
     argv = tiny(f"--data.source {tmp_path / 'x.jsonl'}", flags)
     with (
