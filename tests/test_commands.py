@@ -39,7 +39,7 @@ SHORTER = [
     (r"^(torchrun.*)=8", r"\1=2"),
     (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)| -m ).)*$", rf"\g<0>{TINY}"),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
-    (r"^make (test|test-full)(?= |$)", r"\g<0> ARGS='-n0 tests/test_layering.py'"),
+    (r"^make (test|test-full)( ARGS=.*)?$", r"make \1 ARGS='-n0 tests/test_layering.py'"),
     (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
     (r"^make budget$", "make budget ARGS='--only _norm_sum --arch 90'"),
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
