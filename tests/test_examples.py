@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,23 +20,16 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("examples")
-    (path / "mybook.txt").write_text(200 * "the cat sat on the mat, and the dog sat on the log.\n")
-    (path / "chats.jsonl").write_text(4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
-    return path
-
-
-@pytest.mark.xdist_group("examples")  # two of them read what the first one writes
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs(name, folder):
-    arguments, said = EXAMPLES[name]
-    script = ROOT / "examples" / name
+def test_the_examples_run_one_after_the_other(tmp_path):
+    (tmp_path / "mybook.txt").write_text(200 * "the cat sat on the mat, and the dog on the log.\n")
+    chats = 4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (tmp_path / "chats.jsonl").write_text(chats)
     environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = ended(sys.executable, script, *arguments.split(), cwd=folder, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"^{said}", done.stdout, re.M), done.stdout
+    for name, (arguments, said) in EXAMPLES.items():
+        script = ROOT / "examples" / name
+        done = ended(sys.executable, script, *arguments.split(), cwd=tmp_path, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(rf"^{said}", done.stdout, re.M), done.stdout
 
 
 def test_every_example_is_run_short_and_says_how_to_run_it():
