@@ -18,7 +18,7 @@ class Range:
     """Bounds of a number, declared at its field, as in `lr: Annotated[float, POSITIVE] = 6e-4`."""
 
     words: str
-    """What is expected, for the error."""
+    """Words for the error: the number that is expected."""
     gt: float = -INFINITE
     ge: float = -INFINITE
     lt: float = INFINITE

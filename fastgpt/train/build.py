@@ -60,14 +60,14 @@ class Restored:
     path: Path | None = None
     """Checkpoint that was resumed; None: there is none."""
     state: dict[str, Any] | None = None
-    """What the checkpoint holds besides weights and the state of the optimizers."""
+    """State in the checkpoint, without weights and the state of the optimizers."""
     changes: tuple[str, ...] = ()
     """Settings that differ from those of the checkpoint, as `name old -> new`."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a plan was built into."""
+    """Parts of a run that were built from its plan."""
 
     network: Network
     optimizers: Optimizers

@@ -39,7 +39,7 @@ class Bug:
     pattern: str
     new: Callable[[re.Match[str]], str]
     place: int
-    """Which of the places that the pattern finds."""
+    """Number of the place, of those that the pattern finds."""
     op: str
     problem: str | Problem
     dtype: torch.dtype = torch.bfloat16
