@@ -35,7 +35,7 @@ ONE_CASE = '"test_parity and rotary-grouped-fp32 and sm_90"'
 SHORTER = [
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
     (r" --epochs \S+", ""),
-    (r" PYTHON=\S+", ""),
+    (r" (VENV|PYTHON)=\S+", ""),
     (r"^(torchrun.*)=8", r"\1=2"),
     (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)| -m ).)*$", rf"\g<0>{TINY}"),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
