@@ -15,6 +15,7 @@ from fastgpt.config import flags
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.config.saved import CONVERTED, saved_config
+from fastgpt.convert.source import Source, read
 from fastgpt.device import device
 from fastgpt.display import command, duration
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
@@ -23,6 +24,7 @@ from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import failure, signals
 from fastgpt.run.directory import find_run
 from fastgpt.terminal import print_text
+from fastgpt.train.init_from import check_architecture, with_architecture
 
 FIRST = (
     "data.source", "steps", "model.num_layers", "model.dim", "model.context",
@@ -39,11 +41,11 @@ speed is not measured first."""
 def main() -> None:
     """Runs train.py with the arguments of this process."""
     with failure.abort_all_ranks(), shown_in_one_line():
-        config = parse(sys.argv[1:])
+        config, source = parse_with_source(sys.argv[1:])
         check_duration(config)
         from fastgpt.train.trainer import Trainer  # slow to import: not for --help or wrong flags
 
-        trainer = Trainer(config)
+        trainer = Trainer(config, source=source)
         trainer.fit()
         trainer.display.output.close()
         if trainer.requeue:  # torchrun sends SIGTERM as soon as one rank has left with that status
@@ -62,6 +64,14 @@ def parse(argv: Sequence[str]) -> Config:
     Raises:
         UserError: unknown recipe or flag, or an impossible value.
     """
+    return parse_with_source(argv)[0]
+
+
+def parse_with_source(argv: Sequence[str]) -> tuple[Config, Source | None]:
+    """Parses as `parse` does; also returns the model that --init-from names.
+
+    Its architecture decides the defaults of the other flags, so it is opened here, once.
+    """
     if "--list-recipes" in argv:
         print_text(flags.table([(name, about) for name, (about, _) in RECIPES.items()]))
         sys.exit()
@@ -75,27 +85,27 @@ def parse(argv: Sequence[str]) -> Config:
     found = None if early.resume is None else find_run(early.resume, early.run_dir, recipe)
     if found is None:
         return _new_run(recipe, early.init_from, given, asked)
-    run, source = found
+    run, checkpoint = found
     saved = saved_config(run)
     _check_resumed(run, saved, early)
     if named and saved.recipe != recipe:
         raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, not {recipe!r}")
     config = _flags(saved, [*asked, *given], f"the run {run}")
-    return replace(config, run_dir=config.run_dir or run, resume=str(source))
+    return replace(config, run_dir=config.run_dir or run, resume=str(checkpoint)), None
 
 
-def _new_run(recipe: str, init_from: str | None, given: list[str], asked: list[str]) -> Config:
+def _new_run(
+    recipe: str, init_from: str | None, given: list[str], asked: list[str]
+) -> tuple[Config, Source | None]:
     about, default = RECIPES[recipe]
     of = f"recipe {recipe}: {about}"
     init_from = default.init_from if init_from is None else init_from
     if init_from in (None, "None") or asked:
-        return _flags(default, [*asked, *given], of)
-    from fastgpt.train.init_from import check_architecture, with_architecture  # slow to import
-
-    default = with_architecture(default, init_from)
-    config = _flags(default, given, of)
-    check_architecture(config, default.model)
-    return config
+        return _flags(default, [*asked, *given], of), None
+    source = read(init_from)
+    config = _flags(with_architecture(default, init_from, source.config), given, of)
+    check_architecture(config, source.config)
+    return config, source
 
 
 def _check_resumed(run: Path, saved: Config, early: argparse.Namespace) -> None:

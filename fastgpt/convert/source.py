@@ -131,14 +131,14 @@ def _of_run(path: Path) -> Source:
             weights=found.weights,
             tokenizer=load_tokenizer(saved) if saved.exists() else None,
             warnings=complaints,
-            hf_sidecars=_sidecars(others) if others.exists() else {},
+            hf_sidecars=read_sidecars(others),
         )
     )
 
 
-def _sidecars(path: Path) -> dict[str, str]:
-    """Reads the files that a conversion kept: their names and texts."""
-    found = _json(path)
+def read_sidecars(path: Path) -> dict[str, str]:
+    """Reads the files that a conversion kept in `huggingface.json`, if any: names and texts."""
+    found = _json(path) if path.exists() else {}
     if not all(isinstance(text, str) for text in found.values()):
         raise UserError(f"{path} is damaged: expected names of files and their texts")
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.config.config import Config
+from fastgpt.convert.source import Source
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches
@@ -225,18 +226,22 @@ class Engine:
 
 
 def build_engine(
-    config: Config, warn: Callable[[str], None] = print, data: Data | None = None
+    config: Config,
+    warn: Callable[[str], None] = print,
+    data: Data | None = None,
+    source: Source | None = None,
 ) -> Engine:
     """Builds the engine of a run from its settings: `resolve`, then `build`.
 
     Args:
         warn: called on the main rank with each warning, one line long.
         data: own data sets, in place of what `config.data` names.
+        source: the model that `config.init_from` names, if it is open already.
 
     Raises:
         UserError: the settings, the data, the device and the checkpoint do not fit together.
     """
-    plan = resolve(config, warn, data)
+    plan = resolve(config, warn, data, source)
     return Engine(plan, build(plan, warn), warn)
 
 

@@ -9,7 +9,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import Source, read
+from fastgpt.convert.source import Source, read, read_sidecars
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -25,16 +25,12 @@ FREE = (*OWN, "context", "document_mask", "eot_id", "init")
 """Settings that flags may change, since they decide no weight, or which of them are used."""
 
 
-def with_architecture(default: Config, init_from: str) -> Config:
+def with_architecture(default: Config, init_from: str, found: ModelConfig) -> Config:
     """Returns a recipe's settings with the architecture of the model that `init_from` names.
 
     The batch has as many whole sequences of that model's context as the recipe's tokens make.
-
-    Raises:
-        UserError: there is no such model, or ours cannot express it.
     """
-    source = read(init_from)
-    model = replace(source.config, **{name: getattr(default.model, name) for name in OWN})
+    model = replace(found, **{name: getattr(default.model, name) for name in OWN})
     sequences = max(1, default.train.batch_tokens // model.context)
     train = replace(default.train, batch_tokens=sequences * model.context)
     return replace(default, init_from=init_from, model=model, train=train)
@@ -52,15 +48,18 @@ def check_architecture(config: Config, source: ModelConfig) -> None:
         raise UserError(f"{asked}: expected at most {most}, as {config.init_from} has positions")
 
 
-def source_of(config: Config, warn: Warn) -> Source | None:
-    """Reads the model that a run starts from; None if there is none, or a checkpoint is resumed.
+def source_of(config: Config, opened: Source | None, warn: Warn) -> Source | None:
+    """Returns the model that a run starts from; None if there is none, or a checkpoint is resumed.
+
+    Args:
+        opened: that model, if it is open already.
 
     Raises:
         UserError: as `read`.
     """
     if config.init_from is None or (config.resume is not None and directory.resumes(config.resume)):
         return None
-    source = read(config.init_from)
+    source = opened or read(config.init_from)
     for warning in source.warnings:
         warn(warning)
     return source
@@ -79,7 +78,7 @@ def with_tokenizer(config: Config, source: Source | None) -> DataConfig:
         return config.data
     if source is None:
         assert config.resume is not None
-        tokenizer = _resumed_tokenizer(Path(config.resume))
+        tokenizer = load_tokenizer(_side_file(Path(config.resume), TOKENIZER_FILE))
     elif source.tokenizer is None:
         raise UserError(
             f"{source.path} has no tokenizer: pass the one that it was trained with,"
@@ -98,10 +97,11 @@ def with_tokenizer(config: Config, source: Source | None) -> DataConfig:
     return replace(config.data, tokenizer=str(path))
 
 
-def _resumed_tokenizer(resume: Path) -> Tokenizer:
+def _side_file(resume: Path, name: str) -> Path:
+    """Returns the path of a checkpoint's file; of a run, that of its newest one that has it."""
     checkpoints = [resume, *reversed(checkpoint.steps_on_disk(resume / "checkpoints"))]
-    paths = [path / TOKENIZER_FILE for path in checkpoints]
-    return load_tokenizer(next((path for path in paths if path.is_file()), paths[0]))
+    paths = [path / name for path in checkpoints]
+    return next((path for path in paths if path.is_file()), paths[0])
 
 
 def chat_template(config: Config, source: Source | None) -> Template:
@@ -112,7 +112,7 @@ def chat_template(config: Config, source: Source | None) -> Template:
     """
     kept = {} if source is None else dict(source.hf_sidecars)
     if config.resume is not None and directory.resumes(config.resume):
-        kept = read(config.resume).hf_sidecars
+        kept = read_sidecars(_side_file(Path(config.resume), "huggingface.json"))
     elif config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         try:

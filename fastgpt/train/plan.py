@@ -67,12 +67,15 @@ class Plan:
         return self.sharded or self.world.non_dp_size > 1
 
 
-def resolve(config: Config, warn: Warn = print, data: Data | None = None) -> Plan:
+def resolve(
+    config: Config, warn: Warn = print, data: Data | None = None, source: Source | None = None
+) -> Plan:
     """Decides what a run's settings leave open; a collective operation of the ranks.
 
     Args:
         warn: called on the main rank with each warning, one line long.
         data: own data sets, in place of what `config.data` names.
+        source: the model that `config.init_from` names, if it is open already.
 
     Raises:
         UserError: the settings, the data, the model to start from and the device do not fit
@@ -89,7 +92,7 @@ def resolve(config: Config, warn: Warn = print, data: Data | None = None) -> Pla
     choose.require_toolchain(config.ops, on)
     if note:
         warn(note)
-    source = init_from.source_of(config, warn)
+    source = init_from.source_of(config, source, warn)
     opened = open_for_run(config, data, source, world, warn)
     if data is not None:  # no text that a later run could find
         own = replace(config.data, source=data.name)

@@ -15,6 +15,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.async_saver import Saver
 from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.config import Config, to_json
+from fastgpt.convert.source import Source
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, short
@@ -43,6 +44,7 @@ class Trainer:
     Args:
         config: settings of the run.
         data: own data sets, in place of what `config.data` names.
+        source: the model that `config.init_from` names, if it is open already.
 
     Raises:
         UserError: the config or the data cannot work; raised before any training.
@@ -59,7 +61,9 @@ class Trainer:
     >>> model, tokenizer = fastgpt.load(trainer.run_dir)
     """
 
-    def __init__(self, config: Config, data: Data | None = None) -> None:
+    def __init__(
+        self, config: Config, data: Data | None = None, source: Source | None = None
+    ) -> None:
         self.display = Display()
         self.world = distributed.start(device.pick_device(config.train.device))
         if not self.world.is_main:
@@ -71,7 +75,7 @@ class Trainer:
             cleanup.callback(self._unlock)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
-            self.engine = build_engine(config, self.display.warn, data)
+            self.engine = build_engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
             self._check_integrity()

@@ -14,6 +14,7 @@ from fastgpt.cli import main, parse
 from fastgpt.config.config import from_json
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
+from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
@@ -41,6 +42,20 @@ def begins_with_the_loss_of(engine, logits):
     with torch.no_grad():
         expected = F.cross_entropy(logits(x).flatten(0, 1), y.flatten())
         torch.testing.assert_close(engine.model(x, y), expected, rtol=1e-5, atol=0)
+
+
+def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
+    times = []
+
+    def counted(source):
+        times.append(source)
+        return read(source)
+
+    for place in ("fastgpt.cli.read", "fastgpt.train.init_from.read"):
+        monkeypatch.setattr(place, counted)
+    monkeypatch.setattr("sys.argv", ["train.py", *argv(hf, "--steps 1")])
+    main()
+    assert times == [str(hf)]
 
 
 @pytest.mark.parametrize("context", [CONTEXT, 16])
