@@ -1,6 +1,9 @@
 """The page about the Python API matches the docstrings, whose examples run."""
 
 import doctest
+import json
+import os
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -13,6 +16,7 @@ from fastgpt.errors import UserError
 from fastgpt.ops.tables import select
 from tests import api
 from tests.convert.models import saved_run
+from tests.processes import ROOT, ended
 
 
 def test_the_page_is_current():
@@ -37,6 +41,49 @@ def test_the_examples_run(name, tmp_path, monkeypatch, one_thread):
     [failed, tried] = runner.run(found[0], out=said.append)
     assert tried
     assert not failed, "".join(said)
+
+
+USE = """# pyright: strict
+import fastgpt
+from fastgpt.config import DataConfig, TrainConfig
+from torch import Tensor
+
+model = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=16)
+config = fastgpt.Config(model=model, data=DataConfig(source="mine.txt"), train=TrainConfig())
+trainer = fastgpt.Trainer(config)
+trainer.fit()
+gpt, tokenizer = fastgpt.load(str(trainer.run_dir))
+assert tokenizer is not None
+ids: Tensor = fastgpt.encode_prompt("a", tokenizer, "prompt")
+more: Tensor = fastgpt.generate(gpt, ids, max_new_tokens=4)
+"""
+MISUSE = """
+fastgpt.Config(step=2)
+fastgpt.ModelConfig(num_layers="one")
+fastgpt.generate(gpt, ids)
+tokenizer.decoded
+fastgpt.unknown
+"""
+
+
+def test_the_types_of_the_public_names_are_known(tmp_path):
+    """A user's script under pyright's strictest rules: right use passes, each misuse is found."""
+    script = tmp_path / "mine.py"
+    script.write_text(USE + MISUSE)
+    done = ended(
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        script,
+        PYTHONPATH=str(ROOT),
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    )
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    first = USE.count("\n") + 1
+    expected = set(range(first, first + MISUSE.count("\n") - 1))
+    assert {x["range"]["start"]["line"] for x in found} == expected, found
+    assert (ROOT / "fastgpt" / "py.typed").is_file()
 
 
 def test_errors_name_what_is_wrong():
