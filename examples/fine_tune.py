@@ -14,6 +14,7 @@ import tyro
 
 import fastgpt
 from fastgpt.config import DataConfig, OptimConfig, TrainConfig
+from fastgpt.convert.source import read
 from fastgpt.train.init_from import with_architecture
 
 
@@ -38,7 +39,9 @@ def main(
         optim=OptimConfig(lr=1e-4, warmup_steps=2),
         train=TrainConfig(batch_tokens=8 * 1024, sample_tokens=0),
     )
-    fastgpt.Trainer(with_architecture(config, init_from=model)).fit()
+    source = read(model)
+    config = with_architecture(config, model, source.config)
+    fastgpt.Trainer(config, source=source).fit()
 
 
 if __name__ == "__main__":

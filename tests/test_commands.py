@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
 from tests.processes import ended
 from tests.proof.execute.test_launch import SCRIPT
+from tests.warm import Warm
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ SHORTER = [
     (r"^(torchrun.*)=8", r"\1=2"),
     (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)| -m ).)*$", rf"\g<0>{TINY}"),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
-    (r"^make (test|test-full)( ARGS=.*)?$", r"make \1 ARGS='-n0 tests/test_layering.py'"),
+    (r"^make (test|test-full)( ARGS=.*)?$", r"make \1 ARGS='-n0 tests/test_architecture.py'"),
     (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
     (r"^make budget$", "make budget ARGS='--only _norm_sum --arch 90'"),
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
@@ -48,7 +48,7 @@ SHORTER = [
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
     (r"^make bench-regress.*$", "make bench-regress ARGS='--only add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
-    (r"^make tune$", f"make tune ARGS='{SLOT}'"),
+    (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
     (r"^make clean$", f"make -f {ROOT}/Makefile clean"),
     (r"chats.jsonl.*", r"\g<0> --model.context 96 --train.batch-tokens 192"),
     (r"--tokens \d+", "--tokens 2"),
@@ -58,7 +58,7 @@ SHORTER = [
     (r"^(python -m tests.proof.execute.coverage).*$", r"\1 --only rotary"),
     (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"48 1600 50257", "2 64 100"),
-    (r"^python -m tests.faults.hostile$", r"\g<0> --cases 20 --out out.json"),
+    (r"^python -m tests.faults.hostile$", r"\g<0> --cases 5 --out out.json"),
     (r"--only norm\b", "--only _norm_sum"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench --only.*$", r"\g<0> --quick --rounds 2"),
@@ -106,6 +106,13 @@ def shortened(command: str) -> str:
     return command
 
 
+@pytest.fixture(scope="session")
+def warm():
+    python = Warm()
+    yield python
+    python.stop()
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """Makes a folder that looks like a checkout, with the files that the commands name."""
@@ -129,35 +136,53 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(command: str) -> str:
-    """Runs the command, which must succeed; returns its output."""
-    words = shlex.split(command)
-    if words[0] == "python":
-        words[0] = sys.executable
-    elif words[0] == "make":
-        words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
-    elif words[0] == "torchrun":
-        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    done = ended(*words, cwd=Path.cwd(), TRITON_INTERPRET=None)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done.stdout
+@pytest.fixture
+def run(checkout, warm):
+    """Function that runs a command, which must succeed, and returns its output."""
+
+    def run(command: str) -> str:
+        words = shlex.split(command)
+        if words[0] == "python":
+            done = warm.run(words[1:], checkout)
+        else:
+            if words[0] == "make":
+                words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
+            elif words[0] == "torchrun":
+                words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+            done = ended(*words, cwd=checkout, TRITON_INTERPRET=None)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def trained(run, tmp_path_factory) -> None:
+    """Trains the run that the pages name, once for a worker, and copies it into the checkout."""
+    kept = tmp_path_factory.getbasetemp() / "runs"
+    if not kept.exists():
+        run(shortened(f"python train.py baby --data.source mybook.txt --run-dir {RUN}"))
+        shutil.move("runs", kept)
+    shutil.copytree(kept, "runs")
 
 
 def last_line(printed: str) -> str:
     return printed.rstrip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, id=c.text) for c in FOUND if not exempt(c.text)]
-)
-def test_it_ends_well_and_says_so(command, checkout, request):
-    short = shortened(command.text)
+RUNNABLE = {shortened(command.text): command for command in FOUND if not exempt(command.text)}
+"""A command for each short form: one that runs in the same short form as another is run once."""
+
+
+@pytest.mark.parametrize("short", RUNNABLE, ids=[command.text for command in RUNNABLE.values()])
+def test_it_ends_well_and_says_so(short, run, request):
+    command = RUNNABLE[short]
     if re.search("shakespeare|lecture", short):
         request.getfixturevalue("shakespeare")
     if re.search("data/mine|bench.data", short):
         gpt2_files()
     if RUN in short:
-        run(shortened(f"python train.py baby --data.source mybook.txt --run-dir {RUN}"))
+        request.getfixturevalue("trained")
     if "data/mine" in short and "--out" not in short:
         run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")
     last = last_line(run(short))
@@ -166,7 +191,7 @@ def test_it_ends_well_and_says_so(command, checkout, request):
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, id=c.text) for c in FOUND if exempt(c.text)])
-def test_the_arguments_of_what_cannot_run_here_are_right(command, checkout):
+def test_the_arguments_of_what_cannot_run_here_are_right(command, run):
     words = command.words
     module = words[2] if words[1] == "-m" else ""
     if words[0] == "make":
