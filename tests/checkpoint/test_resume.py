@@ -408,6 +408,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tiny, tmp_path):
     argv = [sys.executable, str(ROOT / "train.py"), *tiny("--steps 100000 --eval-every 0")]
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has ignored
         os.execv(sys.executable, argv)
     while not re.search(rb"loss \d", os.read(terminal, 4096)):
         pass
