@@ -18,7 +18,7 @@ from rich.progress import track
 from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 

@@ -14,7 +14,7 @@ import torch
 
 from bench import records
 from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import Config, DataConfig, OptimConfig, TrainConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device

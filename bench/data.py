@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import records
 from bench.timing import quantiles, time_process
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.preparation import open_corpus

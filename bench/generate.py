@@ -19,7 +19,7 @@ from bench import records, tables
 from bench.contenders import expect_gpt2
 from bench.timing import Timed, Timer, quantiles
 from bench.trainers import nanogpt_module
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES

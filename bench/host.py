@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels import attention, layer_norm
 from fastgpt.kernels.runtime import recording

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench import records
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import OpsConfig, Recompute
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES

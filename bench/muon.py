@@ -13,7 +13,7 @@ from torch import nn
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name

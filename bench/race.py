@@ -19,13 +19,13 @@ import torch
 from bench import records, tables
 from bench.timing import time_process
 from bench.trainers import nanogpt_module
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.data.preparation import open_corpus
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import data_dir
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 
 NANOGPT_FLAGS = (
     "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64",

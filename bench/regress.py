@@ -14,7 +14,7 @@ from bench import records
 from bench.cases import cases
 from bench.measure import timed_pass
 from bench.timing import Timer
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import cache_dir, write_atomically

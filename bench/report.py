@@ -14,7 +14,7 @@ from pathlib import Path
 from bench import goals, plots, records, tables
 from bench.goals import ours_and_best_peer, seconds
 from bench.tables import Row
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 
 DOCS = Path(__file__).parents[1] / "docs"

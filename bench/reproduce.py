@@ -20,13 +20,12 @@ from typing import Any, Literal
 from rich.console import Console
 
 from bench import records
-from fastgpt import cli
-from fastgpt.config import flags
+from fastgpt import cli, flags
 from fastgpt.config.config import Config, from_json, to_json
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.files import write_atomically
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bench import records
+from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.config import flags
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed

@@ -21,7 +21,7 @@ from bench.contenders import TINY, Plan
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.preparation import open_corpus

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.config.saved import CONVERTED, saved_config

@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.checks import INT64, check_fields
 from fastgpt.errors import shown_in_one_line, writing
 from fastgpt.kernels import attention

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.preparation import prepare
 from fastgpt.data.request import Settings

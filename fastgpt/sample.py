@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
-from fastgpt.config import flags
 from fastgpt.config.checks import INT64, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.load import open_model

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from fastgpt import kernels
-from fastgpt.config.flags import flags_of
+from fastgpt.flags import flags_of
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "api.md"

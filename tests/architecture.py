@@ -30,7 +30,7 @@ PARTS = {
     ),
     "Batches": ("fastgpt/data/loader", "fastgpt/data/order", "fastgpt/data/dataset"),
     "What a run leaves behind": (
-        "fastgpt/checkpoint/checkpoint", "fastgpt/run/directory", "fastgpt/train/metrics",
+        "fastgpt/checkpoint/checkpoint", "fastgpt/run/directory", "fastgpt/logs/metrics",
         "fastgpt/evaluate/validation", "fastgpt/model/generation",
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
 from fastgpt.display import Display
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 from tests.processes import ROOT
 
 # --- cut short ------------------------------------------------------------------------------------

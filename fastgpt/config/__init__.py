@@ -1,4 +1,4 @@
-"""Settings of a run: dataclasses, recipes, checks and command-line flags."""
+"""Settings of a run: dataclasses, their checks, and recipes."""
 
 from fastgpt.config.config import Config as Config
 from fastgpt.config.config import DataConfig as DataConfig

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 from safetensors import SafetensorError
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.proof import prove
 from fastgpt.convert.source import read

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_shard
 from fastgpt.errors import UserError, counted, shown_in_one_line

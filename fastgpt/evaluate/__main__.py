@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fastgpt.config import flags
+from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.load import load
 from fastgpt.device import device

@@ -24,6 +24,7 @@ from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import cache_dir, write_atomically
+from fastgpt.logs.metrics import MetricsLog
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Pace
@@ -35,7 +36,6 @@ from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import build_engine
 from fastgpt.train.header import facts, header
 from fastgpt.train.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
-from fastgpt.train.metrics import MetricsLog
 
 
 class Trainer:

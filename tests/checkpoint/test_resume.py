@@ -22,10 +22,10 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
 from fastgpt.convert.load import load
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run.lock import RunLock
-from fastgpt.train.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT, python
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate

@@ -263,7 +263,7 @@ def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
     function, name, fit, monkeypatch, capsys
 ):
     no_space = OSError(28, "No space left on device")
-    monkeypatch.setattr(f"fastgpt.train.metrics.{function}", mock.Mock(side_effect=no_space))
+    monkeypatch.setattr(f"fastgpt.logs.metrics.{function}", mock.Mock(side_effect=no_space))
     path = fit() / name
     out = capsys.readouterr().out
     assert "done after step 8: " in out

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt import cli, explain, prepare, sample
-from fastgpt.config import flags
+from fastgpt import cli, explain, flags, prepare, sample
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data import __main__ as data

@@ -12,7 +12,7 @@ from fastgpt.data.dataset import open_data
 from fastgpt.data.order import Mixture
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
 from tests.runs import before_each, series
 

@@ -10,7 +10,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.kernels import linear
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 from fastgpt.train.trainer import Trainer
 from tests.runs import series
 

@@ -13,7 +13,7 @@ from fastgpt.convert.load import load
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError, run_command
 from fastgpt.evaluate import __main__ as command
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 from tests.convert.models import saved_run
 from tests.data.sets import prepared, texts
 from tests.evaluate.conftest import write

@@ -9,7 +9,7 @@ import pytest
 from fastgpt.errors import UserError
 from fastgpt.evaluate.harness import Answers, language_model, run_tasks
 from fastgpt.evaluate.tasks import read_task, run_task
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 
 WITH = "needs the extra eval (350 MB): make setup EXTRAS=dev,eval"
 

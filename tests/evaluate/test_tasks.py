@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastgpt.errors import UserError
 from fastgpt.evaluate.tasks import read_task, run_task, too_long
 from fastgpt.evaluate.text import loss_of
-from fastgpt.train.metrics import read_records
+from fastgpt.logs.metrics import read_records
 from tests.evaluate.conftest import LINES
 
 

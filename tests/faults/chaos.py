@@ -30,8 +30,8 @@ import tyro
 from fastgpt import cli, prepare
 from fastgpt.checkpoint import checkpoint
 from fastgpt.data.corpus import MANIFEST, open_shards
+from fastgpt.logs.metrics import read_records
 from fastgpt.train import trainer  # noqa: F401 - as above
-from fastgpt.train.metrics import read_records
 from tests.data.sets import texts, write_documents
 from tests.processes import ROOT
 from tests.runs import outcome

@@ -17,8 +17,8 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.config import TrainConfig
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.logs.metrics import read_records
 from fastgpt.parallel.ddp import replicate
-from fastgpt.train.metrics import read_records
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
 SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"

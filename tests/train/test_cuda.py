@@ -11,10 +11,10 @@ from fastgpt.autotune.trials import TRIALS, Sizes
 from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
+from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.train.engine import build_engine
-from fastgpt.train.metrics import read_records
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, series, torchrun
 

@@ -9,8 +9,8 @@ import torch
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
+from fastgpt.logs.metrics import read_records
 from fastgpt.train.engine import build_engine
-from fastgpt.train.metrics import read_records
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts, write_documents
 from tests.runs import (

@@ -28,11 +28,11 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.device import device
 from fastgpt.display import Display
+from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel import signals
 from fastgpt.train.engine import build_engine
-from fastgpt.train.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
 from tests.runs import ROOT, assert_shows_two_curves, before_each, series
 

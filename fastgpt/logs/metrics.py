@@ -15,7 +15,7 @@ import numpy as np
 from fastgpt.display import duration
 from fastgpt.errors import writing
 from fastgpt.files import no_link, parse_json, write_atomically
-from fastgpt.train.log_writer import LogWriter
+from fastgpt.logs.writer import LogWriter
 
 LOSSES = ("train_loss", "val_loss")
 

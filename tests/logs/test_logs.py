@@ -11,8 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.train import log_writer
-from fastgpt.train.metrics import MetricsLog, read_records
+from fastgpt.logs import writer
+from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 from tests.runs import before_each, outcome, series
@@ -80,8 +80,8 @@ def test_records_go_on_in_a_new_file_if_the_old_one_is_removed_or_replaced(
 
 def test_a_disk_that_hangs_does_not_delay_training(fit, tmp_path, monkeypatch, capfd):
     hang = threading.Event()
-    monkeypatch.setattr(log_writer, "MOST_WAITING", 4)
-    monkeypatch.setattr(log_writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer, "MOST_WAITING", 4)
+    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
     before_each(monkeypatch, MetricsLog, "_append", lambda *_: hang.wait(60))
     fit("--eval-every 0 --train.sample-tokens 0")
     hang.set()
