@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if not Path(__file__).with_name("kernels").is_dir():  # checked out without symbolic links
     __path__.append(str(Path(__file__).parents[1]))  # where kernels/ itself is

@@ -4,6 +4,7 @@ To accept a change: `UPDATE=1 python -m pytest tests/cli/test_help.py`.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,10 @@ def test_all_flags_are_explained_in_sentences(printed):
     assert "{adamw, muon}" in words
 
 
-def test_version(printed):
-    assert printed(lambda: cli.parse(["--version"])) == "fastgpt 0.1.0\n"
+def test_version_is_that_of_the_newest_release(printed):
+    changes = Path(__file__).parents[2].joinpath("CHANGELOG.md").read_text()
+    newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changes, re.M)[0]
+    assert printed(lambda: cli.parse(["--version"])) == f"fastgpt {newest}\n"
 
 
 @pytest.mark.parametrize(
