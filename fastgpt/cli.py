@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.config.saved import CONVERTED, saved_config
 from fastgpt.convert.source import Source, read
-from fastgpt.device import device
-from fastgpt.display import command, duration
+from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
-from fastgpt.files import cache_dir
-from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import failure, signals
 from fastgpt.run.directory import find_run
 from fastgpt.terminal import print_text
@@ -32,17 +28,12 @@ FIRST = (
     "seed", "run_dir", "resume", "init_from",
 )  # fmt: skip
 """Flags that --help shows; that of Muon only where Muon is the optimizer."""
-DAY_S = 86_400
-SLOWEST = 1e10
-"""FLOP/s that any CPU reaches. If a run would take less than a day even at this rate, its actual
-speed is not measured first."""
 
 
 def main() -> None:
     """Runs train.py with the arguments of this process."""
     with failure.abort_all_ranks(), shown_in_one_line():
         config, source = parse_with_source(sys.argv[1:])
-        check_duration(config)
         from fastgpt.train.trainer import Trainer  # slow to import: not for --help or wrong flags
 
         trainer = Trainer(config, source=source)
@@ -119,37 +110,6 @@ def _check_resumed(run: Path, saved: Config, early: argparse.Namespace) -> None:
         raise UserError(
             f"--init-from is {early.init_from}: {run} is resumed, which began with"
             f" {saved.init_from}: expected no --init-from, or another --run-dir without --resume"
-        )
-
-
-def check_duration(config: Config) -> None:
-    """Raises `UserError` for a run that takes over a day on a CPU, even at the measured peak.
-
-    Runs with --force and resumed runs pass, and so do those whose length is given in epochs,
-    because the data is not open yet.
-
-    Raises:
-        UserError: the run takes too long; the message gives the estimate and the alternatives.
-    """
-    on = device.pick_device(config.train.device)
-    resumed, main_rank = config.resume not in (None, "auto"), os.environ.get("RANK", "0") == "0"
-    if on != "cpu" or config.force or resumed or config.epochs is not None or not main_rank:
-        return
-    model = replace(config.model, vocab_size=config.model.vocab_size or 1)  # a lower bound
-    tokens = config.steps * config.train.batch_tokens
-    flops = tokens * flops_per_token(model)
-    if flops < DAY_S * SLOWEST:
-        return
-    precision = device.pick_precision(config.train.precision, on)
-    peak, _ = device.peak_flops(on, precision, cache_dir())
-    peak *= device.shares(on, int(os.environ.get("WORLD_SIZE", "1")))
-    seconds = flops / peak
-    if seconds > DAY_S:
-        most = max(1, int(config.steps * DAY_S / seconds))
-        raise UserError(
-            f"{config.recipe} would take at least {duration(seconds)} on this CPU"
-            f" ({flops:.2g} FLOPs at {peak / 1e12:.2f} TFLOP/s): use a GPU, a smaller"
-            f" recipe such as baby, --steps {most} or fewer, or --force to train anyway"
         )
 
 

@@ -291,8 +291,6 @@ class Config:
     """Model that a new run starts from: a run, a checkpoint, a folder of Hugging Face, a name on
     the hub such as gpt2, nanoGPT's ckpt.pt or a .bin file of llm.c. It decides the architecture,
     and its tokenizer is the default; the optimizer starts afresh."""
-    force: bool = False
-    """Train even if it is estimated to take more than a day on a CPU."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -322,9 +320,9 @@ class Config:
 
 
 def to_json(config: Config) -> str:
-    """Writes settings as JSON, without `resume`, `run_dir` and `force` (of one command only)."""
+    """Writes settings as JSON, without `resume` and `run_dir` (of one command only)."""
     values = dataclasses.asdict(config)
-    del values["resume"], values["run_dir"], values["force"]
+    del values["resume"], values["run_dir"]
     return json.dumps(values, indent=1)
 
 

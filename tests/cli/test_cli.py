@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from fastgpt import require_torch
-from fastgpt.cli import check_duration, parse
+from fastgpt.cli import parse
 from fastgpt.config.config import from_json, to_json
 from fastgpt.config.recipes import RECIPES
-from fastgpt.device import device
-from fastgpt.errors import UserError
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 
@@ -85,14 +83,3 @@ def test_an_environment_that_is_missing_is_to_be_made_first(there, first, tmp_pa
         (tmp_path / "venv" / "python").touch()
     with pytest.raises(SystemExit, match=first):
         require_torch.require_torch()
-
-
-def test_a_run_of_more_than_a_day_on_a_cpu_needs_force(monkeypatch):
-    monkeypatch.setattr(device, "peak_flops", lambda *_: (0.4e12, 1.0))
-    monkeypatch.setattr(device, "shares", lambda *_: 1.0)
-    with pytest.raises(UserError) as refused:
-        check_duration(parse(["gpt2-124m", "--train.device", "cpu"]))
-    assert str(refused.value).startswith("gpt2-124m would take at least 230.9 days on this CPU (")
-    assert "--steps 82 or fewer, or --force" in str(refused.value)
-    for argv in ("gpt2-124m --steps 82", "gpt2-124m --force", "shakespeare-char", "baby", "pubmed"):
-        check_duration(parse([*argv.split(), "--train.device", "cpu"]))
