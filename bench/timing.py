@@ -136,7 +136,7 @@ def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -
     2 n, as the bytes of every op's row do.
     """
     on = timer.on
-    rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds)[0] for name in dtypes}
+    rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds) for name in dtypes}
     source = torch.randint(-128, 127, (COPY_BYTES[on],), dtype=torch.int8, device=on)
     target = torch.empty_like(source)
     copy = Timed(lambda _: target.copy_(source))

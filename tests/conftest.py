@@ -154,7 +154,7 @@ def tiny(
     In this process the machine's peak is not measured, because that takes time and other workers
     disturb it.
     """
-    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e11)
 
     def argv(*flags: str) -> list[str]:
         place = ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]

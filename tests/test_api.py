@@ -29,7 +29,7 @@ def test_the_page_has_every_name_of_the_package():
 
 @pytest.mark.parametrize("name", [name for name in api.FUNCTIONS if name != "Trainer.fit"])
 def test_the_examples_run(name, tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e11)
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text("the cat sat on the mat. " * 60)
     saved_run(Path("runs/mine"), ByteTokenizer(), vocab_size=256)

@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -18,7 +17,6 @@ import torch
 
 from fastgpt.device.cuda_driver import why_no_cuda
 from fastgpt.errors import UserError, counted
-from fastgpt.files import write_atomically
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -265,46 +263,11 @@ def shares(device: str, ranks: int) -> float:
     return min(float(ranks), max(1.0, (os.cpu_count() or 1) / torch.get_num_threads()))
 
 
-def peak_flops(
-    device: str, precision: str, cache: Path, seconds: float = 1.0
-) -> tuple[float, float]:
+def measured_peak(device: str, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Measures the FLOP/s of a large square matrix product, the peak that MFU is relative to.
 
-    Other programs only make it slower, so the fastest of all measurements is cached.
-
-    Args:
-        cache: folder of the cache file, whose keys are device, threads, precision and torch
-            version.
-        seconds: duration of the first measurement; later ones take a quarter of it.
-
-    Returns:
-        tuple[float, float]: the peak, and the share of CPU time that this process's threads got
-        while measuring: well below 1 if other programs use the cores, always 1 on a GPU.
+    It also resets the device's peak memory.
     """
-    rounded = torch.get_float32_matmul_precision()  # TF32 or not
-    key = f"{device_name(device)} {precision} {rounded} torch {torch.__version__}"
-    path = cache / "peak_flops.json"
-    known = _remembered(path)
-    before = known.get(key, 0.0)
-    peak, share = measured_peak(device, DTYPES[precision], seconds / 4 if before else seconds)
-    if peak > before:
-        known[key] = peak
-        with suppress(OSError):  # a cache that cannot be written only makes the peak less exact
-            cache.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(known, indent=1).encode())
-    return max(peak, before), share
-
-
-def _remembered(path: Path) -> dict[str, float]:
-    try:
-        known = dict(json.loads(path.read_text()))
-        return {key: float(value) for key, value in known.items() if float(value) > 0}
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Measures what `peak_flops` returns, without the cache, and resets the peak memory."""
     n, found = 1024 if device == "cpu" else 8192, None
     while found is None:
         with suppress(torch.OutOfMemoryError):
@@ -314,8 +277,8 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float) -> tuple[floa
     return found
 
 
-def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Measures what `peak_flops` returns with matrices (n, n)."""
+def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> float:
+    """Measures what `measured_peak` returns with matrices (n, n)."""
     from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
 
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
@@ -327,11 +290,7 @@ def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> t
         return time.perf_counter() - start
 
     product_seconds()  # the first call initializes libraries, which can take longer than the rest
-    start, used = time.perf_counter(), time.process_time()
-    best = product_seconds()
+    start, best = time.perf_counter(), product_seconds()
     while time.perf_counter() - start < seconds:
-        best = min(best, product_seconds())
-    if device != "cpu":
-        return 2 * n**3 / best, 1.0
-    wall, used = time.perf_counter() - start, time.process_time() - used
-    return 2 * n**3 / best, min(1.0, used / wall / torch.get_num_threads())
+        best = min(best, product_seconds())  # other programs only make it slower
+    return 2 * n**3 / best

@@ -23,7 +23,7 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
-from fastgpt.files import cache_dir, write_atomically
+from fastgpt.files import write_atomically
 from fastgpt.logs.metrics import MetricsLog
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
@@ -153,15 +153,9 @@ class Trainer:
         self.display.header(header(self.engine, self.peak, self.run_dir))
 
     def _measured_peak(self) -> float:
-        """Measures the FLOP/s that MFU is relative to; warns if other programs use the cores."""
-        engine = self.engine
-        peak, share = device.peak_flops(engine.device, engine.plan.precision, cache_dir())
-        if share < 0.8:
-            self.display.warn(
-                f"other programs are using this machine: a short test got only {share:.0%} of the"
-                " CPU, so training will take longer than estimated"
-            )
-        return peak * device.shares(engine.device, self.world.size)
+        """Measures the FLOP/s of all ranks that MFU is relative to."""
+        on, dtype = self.engine.device, device.DTYPES[self.engine.plan.precision]
+        return device.measured_peak(on, dtype) * device.shares(on, self.world.size)
 
     def _open_log(self) -> None:
         parameters = short(self.engine.model.num_params())
@@ -292,9 +286,7 @@ class Trainer:
         self.clock, self.logged_step = now, engine.step
         self.waited_s = engine.loader.waited_s
         achieved = per_second * engine.flops_per_token
-        memory = device.peak_memory(engine.device)  # measuring the peak FLOP/s resets it
-        if achieved > self.peak and self.world.is_main:  # the peak was measured on a busy machine
-            self.peak = max(achieved, self._measured_peak())
+        self.peak = max(achieved, self.peak)  # which may have been measured on a busy machine
         record = {
             "step": engine.step,
             "train_loss": loss if math.isfinite(loss) else None,  # that step was skipped
@@ -305,7 +297,7 @@ class Trainer:
             "mfu": round(achieved / self.peak, 4),
             "lr": engine.lr,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
-            **memory,
+            **device.peak_memory(engine.device),
         }
         if self.world.size > 1:
             own = torch.tensor([[engine.forwards.read(), waited]]) / steps

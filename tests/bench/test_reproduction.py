@@ -91,7 +91,7 @@ def test_a_run_begins_with_its_estimate(fit, capsys):
 
 
 def test_a_longer_run_is_told_a_range_of_time(fit, capsys, monkeypatch):
-    monkeypatch.setattr("fastgpt.device.device.peak_flops", lambda *_: (1e6, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e6)
     fit("--steps 8")
     assert "FLOPs, 4.9 min to 12.3 min (at an MFU of 50% to 20%); " in capsys.readouterr().out
 

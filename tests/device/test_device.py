@@ -80,36 +80,10 @@ def test_training_without_a_compiler_says_so_in_one_line(tiny, no_compiler, capf
 # --- peak -----------------------------------------------------------------------------------------
 
 
-def test_the_best_of_all_measurements_is_the_peak(tmp_path, monkeypatch):
-    took = []
-
-    def measured(_device, _dtype, seconds):
-        took.append(seconds)
-        return next(measurements)
-
-    monkeypatch.setattr(device, "measured_peak", measured)
-    measurements = iter([(2e11, 0.4), (9e11, 1.0), (5e11, 0.7), (3e11, 1.0)])
-    peaks = [device.peak_flops("cpu", "bf16", tmp_path, seconds=1.0) for _ in range(3)]
-    assert peaks == [(2e11, 0.4), (9e11, 1.0), (9e11, 0.7)]
-    assert took == [1.0, 0.25, 0.25]
-    assert device.peak_flops("cpu", "fp32", tmp_path) == (3e11, 1.0)
-    assert sorted(json.loads((tmp_path / "peak_flops.json").read_text()).values()) == [3e11, 9e11]
-
-
-@pytest.mark.parametrize("share", [0.7, 0.9])
-def test_a_busy_machine_is_noticed(fit, monkeypatch, capfd, share):
-    monkeypatch.setattr(device, "measured_peak", lambda *_: (1e6, share))
+def test_a_peak_that_a_run_surpasses_is_what_the_run_reaches(fit, monkeypatch):
+    monkeypatch.setattr(device, "measured_peak", lambda *_: 1e6)
     records = read_records(fit("--steps 2") / "metrics.jsonl")
-    said = "got only 70% of the CPU, so training will take longer" in capfd.readouterr().out
-    assert said == (share < 0.8)
-    # a peak that a run surpasses was too low: it is measured again, and is what the run reaches
     assert all(0 < r["mfu"] <= 1 for r in records if "mfu" in r)
-
-
-def test_a_process_that_waits_for_the_cores_measures_a_small_share(one_thread, monkeypatch):
-    assert device.measured_peak("cpu", torch.float32, 0.2)[1] > 0.3
-    monkeypatch.setattr(time, "process_time", lambda: 1.0)  # it never ran
-    assert device.measured_peak("cpu", torch.float32, 0.2)[1] == 0
 
 
 def test_the_peak_is_measured_in_the_memory_there_is_and_then_reset(monkeypatch):
@@ -128,36 +102,17 @@ def test_the_peak_is_measured_in_the_memory_there_is_and_then_reset(monkeypatch)
     assert tried == [1024, 512, 512, "reset"]
 
 
-def test_peak_is_what_the_machine_does(tmp_path, one_thread):
+def test_peak_is_what_the_machine_does(one_thread):
     """The measured peak is within a factor of 1.8 of a matrix product timed by hand, in turns."""
     a, b = torch.randn(2, 768, 768)
-    times = []
+    times, peak = [], 0.0
     for _ in range(8):  # over two seconds: each has the core for itself once
-        peak, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.5)  # the fastest so far
+        peak = max(peak, device.measured_peak("cpu", torch.float32, 0.25))
         for _ in range(20):
             begin = time.perf_counter()
             linear(a, b)
             times.append(time.perf_counter() - begin)
     assert 1 / 1.8 < peak / (2 * 768**3 / min(times)) < 1.8
-
-
-@pytest.mark.parametrize("damage", ["", "{", "[]", "3", "null", '{"KEY": null}', '{"KEY": "x"}'])
-def test_damaged_memory_is_measured_again(tmp_path, damage):
-    memory = tmp_path / "peak_flops.json"
-    device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
-    [key] = json.loads(memory.read_text())
-    memory.write_text(damage.replace("KEY", key))
-    again, _ = device.peak_flops("cpu", "fp32", tmp_path, seconds=0.3)
-    assert json.loads(memory.read_text()) == {key: again}
-
-
-def test_memory_that_cannot_be_written_is_done_without(tmp_path):
-    """The peak speed is measured even where its cache file cannot be written.
-
-    There is one measurement only, after loading the libraries, which takes a second on a GPU.
-    """
-    (tmp_path / "file").touch()
-    assert device.peak_flops("cpu", "fp32", tmp_path / "file" / "cache", seconds=0.0)[0] > 1e8
 
 
 # --- torch.compile --------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_random_batches_are_refused(tiny):
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: (1e11, 1.0))
+    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e11)
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "finetuning.md").read_text()
     names = {}

@@ -208,7 +208,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 
     before_each(monkeypatch, GPT, "forward", wait)
     before_each(monkeypatch, checkpoint, "save", lambda *_, **__: time.sleep(0.5))
-    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))
+    monkeypatch.setattr(device, "measured_peak", lambda *_: 1e9)
     flags = "--steps 6 --log-every 2 --eval-every 4 --save-every 1 --train.sample-tokens 1"
     records = [r for r in read_records(fit(flags) / "metrics.jsonl") if "tok_per_s" in r]
     assert [r["step"] for r in records] == [1, 2, 4, 6]
@@ -336,7 +336,7 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
 
 def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--log-every 2")])
-    monkeypatch.setattr(device, "peak_flops", lambda *_, **__: (1e9, 1.0))  # as on an idle machine
+    monkeypatch.setattr(device, "measured_peak", lambda *_: 1e9)
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
