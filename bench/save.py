@@ -77,8 +77,6 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
         read["load"] = loaded - read["verify"]
     engine.train_step()
     writes = engine.plan.sharded or world.is_main
-    if writes:
-        saver.reserve(*engine.snapshot())
     try:
         for step in range(engine.step, engine.step + asked.rounds):
             trainer._publish()

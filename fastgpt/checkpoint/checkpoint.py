@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,9 +29,8 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import tensors
-from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state
-from fastgpt.commands import resume_command, same_command
-from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
+from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state, write_parts
+from fastgpt.errors import OtherRankError, UserError, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
@@ -62,37 +62,51 @@ def save(
     *,
     weights: Mapping[str, Tensor],
     state: dict[str, Any],
+    world: World | None = None,
+    group: Any = None,
     **fixed: Any,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
+        world: the ranks, if they share the weights: each writes its parts, and this is a collective
+            operation of `group`.
         fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of
             `CheckpointWriter.publish`, and of a model that was converted `huggingface_json`, its
             `Source.hf_sidecars`.
 
     Raises:
-        UserError: the disk is full or cannot be written; no partial checkpoint is left.
+        UserError: the disk is full or cannot be written, on any rank; no partial checkpoint is
+            left.
     """
-    writer = CheckpointWriter(folder, step)
+    ranks = world or World()
+    writer = CheckpointWriter(folder, step, ranks)
+    ranks.on_rank0(writer.begin, group=group)
     with writer.errors():
-        writer.begin()
-        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-        tensors.write(writer.path / WEIGHT_FILES[0], plan, weights.values())
-        with (writer.path / WEIGHT_FILES[1]).open(
-            "wb"
-        ) as file:  # with a path, errors lack the reason
-            torch.save(state, file)
-        return writer.publish(
-            {name: sha256_of(writer.path / name) for name in WEIGHT_FILES}, **fixed
-        )
+        if world is None:
+            hashes, state_json = _write_whole(writer.path, weights, state), None
+        else:
+            hashes, state_json = write_parts(writer.path, weights, state, world, group)
+    publish = partial(writer.publish, hashes, state_json=state_json, **fixed)
+    return ranks.on_rank0(publish, group=group)
+
+
+def _write_whole(
+    path: Path, weights: Mapping[str, Tensor], state: dict[str, Any]
+) -> dict[str, str]:
+    """Writes the files of a rank that has all weights; returns the sha256 of each."""
+    plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+    tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
+    with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
+        torch.save(state, file)
+    return {name: sha256_of(path / name) for name in WEIGHT_FILES}
 
 
 class CheckpointWriter:
     """Checkpoint of a step that is being written, under a temporary name."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self.folder, self.step = folder, step
+    def __init__(self, folder: Path, step: int, ranks: World) -> None:
+        self.folder, self.step, self.ranks = folder, step, ranks
         self.path = folder / f".writing_{step:08d}"
 
     @contextmanager
@@ -101,15 +115,18 @@ class CheckpointWriter:
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+            if not self.ranks.is_main:
+                raise OtherRankError(str(error)) from error
             shutil.rmtree(self.path, ignore_errors=True)
             raise UserError(_cannot_save(self.folder, self.step, error)) from error
 
     def begin(self) -> None:
         """Makes its folder, and removes what a process that was killed has left."""
-        for pattern in (".writing_*", ".removing_*", ".best"):
-            for left_over in self.folder.glob(pattern):
-                shutil.rmtree(left_over)
-        self.path.mkdir(parents=True)
+        with self.errors():
+            for pattern in (".writing_*", ".removing_*", ".best"):
+                for left_over in self.folder.glob(pattern):
+                    shutil.rmtree(left_over)
+            self.path.mkdir(parents=True)
 
     def publish(
         self,
@@ -120,6 +137,7 @@ class CheckpointWriter:
         keep: int,
         keep_every: int = 0,
         huggingface_json: str | None = None,
+        state_json: str | None = None,
     ) -> Path:
         """Adds the other files, and gives it its name.
 
@@ -128,27 +146,30 @@ class CheckpointWriter:
             keep: number of newest checkpoints that are not removed.
             keep_every: nor are those of steps that are multiples of it; 0: no others.
         """
-        (self.path / "config.json").write_text(config_json)
-        if save_tokenizer is not None:
-            save_tokenizer(self.path / "tokenizer.json")
-        if huggingface_json is not None:
-            (self.path / "huggingface.json").write_text(huggingface_json)
-        rest = {x: sha256_of(self.path / x) for x in SIDE_FILES if (self.path / x).exists()}
-        record = {
-            "format_version": FORMAT_VERSION, "step": self.step, "sha256": {**hashes, **rest},
+        texts = {
+            STATE: state_json, "config.json": config_json, "huggingface.json": huggingface_json,
         }  # fmt: skip
-        (self.path / RECORD).write_text(json.dumps(record, indent=1))
-        for name in (*record["sha256"], RECORD):
-            with (self.path / name).open("rb+") as file:
-                os.fsync(file.fileno())
-        sync_directory(self.path)
-        final = step_path(self.folder, self.step)
-        _remove(final)
-        self.path.rename(final)
-        sync_directory(self.folder)
-        for old in steps_on_disk(self.folder)[:-keep]:
-            if not keep_every or _step(old) % keep_every:
-                _remove(old)
+        with self.errors():
+            for name, text in texts.items():
+                if text is not None:
+                    (self.path / name).write_text(text)
+            if save_tokenizer is not None:
+                save_tokenizer(self.path / "tokenizer.json")
+            names = [x for x in (STATE, *SIDE_FILES) if (self.path / x).exists()]
+            hashes = {**hashes, **{x: sha256_of(self.path / x) for x in names}}
+            record = {"format_version": FORMAT_VERSION, "step": self.step, "sha256": hashes}
+            (self.path / RECORD).write_text(json.dumps(record, indent=1))
+            for name in (*hashes, RECORD):
+                with (self.path / name).open("rb+") as file:
+                    os.fsync(file.fileno())
+            sync_directory(self.path)
+            final = step_path(self.folder, self.step)
+            _remove(final)
+            self.path.rename(final)
+            sync_directory(self.folder)
+            for old in steps_on_disk(self.folder)[:-keep]:
+                if not keep_every or _step(old) % keep_every:
+                    _remove(old)
         return final
 
 
@@ -339,7 +360,7 @@ def find(
         try:
             return load(path, state=state, world=world), []
         except UserError as error:
-            raise UserError(f"{error}; {instead_of(path, state, world)}") from error
+            raise UserError(f"{error}; {before(path)}") from error
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
             return load(candidate, state=state, world=world), complaints
@@ -354,19 +375,10 @@ def find(
     raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
 
 
-def instead_of(path: Path, state: bool, world: World) -> str:
-    """Returns a clause that names the newest valid checkpoint before `path`, and a command for it.
-
-    Args:
-        state: the command resumes from it; else it is that of this process with another path.
-    """
-    for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
-        with suppress(UserError):
-            load(earlier, state=state, world=world)
-            resume = f"; to resume there: {resume_command(earlier, world.size)}"
-            said = resume if state else same_command(path, earlier)
-            return f"the valid one before it is {earlier}{said}"
-    return "there is no valid one before it"
+def before(path: Path) -> str:
+    """Returns a clause that names the checkpoint before `path`."""
+    earlier = [x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]
+    return f"the one before it is {earlier[-1]}" if earlier else "there is none before it"
 
 
 def set_aside_after(folder: Path, step: int) -> None:

@@ -9,6 +9,7 @@ DCP is imported when it is used: that takes a second.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from fastgpt.checkpoint.tensors import Weights, header_length
 from fastgpt.errors import UserError, brief
-from fastgpt.files import parse_json
+from fastgpt.files import parse_json, sha256_of
 from fastgpt.ops.dtensor import is_sharded
+from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard, shard_like
 
 STATE = "state.json"
@@ -52,8 +54,17 @@ def unflatten_state(tree: Any, found: Mapping[str, Tensor]) -> Any:
     return [unflatten_state(x, found) for x in tree] if isinstance(tree, list) else tree
 
 
-def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def write_parts(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    state: dict[str, Any],
+    world: World,
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, str], str]:
     """Writes this rank's parts of tensors into one file of `folder`; a collective operation.
+
+    Returns:
+        tuple[dict[str, str], str]: the sha256 of each rank's file, and the text of `state.json`.
 
     Raises:
         OSError: a rank cannot write; it is raised on all of them.
@@ -62,12 +73,18 @@ def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) ->
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    parts = {MODEL + name: x for name, x in weights.items()}
+    plain = {key: flatten_state(x, key, parts) for key, x in state.items()}
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        save(tensors, storage_writer=writer, process_group=group)
+        save(parts, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         cause = error.failures[min(error.failures)][0]
         raise cause if isinstance(cause, OSError) else OSError(brief(cause)) from error
+    mine = sorted(folder.glob(SHARDS))[world.rank :: world.size]
+    found = world.all_gather_object({path.name: sha256_of(path) for path in mine}, group)
+    hashes = {name: value for some in found for name, value in some.items()}
+    return hashes, json.dumps(plain, indent=1)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

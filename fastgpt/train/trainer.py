@@ -244,8 +244,6 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if not self.saver.reserved and (self.world.is_main or engine.plan.sharded):
-                self.saver.reserve(*engine.snapshot())
             if _due(engine.step, config.train.verify_every):
                 check_replicas(engine)
             last = engine.step == config.steps
