@@ -1,7 +1,10 @@
 """Connections between ranks that tell how each of them ended."""
 
+import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import pytest
 
@@ -10,15 +13,20 @@ from fastgpt.parallel.lifeline import DONE, KILLED, Lifeline
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Two ranks in this process, and what a failure that they noticed was: (rank, word)."""
+    """Two ranks in this process, and what a failure that they noticed was: (rank, word).
+
+    A stranger connects to the main rank before the other one does.
+    """
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    noticed, said = [], []
+    noticed, said = [], Queue()
     monkeypatch.setattr(Lifeline, "end_after", lambda _, rank, word: noticed.append((rank, word)))
-    main = Lifeline(0, 2, lambda mine: said.append(mine) or mine)
-    other = Lifeline(1, 2, lambda _: said[0])
-    while not main.links:
-        time.sleep(0.01)
-    return main, other, noticed
+    with ThreadPoolExecutor(1) as thread:
+        main = thread.submit(Lifeline, 0, 2, said.put)
+        place = said.get()
+        with socket.create_connection(("localhost", place[0])) as stranger:
+            stranger.send(b"GET / HTTP/1.1\r\n\r\n")
+        other = Lifeline(1, 2, lambda _: place)
+        yield main.result(), other, noticed
 
 
 def soon(condition, seconds=0.5):
@@ -41,7 +49,8 @@ def test_a_rank_that_hears_that_the_main_rank_is_done_does_not_seem_killed(ranks
 def test_a_connection_that_closes_without_a_word_is_noticed(ranks):
     main, other, noticed = ranks
     for link in other.links:
-        link.shutdown(socket.SHUT_RDWR)
+        with socket.socket(fileno=os.dup(link.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
     assert soon(lambda: (1, KILLED) in noticed, seconds=10)
     main.close()
     other.close()
