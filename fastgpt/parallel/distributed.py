@@ -21,7 +21,6 @@ from fastgpt.parallel.failure import ARRIVAL_S, watch_launcher, watch_ranks
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)
-NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +132,6 @@ def collectives_begun() -> int:
     """Counts the collective operations that this rank has begun, in all of its groups."""
     groups: Any = dist.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups)
-
-
-def limit_waits(device_type: str) -> None:
-    """Sets when NCCL gives up a collective operation, in all groups that have been made.
-
-    A timeout given to PyTorch when they are made would be gloo's as well.
-    """
-    for group in dist.distributed_c10d._world.pg_map if device_type == "cuda" else ():
-        if dist.get_backend_config(group) == dist.get_backend_config():  # it has both
-            group._get_backend(torch.device("cuda"))._set_default_timeout(NCCL_TIMEOUT)
 
 
 def start(device_type: str) -> World:

@@ -23,7 +23,6 @@ from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.model.gpt import GPT
-from fastgpt.parallel import distributed
 from fastgpt.parallel.build import build as build_model
 from fastgpt.parallel.ddp import replicate
 from fastgpt.parallel.fsdp import forget_iteration, load_weights, local_shard, no_sync
@@ -94,7 +93,6 @@ def build(plan: Plan, warn: Warn = print) -> Parts:
     network = _build_network(plan)
     scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
     optimizers = Optimizers(network.model, config.optim, scaler, plan.world)
-    distributed.limit_waits(plan.device)
     restored = _restore(plan, network.model, optimizers, warn)
     micro_batch = _fit_micro_batch(plan, network, optimizers, warn)
     loader = Loader(

@@ -5,14 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
 from fastgpt.config.config import ParallelConfig
 from fastgpt.errors import UserError
-from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import model_ranks
@@ -94,22 +91,6 @@ def test_what_does_not_go_with_shared_weights_is_refused(flags, precision, said,
     config = parse(tiny("--parallel.kind fsdp", flags))
     with pytest.raises(UserError, match=said):
         check_combination(config, precision)
-
-
-def test_collectives_of_nccl_are_given_up_after_ten_minutes_and_no_others():
-    """A second gloo, for `cuda`, stands for NCCL."""
-    dist.Backend.register_backend("second", dist.ProcessGroupGloo, devices=["cuda"])
-    dist.init_process_group("cpu:gloo,cuda:second", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = [dist.group.WORLD, dist.new_group(), dist.new_group(backend="gloo")]
-        distributed.limit_waits("cuda")
-        both = [
-            [group._get_backend(torch.device(on)) for group in groups] for on in ("cuda", "cpu")
-        ]
-        minutes = [[x.options._timeout.seconds / 60 for x in backends] for backends in both]
-    finally:
-        dist.destroy_process_group()
-    assert minutes == [[10, 10, 30], [30, 30, 30]]
 
 
 def test_groups_must_divide_the_ranks(tiny):
