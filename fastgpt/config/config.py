@@ -177,7 +177,7 @@ class TrainConfig:
     keeps it where that takes less than 1 % of a run, and compares it where it was kept."""
     stall_s: Annotated[float, NOT_NEGATIVE] = 1800
     """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
-    stacks of all ranks in its folder; 0: never. Compiling, saving and sampling always get half an
+    stacks of all ranks on stderr; 0: never. Compiling, saving and sampling always get half an
     hour. The default is the time for which PyTorch's ranks wait for each other on CPUs."""
     sample_tokens: Annotated[int, Range(words=f"0 to {MOST_TOKENS:,}", ge=0, le=MOST_TOKENS)] = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""

@@ -1,21 +1,17 @@
 """Ends a run in which nothing happens any more, and says where each rank's threads are."""
 
-import faulthandler
-import os
 import sys
 import threading
-from pathlib import Path
+import traceback
 
 from fastgpt.errors import tell_torchrun
 from fastgpt.parallel import failure
-from fastgpt.terminal import one_line, print_line
+from fastgpt.terminal import one_line
 
 SLOW_S = 1800.0
 """Least number of seconds allowed to what has no steps: compiling, a checkpoint, a sample."""
 LOOKS = 20
 """Number of times that progress is looked for in the time allowed."""
-WRITE_S = 5.0
-"""Seconds in which a file of stacks must be written; its disk may be what hangs."""
 
 
 class Watchdog:
@@ -28,12 +24,11 @@ class Watchdog:
 
     Args:
         seconds: time allowed to a micro-step or an evaluation batch; 0: no limit.
-        path: file for this rank's stacks.
         rank: rank of this process.
     """
 
-    def __init__(self, seconds: float, path: Path, rank: int) -> None:
-        self.seconds, self.path, self.rank = seconds, path, rank
+    def __init__(self, seconds: float, rank: int) -> None:
+        self.seconds, self.rank = seconds, rank
         self._seen: set[str] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -71,26 +66,21 @@ class Watchdog:
                 return
 
     def report(self) -> None:
-        """Writes the stacks of all threads to the file, else to stderr, and says so on stderr."""
-        written = threading.Event()
-        threading.Thread(target=self._write, args=(written,), daemon=True).start()
-        where = f"in {self.path}" if written.wait(WRITE_S) else "above"
-        if not written.is_set():
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        """Writes the stacks of all threads to stderr, and says why."""
         idle = self._looks * self.seconds / LOOKS
         line = one_line(
             f"error: rank {self.rank} has made no progress for {idle:.0f} s ({self._what}): all"
-            f" ranks end; the Python stacks of its threads are {where}"
+            " ranks end; the Python stacks of its threads are above"
         )
-        print_line(line)
+        print(f"{self.stacks()}\n{line}", file=sys.stderr, flush=True)
         tell_torchrun(line)
 
-    def _write(self, written: threading.Event) -> None:
-        try:
-            with self.path.open("wb") as file:
-                file.write(f"rank {self.rank}, process {os.getpid()}: {self._what}\n\n".encode())
-                file.flush()
-                faulthandler.dump_traceback(file)
-        except OSError:
-            return
-        written.set()
+    def stacks(self) -> str:
+        """Returns the Python stacks of all threads; reads no file, as a disk may be what hangs."""
+        names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+        for number, frame in sys._current_frames().items():
+            lines.append(f"rank {self.rank}, {names.get(number)}, the innermost call first:")
+            for inner, row in traceback.walk_stack(frame):
+                code = inner.f_code
+                lines.append(f"  {code.co_filename}:{row} in {code.co_name}")
+        return "\n".join(lines)

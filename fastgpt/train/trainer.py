@@ -135,8 +135,7 @@ class Trainer:
         """Creates or reopens the run directory, and prints the header."""
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir = self.world.on_rank0(self._open_run_dir)
-        stacks = self.run_dir / f"stalled-rank-{self.world.rank}.txt"
-        self.watchdog = Watchdog(self.config.train.stall_s, stacks, self.world.rank)
+        self.watchdog = Watchdog(self.config.train.stall_s, self.world.rank)
         self.engine.doing = self.watchdog.doing
         template = self.engine.data.template
         self.saver = Saver(
