@@ -16,13 +16,12 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.layers import (
-    NORMS,
     Dropout,
+    HeadNorm,
+    Norm,
     Projection,
     Residual,
-    head_norm,
     norm_fuses_bias_grad,
-    normalised,
 )
 from fastgpt.ops.dtensor import linear, local
 from fastgpt.ops.kv_cache import LayerCache
@@ -40,7 +39,7 @@ class Attention(nn.Module):
         self.head_dim = D
         self.scale, self.window = config.attention_scale, config.window
         self.p = config.dropout_at("attention")
-        self.q_norm, self.k_norm = (head_norm(config) for _ in range(2))
+        self.q_norm, self.k_norm = (HeadNorm(config) if config.qk_norm else None for _ in range(2))
         as_projected = not config.qk_norm and config.position != "rotary" and cp_shard is None
         self.attention_packed = ops.attention_packed if as_projected else None
         self.c_attn = Projection(
@@ -90,7 +89,7 @@ class Attention(nn.Module):
             )  # fmt: skip
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
+            q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
             q, k = self.rotate(q, k, *cos_sin)
         if layer_cache is not None:
@@ -160,9 +159,9 @@ class Block(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
-        self.ln_1 = NORMS[config.norm](config, ops)
+        self.ln_1 = Norm(config, ops)
         self.attn = Attention(config, ops, cp_shard)
-        self.ln_2 = NORMS[config.norm](config, ops)
+        self.ln_2 = Norm(config, ops)
         self.mlp = MLP(config, ops)
 
     def forward(

@@ -25,11 +25,7 @@ from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.model.block import Block
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.generation import check_tokens, generate
-from fastgpt.model.layers import (
-    NORMS,
-    Dropout,
-    Embedding,
-)
+from fastgpt.model.layers import Dropout, Embedding, Norm
 from fastgpt.model.positions import POSITIONS, Rotary
 from fastgpt.ops.kv_cache import Cache
 from fastgpt.ops.protocols import Ops
@@ -80,7 +76,7 @@ class GPT(nn.Module):
         self.recompute: Recompute = recompute
         self.cp_shard = cp_shard
         self.wte = Embedding(config.padded_vocab, config.dim)
-        self.wpe = POSITIONS[config.position](config)
+        self.wpe = POSITIONS[config.position](config) if config.position in POSITIONS else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
@@ -141,7 +137,7 @@ class GPT(nn.Module):
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
         """Builds the normalisation before the head; None with post-norm."""
-        return NORMS[config.norm](config, ops) if config.norm_position == "pre" else None
+        return Norm(config, ops) if config.norm_position == "pre" else None
 
     def _init_weights(self) -> None:
         init = self.config.init
@@ -203,7 +199,8 @@ class GPT(nn.Module):
             tokens = tokens[:, positions]
             if targets is not None:
                 targets, weight = self.cp_shard.targets(targets, positions)
-        x = self.dropout(self.wpe(self.wte(tokens), positions))  # (B, T, C)
+        x = self.wte(tokens)  # (B, T, C)
+        x = self.dropout(x if self.wpe is None else self.wpe(x, positions))
         if self.narrow_residual:
             x = x.to(autocast_dtype(x))
         cos_sin = None if self.rotary is None else self.rotary(positions)

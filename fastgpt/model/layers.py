@@ -64,63 +64,45 @@ class Residual(NamedTuple):
     """See `Projection`."""
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with the residual sum before it: returns (norm(x + residual), x + residual).
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm with the residual sum before it.
 
-    Without a residual, x stands for the sum.
+    Returns (norm(x + residual), x + residual); without a residual, x stands for the sum.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.eps = ops, config.epsilon
+        self.ops, self.eps, self.kind = ops, config.epsilon, config.norm
         self.weight = nn.Parameter(torch.ones(config.dim))
-        self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+        if config.norm == "layernorm":
+            self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
-        weight, bias = local(self.weight), local(self.bias)
+        norms = self.ops.norms
+        norm, add_norm = norms.rms_norm, norms.add_rms_norm
+        arguments: list[Tensor | None] = [local(self.weight)]
+        if self.kind == "layernorm":
+            norm, add_norm = norms.layer_norm, norms.add_layer_norm
+            arguments.append(local(self.bias))
         if residual is None:
-            return self.ops.norms.layer_norm(x, weight, bias, self.eps), x
+            return norm(x, *arguments, self.eps), x
         stream, fused_bias = residual
-        return self.ops.norms.add_layer_norm(
-            x, stream, weight, bias, self.eps, input_bias=fused_bias
-        )
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm with the residual sum before it, called like `LayerNorm`; it has no bias."""
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__()
-        self.ops, self.eps = ops, config.epsilon
-        self.weight = nn.Parameter(torch.ones(config.dim))
-
-    def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return self.ops.norms.rms_norm(x, local(self.weight), self.eps), x
-        stream, fused_bias = residual
-        weight = local(self.weight)
-        return self.ops.norms.add_rms_norm(x, stream, weight, self.eps, input_bias=fused_bias)
-
-
-NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+        return add_norm(x, stream, *arguments, self.eps, input_bias=fused_bias)
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm of heads, of which each tensor-parallel rank has some."""
+    """RMSNorm of heads (..., D), of which each tensor-parallel rank has some; it keeps their dtype.
+
+    It computes in the dtype of the weights, if there are any: two dtypes, as under autocast, have
+    no fused kernel.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        eps = 1e-6 if config.norm_eps is None else config.norm_eps
+        super().__init__(config.head_dim, eps, config.qk_norm_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else local(self.weight, partial=True)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-
-
-def head_norm(config: ModelConfig) -> HeadNorm | None:
-    """Builds the normalisation of the queries or keys of each head, if there is one."""
-    eps = 1e-6 if config.norm_eps is None else config.norm_eps
-    weighted = config.qk_norm_weight
-    return HeadNorm(config.head_dim, eps, weighted) if config.qk_norm else None
-
-
-def normalised(norm: HeadNorm, x: Tensor) -> Tensor:
-    """Normalises x (..., D) in the dtype of the weights, if there are any; the result has x's."""
-    # x and weights of two dtypes, as under autocast, have no fused kernel; autocast may use fp32
-    return norm(x if norm.weight is None else x.to(norm.weight.dtype)).type_as(x)
+        given = x if weight is None else x.to(weight.dtype)
+        # autocast may use fp32
+        return F.rms_norm(given, self.normalized_shape, weight, self.eps).type_as(x)

@@ -23,16 +23,6 @@ class LearnedPositions(nn.Module):
         return x + local(self.weight)[positions]
 
 
-class NoPositions(nn.Module):
-    """Returns x unchanged, for rotary positions or none."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
-        return x
-
-
 class SinusoidalPositions(nn.Module):
     """Adds fixed sines, then cosines, to x (B, T, C): section 3.5 of Vaswani et al. 2017."""
 
@@ -92,6 +82,5 @@ def _angles(T: int, frequencies: Tensor) -> Tensor:
 POSITIONS = {
     "learned": LearnedPositions,
     "sinusoidal": SinusoidalPositions,
-    "rotary": NoPositions,
-    "none": NoPositions,
 }
+"""Encodings that are added; others are not."""

@@ -5,8 +5,9 @@ Shapes
     V vocabulary
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -70,73 +71,35 @@ class DecodeOp(Protocol):
     ) -> Tensor: ...
 
 
-class RotaryOp(Protocol):
-    """Rotary position embedding (RoPE) of q and k (B, T, heads, D), by cos and sin (T, D/2)."""
+RotaryOp: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Rotary position embedding (RoPE) of q and k (B, T, heads, D), by cos and sin (T, D/2)."""
+NormOp: TypeAlias = Callable[..., Tensor]
+"""LayerNorm(x, weight, bias, eps) or RMSNorm(x, weight, eps) of x (..., C) over its last dimension.
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+RMSNorm: Zhang & Sennrich 2019, arXiv:1910.07467."""
+AddNormOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+"""Residual sum and its norm: returns (norm(x + residual), x + residual).
 
-
-class LayerNormOp(Protocol):
-    """LayerNorm of x (..., C) over the last dimension."""
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
-
-
-class AddLayerNormOp(Protocol):
-    """Residual sum and its LayerNorm: returns (layer_norm(x + residual), x + residual).
-
-    `input_bias` is a bias that x contains already and that was detached when it was added: this op
-    computes its gradient.
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        input_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class RMSNormOp(Protocol):
-    """RMSNorm of x (..., C) over the last dimension; Zhang & Sennrich 2019, arXiv:1910.07467."""
-
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-
-class AddRMSNormOp(Protocol):
-    """Residual sum and its RMSNorm, like `AddLayerNormOp`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        input_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+The arguments are x, residual, and the rest of `NormOp`. `input_bias` is a bias that x contains
+already and that was detached when it was added: this op computes its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
     """Implementations of LayerNorm and RMSNorm, alone and after a residual sum."""
 
-    layer_norm: LayerNormOp
-    add_layer_norm: AddLayerNormOp
-    rms_norm: RMSNormOp
-    add_rms_norm: AddRMSNormOp
+    layer_norm: NormOp
+    add_layer_norm: AddNormOp
+    rms_norm: NormOp
+    add_rms_norm: AddNormOp
     fuses_bias_grad: bool
     """True if the ops with a sum compute the gradient of `input_bias` without a pass of its own."""
 
 
-class ActivationOp(Protocol):
-    """Activation `kind` of x + bias, both (..., F); for SwiGLU x + bias is (..., 2 F)."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor: ...
+ActivationOp: TypeAlias = Callable[[Tensor, Tensor | None, str], Tensor]
+"""Activation op(x, bias, kind) of x + bias, both (..., F); for SwiGLU x + bias is (..., 2 F)."""
+DropoutOp: TypeAlias = Callable[[Tensor, float], Tensor]
+"""Zeroes each element of x with probability p, and scales the others by 1 / (1 - p)."""
 
 
 class LossOp(Protocol):
@@ -160,12 +123,6 @@ class LossOp(Protocol):
         softcap: float | None = None,
         valid_vocab: int | None = None,
     ) -> Tensor: ...
-
-
-class DropoutOp(Protocol):
-    """Zeroes each element of x with probability p, and scales the others by 1 / (1 - p)."""
-
-    def __call__(self, x: Tensor, p: float, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
