@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,7 +23,7 @@ from fastgpt.convert.load import load
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
-from fastgpt.parallel.signals import Stopped, StopSignal
+from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.lock import RunLock
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT, python
@@ -194,24 +193,6 @@ def test_interrupt_is_heard_before_training_though_the_shell_had_it_ignored(capf
     finally:
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr().err == "interrupted\n"
-
-
-def test_ranks_meet_before_one_leaves():
-    """Ranks agree to stop together, since one that went on alone would wait for the others."""
-    stop = StopSignal([].append)
-    stop.restore()
-    met = []
-    world = mock.Mock(sum=lambda asked: met.append(int(asked)) or asked + 1)
-    stop.check(world, ranks_meet=False)
-    assert met == []
-    with pytest.raises(Stopped):  # another rank was asked
-        stop.check(world, ranks_meet=True)
-    world.sum = lambda asked: met.append(int(asked)) or asked
-    stop.check(world, ranks_meet=True)
-    stop.received = signal.SIGTERM
-    with pytest.raises(Stopped):
-        stop.check(world, ranks_meet=False)
-    assert met == [0, 0, 1]
 
 
 def test_dropout_is_at_work(fit, unbroken):

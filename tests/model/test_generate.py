@@ -116,12 +116,6 @@ def test_ties_keep_no_more_tokens_than_asked_for(options):
     assert (draws([0.25] * 4, **options) > 0).sum() == 2
 
 
-def test_greedy_ignores_ids_without_text():
-    model = Bigram([[0.0, 1.0, 9.0]] * 3)
-    tokens = generate(model, torch.tensor([[0]]), max_new_tokens=3, vocab_size=2, temperature=0)
-    assert tokens.tolist() == [[0, 1, 1, 1]]
-
-
 def test_no_gradient_is_kept():
     model = sharp_model()
     tokens = generate(model, PADDED, max_new_tokens=2, vocab_size=30)

@@ -28,18 +28,6 @@ def test_each_token_has_one_rank_and_work_is_even():
     assert len({int(positions.sum()) for positions in own}) == 1  # pairs of tokens it compares
 
 
-def test_means_of_the_ranks_have_the_weights_of_their_targets():
-    targets = torch.tensor([[3, 1, 4, IGNORED, IGNORED, IGNORED, IGNORED, 5]])
-    losses = torch.arange(8.0)
-    found = []
-    for rank in range(2):
-        part = split(rank, 2)
-        positions = part.positions(8, torch.device("cpu"))
-        own, weight = part.targets(targets, positions)
-        found.append(weight * losses[positions][own[0] != IGNORED].mean())
-    assert torch.stack(found).mean() == losses[[0, 1, 2, 7]].mean()
-
-
 def test_rank_without_targets_adds_nothing():
     targets = torch.tensor([[3, 1] + [IGNORED] * 6])
     part = split(1, 2)

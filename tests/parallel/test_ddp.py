@@ -81,14 +81,17 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
     assert [row for pair in pairs for batch in pair for row in batch] == expected
 
 
-def test_ddp_that_syncs_no_buffers_prints_no_warning():
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bf16_gradients_are_exchanged_where_asked_for(dtype):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with warnings.catch_warnings(action="error"):
-            replica = replicate(nn.BatchNorm1d(2), TrainConfig())
+            replica = replicate(linear := nn.Linear(64, 64), TrainConfig(ddp_dtype=dtype))
+        replica(torch.randn(4, 64)).square().sum().backward()
     finally:
         dist.destroy_process_group()
-    assert replica.broadcast_buffers is False
+    gradient = linear.weight.grad
+    assert torch.equal(gradient, gradient.bfloat16().float()) is (dtype == "bf16")
 
 
 def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
