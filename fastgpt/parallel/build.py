@@ -9,10 +9,9 @@ from fastgpt.config.config import Config
 from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
-from fastgpt.parallel.context import split_context
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import broadcast_init, shard
-from fastgpt.parallel.mesh import build_mesh, shares_weights
+from fastgpt.parallel.mesh import build_mesh, check_context, shares_weights, split_context
 from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
 
@@ -32,13 +31,15 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
     if parallel.tp > 1:
         check_tensor(config)
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
+    if parallel.cp > 1:
+        check_context(config)
     mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
     options: dict[str, Any] = {
         "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
         "narrow_residual": config.train.residual == "bf16",
-        "cp_shard": split_context(config, mesh),
+        "cp_shard": None if mesh is None or parallel.cp == 1 else split_context(parallel.cp, mesh),
     }
 
     def whole() -> GPT:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastgpt.config.config import ParallelConfig
+from fastgpt.config.config import Config, ParallelConfig
 from fastgpt.errors import UserError
+from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 
 if TYPE_CHECKING:
@@ -77,8 +78,23 @@ def build_mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def context_of(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
-    """Returns the dimension `context` of a mesh, of so many ranks that share sequences."""
-    groups = mesh["shard"].size() // ranks
+def check_context(config: Config) -> None:
+    """Raises `UserError` if a setting does not go with `config.parallel.cp` ranks."""
+    cp, context = config.parallel.cp, config.model.context
+    if config.model.architecture != "gpt" or config.train.eval_tasks:
+        raise UserError(
+            f"--parallel.cp is {cp}: expected model.architecture gpt, and no --train.eval-tasks"
+        )
+    if context % (2 * cp):
+        raise UserError(
+            f"--parallel.cp is {cp}: expected --model.context to be a multiple of {2 * cp},"
+            f" not {context}"
+        )
+
+
+def split_context(cp: int, mesh: DeviceMesh) -> ContextShard:
+    """Returns this rank's part of sequences that `cp` ranks of a mesh share."""
+    groups = mesh["shard"].size() // cp
     number = (mesh.mesh_dim_names or ()).index("shard")  # PyTorch 2.11 refuses the name
-    return mesh._unflatten(number, (groups, ranks), ("data", "context"))["context"]
+    context = mesh._unflatten(number, (groups, cp), ("data", "context"))["context"]
+    return ContextShard(context.get_local_rank(), context.size(), context.get_group())

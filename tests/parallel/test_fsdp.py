@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.cli import parse
-from fastgpt.config.config import ParallelConfig
-from fastgpt.errors import UserError
-from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import check_combination
-from fastgpt.parallel.mesh import model_ranks
 from tests.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
 
 TRAIN = str(ROOT / "train.py")
@@ -72,30 +66,3 @@ def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
     losses = [series(tmp_path / kind, "val_loss") for kind in kinds]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     assert losses[0] != losses[1]
-
-
-def test_memory_is_shared_by_the_ranks_of_a_group():
-    for kind, shards, expected in (("ddp", None, 1), ("fsdp", None, 8), ("hsdp", 4, 4)):
-        config = ParallelConfig(kind=kind, shards=shards)
-        assert model_ranks(config, World(size=8)) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "precision", "said"),
-    [
-        ("--parallel.dtype bf16", "fp32", r"--parallel.dtype is bf16: expected --train.precision"),
-        ("", "fp16", r"--parallel.kind is fsdp: expected --train.precision bf16 or fp32"),
-    ],
-)
-def test_what_does_not_go_with_shared_weights_is_refused(flags, precision, said, tiny):
-    config = parse(tiny("--parallel.kind fsdp", flags))
-    with pytest.raises(UserError, match=said):
-        check_combination(config, precision)
-
-
-def test_groups_must_divide_the_ranks(tiny):
-    with pytest.raises(UserError, match=r"--parallel.shards is 2: expected None, because"):
-        ParallelConfig(kind="fsdp", shards=2)
-    process = torchrun(2, TRAIN, *tiny("--parallel.kind hsdp --parallel.shards 3"))
-    assert process.wait(timeout=60) != 0
-    assert "error: --parallel.shards is 3: expected a divisor of" in process.stderr.read()

@@ -1,17 +1,9 @@
 """Layers whose work ranks share: dropout's masks, the rows of each rank, what is refused."""
 
 import re
-from dataclasses import replace
 
-import pytest
-
-from fastgpt.cli import parse
-from fastgpt.config.config import ParallelConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.errors import UserError
-from fastgpt.parallel.distributed import World
-from fastgpt.parallel.mesh import model_ranks, non_dp_size
-from fastgpt.parallel.tensor import check_tensor, qkv_permutation
+from fastgpt.parallel.tensor import qkv_permutation
 from tests.runs import finish, outcome, torchrun
 
 TP = "--parallel.kind fsdp --parallel.tp 2"
@@ -66,35 +58,3 @@ def test_a_rank_has_its_queries_with_their_keys_and_values():
     assert gates.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     for name in ("wte.weight", "h.3.mlp.c_proj.weight", "h.3.ln_1.weight"):
         assert qkv_permutation(config, name, 2) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--model.dropout 0.1", "expected --model.attention-dropout 0, not 0.1"),
-        ("--ops.loss chunked", "expected --ops.loss auto or torch, not chunked"),
-        ("--model.num-heads 1", "expected --model.num-heads to be a multiple of it, not 1"),
-        ("--model.num-kv-heads 1", "expected --model.num-kv-heads to be a multiple of it, not 1"),
-        ("--model.ffn-dim 33", "expected the feed-forward width to be a multiple of it, not 33"),
-        ("--model.vocab-multiple 257", "--model.vocab-multiple, to be a multiple of it, not 257"),
-        ("--model.architecture residual", "expected --model.architecture gpt, not residual"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_shared_layers_is_refused(flags, said, tiny):
-    config = parse(tiny(TP, flags))
-    config = replace(config, model=replace(config.model, vocab_size=256))
-    with pytest.raises(UserError) as error:
-        check_tensor(config)
-    assert str(error.value).startswith("--parallel.tp is 2: expected ")
-    assert said in str(error.value)
-
-
-def test_ranks_must_divide_into_groups():
-    with pytest.raises(UserError, match=r"--parallel.tp is 2: expected --parallel.kind fsdp or"):
-        ParallelConfig(tp=2)
-    config = ParallelConfig(kind="hsdp", tp=2, cp=2, shards=4)
-    assert (non_dp_size(config, World(size=8)), model_ranks(config, World(size=8))) == (4, 4)
-    with pytest.raises(UserError, match=r"--parallel.cp x --parallel.tp is 4: expected a divisor"):
-        non_dp_size(config, World(size=6))
-    with pytest.raises(UserError, match=r"--parallel.shards is 2: expected a multiple of .* 4"):
-        model_ranks(replace(config, shards=2), World(size=8))

@@ -1,0 +1,74 @@
+"""Arrangements of ranks: how many hold the model together, and which settings are refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from fastgpt.cli import parse
+from fastgpt.config.config import ParallelConfig
+from fastgpt.errors import UserError
+from fastgpt.parallel.distributed import World
+from fastgpt.parallel.fsdp import check_combination
+from fastgpt.parallel.mesh import check_context, model_ranks, non_dp_size
+from fastgpt.parallel.tensor import check_tensor
+
+FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp"
+CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "together", "same_data"),
+    [
+        ({}, 1, 1),
+        ({"kind": "fsdp"}, 8, 1),
+        ({"kind": "hsdp", "shards": 4}, 4, 1),
+        ({"cp": 2}, 1, 2),
+        ({"kind": "hsdp", "tp": 2, "cp": 2, "shards": 4}, 4, 4),
+    ],
+)
+def test_ranks_that_hold_the_model_together_or_read_the_same_data(settings, together, same_data):
+    config, world = ParallelConfig(**settings), World(size=8)
+    assert (model_ranks(config, world), non_dp_size(config, world)) == (together, same_data)
+
+
+def check(flags: list[str], ranks: int) -> None:
+    """Makes all checks of a config that a run on so many ranks makes."""
+    config = parse(flags)
+    config = replace(config, model=replace(config.model, vocab_size=256))
+    parallel, world = config.parallel, World(size=ranks)
+    non_dp_size(parallel, world)
+    model_ranks(parallel, world)
+    if parallel.kind != "ddp":
+        check_combination(config, config.train.precision)
+    if parallel.tp > 1:
+        check_tensor(config)
+    if parallel.cp > 1:
+        check_context(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--parallel.cp 3", "x --parallel.tp is 3: expected a divisor of the number of ranks, 8"),
+        (f"{CP} --model.context 18 --train.batch-tokens 144", "multiple of 4, not 18"),
+        (f"{CP} --train.eval-tasks lambada=x", "expected model.architecture gpt, and no --train.e"),
+        (f"{CP} --model.architecture residual --model.activation relu", "model.architecture gpt, "),
+        (f"{FSDP} --parallel.shards 2", "--parallel.shards is 2: expected None, because"),
+        (f"{HSDP} --parallel.shards 3", "--parallel.shards is 3: expected a divisor of the number"),
+        (f"{HSDP} {CP} --parallel.tp 2 --parallel.shards 2", "shards is 2: expected a multiple of"),
+        (f"{FSDP} --parallel.dtype bf16", "--parallel.dtype is bf16: expected --train.precision"),
+        (f"{FSDP} --train.precision fp16", "kind is fsdp: expected --train.precision bf16"),
+        ("--parallel.tp 2", "--parallel.tp is 2: expected --parallel.kind fsdp or"),
+        (f"{TP} --model.dropout 0.1", "expected --model.attention-dropout 0, not 0.1"),
+        (f"{TP} --ops.loss chunked", "expected --ops.loss auto or torch, not chunked"),
+        (f"{TP} --model.num-heads 1", "--model.num-heads to be a multiple of it, not 1"),
+        (f"{TP} --model.num-kv-heads 1", "--model.num-kv-heads to be a multiple of it, not 1"),
+        (f"{TP} --model.ffn-dim 33", "the feed-forward width to be a multiple of it, not 33"),
+        (f"{TP} --model.vocab-multiple 257", "vocab-multiple, to be a multiple of it, not 257"),
+        (f"{TP} --model.architecture residual", "expected --model.architecture gpt, not residual"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_refused(flags, said, tiny):
+    with pytest.raises(UserError) as error:
+        check(tiny(flags), ranks=8)
+    assert said in str(error.value)
