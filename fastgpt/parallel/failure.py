@@ -1,23 +1,168 @@
-"""A failure of any rank ends all ranks within seconds, the failed one's message first."""
+"""Ends all ranks within seconds after one has failed, and leaves the last word to that one.
 
+A rank that waits in a collective operation may not notice that another one has ended: NCCL waits
+for half an hour, and signals are not handled meanwhile. So every rank keeps a connection to the
+main rank, which the system closes when a process ends, in whatever way. A thread watches it.
+Another thread watches the launcher, torchrun, whose ranks would go on without it.
+"""
+
+import atexit
 import os
+import secrets
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, Pipe, wait
+from typing import cast
 
 import torch.distributed as dist
 
 from fastgpt.errors import OtherRankError, tell_torchrun
-from fastgpt.parallel.lifeline import FAILED, GRACE_S, STALLED, Lifeline, follow_launcher
+from fastgpt.require_torch import STARTED
+from fastgpt.terminal import print_line
 
+DONE, FAILED, KILLED, STALLED = "done", "failed", "killed", "stalled"
+"""How a rank ended: it is done; it failed and said why; its connection closed without a word; or it
+makes no progress, for which each rank writes a report."""
+GRACE_S = 2.0
+"""Seconds in which a rank may end with a message of its own after another one has failed. torchrun
+notices the first failure within a tenth of a second, and reports that one."""
+LOOK_S = 1.0
+"""Seconds between two looks at the launcher."""
 ARRIVAL_S = 25.0
 """Seconds that ranks wait for each other when they start; $FASTGPT_ARRIVAL_S replaces it."""
+ORPHAN_S = 7.0
+"""Seconds in which a rank may save after its launcher has ended."""
+
+
+class Lifeline:
+    """Connection of a rank to the main rank; on the main rank, the connections of all others.
+
+    Args:
+        rank: rank of this process; 0 is the main rank.
+        size: number of ranks.
+        broadcast_object: broadcasts the main rank's value to every rank.
+
+    Raises:
+        OSError: the main rank cannot be reached.
+    """
+
+    def __init__(self, rank: int, size: int, broadcast_object: Callable) -> None:
+        self.rank = rank
+        self.loss = threading.Event()
+        """Set when another rank has ended without being done."""
+        self.report: Callable[[], None] = lambda: None
+        """Called if a rank has stalled."""
+        self.links: dict[Connection, int] = {}
+        if rank == 0:
+            key = secrets.token_bytes(16)
+            with Listener(("", 0), backlog=size, authkey=key) as listener:
+                broadcast_object((listener.address[1], key))
+                while len(self.links) < size - 1:
+                    with suppress(AuthenticationError, EOFError, OSError):  # a stranger's
+                        link = listener.accept()
+                        self.links[link] = link.recv()
+        else:
+            port, key = broadcast_object(None)
+            link = Client((os.environ["MASTER_ADDR"], port), authkey=key)
+            link.send(rank)
+            self.links[link] = 0
+        self._wake, self._woken = Pipe()
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells the others that this rank is done, and ends the thread.
+
+        A thread that is left over when Python ends may abort the process.
+        """
+        self.say(DONE)
+        self._wake.send(None)
+        self._thread.join()
+
+    def say(self, word: str, about: int | None = None) -> None:
+        """Tells the others how this rank ends, or another one, `about`."""
+        for link, other in self.links.items():
+            if other != about:
+                with suppress(OSError):
+                    link.send((word, self.rank if about is None else about))
+
+    def _watch(self) -> None:
+        watched = [*self.links, self._woken]  # left open: closed, this process would seem killed
+        while True:
+            for link in cast("list[Connection]", wait(watched)):
+                if link is self._woken:
+                    return
+                watched.remove(link)
+                try:
+                    word, about = link.recv()
+                except (EOFError, OSError):
+                    word, about = KILLED, self.links[link]
+                if word != DONE and not self.loss.is_set():
+                    self.end_after(about, word)
+
+    def end_after(self, rank: int, word: str) -> None:
+        """Ends this process, and tells the others to, after `rank` has ended as `word` says."""
+        self.loss.set()
+        self.say(word, rank)
+        if word == KILLED and self.rank == (1 if rank == 0 else 0):
+            print_line(
+                f"error: rank {rank} ended without an error message, as if it was killed (was"
+                " memory short?): all ranks end"
+            )
+        if word == STALLED:
+            self.report()
+        threading.Event().wait(GRACE_S)
+        os._exit(1)
+
+
+def follow_launcher(*, saves: bool, speaks: bool) -> threading.Event:
+    """Makes this process end within ten seconds after the one that started it, its launcher.
+
+    A process whose parent ends, in whatever way, gets another one, and a thread looks for that.
+
+    Args:
+        saves: the rank saves first, as after SIGTERM. That stops the ranks on all machines with
+            status 0, so it is for jobs on one machine; those on several start again.
+        speaks: writes a line about it on stderr.
+
+    Returns:
+        threading.Event: set by the caller if this rank was asked to stop: it then ends by itself,
+            and its save has as much time as it takes.
+    """
+    process, parent = STARTED
+    launcher = parent if process == os.getpid() else os.getppid()  # else it was forked since
+    stopping, closed = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if closed.wait(LOOK_S):
+                return
+        if stopping.is_set():
+            return
+        if speaks:
+            what = f"saving, and ending within {ORPHAN_S:.0f} s" if saves else "ending"
+            with suppress(OSError):
+                print_line(f"error: torchrun (process {launcher}) has ended: {what}")
+        if saves:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if not (saves and closed.wait(ORPHAN_S)):
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="launcher", daemon=True)
+    thread.start()
+    atexit.register(lambda: (closed.set(), thread.join()))
+    return stopping
+
+
+# --- of this process ------------------------------------------------------------------------------
+
 _lifeline: Lifeline | None = None
-
-
 _stopping: threading.Event | None = None
 """Set when a signal has asked a rank of torchrun's to stop."""
 
