@@ -17,11 +17,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -62,33 +61,57 @@ def save(
     *,
     weights: Mapping[str, Tensor],
     state: dict[str, Any],
+    config_json: str,
+    save_tokenizer: Callable[[Path], None] | None,
+    keep: int,
+    keep_every: int = 0,
+    huggingface_json: str | None = None,
     world: World | None = None,
     group: Any = None,
-    **fixed: Any,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
+        keep: number of newest checkpoints that are not removed.
+        keep_every: nor are those of steps that are multiples of it; 0: no others.
+        huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
         world: the ranks, if they share the weights: each writes its parts, and this is a collective
             operation of `group`.
-        fixed: `config_json`, `save_tokenizer`, `keep` and `keep_every` of
-            `CheckpointWriter.publish`, and of a model that was converted `huggingface_json`, its
-            `Source.hf_sidecars`.
 
     Raises:
         UserError: the disk is full or cannot be written, on any rank; no partial checkpoint is
             left.
     """
-    ranks = world or World()
-    writer = CheckpointWriter(folder, step, ranks)
-    ranks.on_rank0(writer.begin, group=group)
-    with writer.errors():
+    ranks, path = world or World(), folder / f".writing_{step:08d}"
+    texts = {"config.json": config_json, "huggingface.json": huggingface_json}
+
+    def publish() -> Path:
+        final = _publish(path, step, hashes, texts, save_tokenizer)
+        for old in steps_on_disk(folder)[:-keep]:
+            if not keep_every or _step(old) % keep_every:
+                _remove(old)
+        return final
+
+    try:
+        ranks.on_rank0(lambda: _begin(path), group=group)
         if world is None:
-            hashes, state_json = _write_whole(writer.path, weights, state), None
+            hashes = _write_whole(path, weights, state)
         else:
-            hashes, state_json = write_parts(writer.path, weights, state, world, group)
-    publish = partial(writer.publish, hashes, state_json=state_json, **fixed)
-    return ranks.on_rank0(publish, group=group)
+            hashes, texts[STATE] = write_parts(path, weights, state, world, group)
+        return ranks.on_rank0(publish, group=group)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+        if not ranks.is_main:
+            raise OtherRankError(str(error)) from error
+        shutil.rmtree(path, ignore_errors=True)
+        raise UserError(_cannot_save(folder, step, error)) from error
+
+
+def _begin(path: Path) -> None:
+    """Makes the folder `path`, and removes what a process that was killed has left beside it."""
+    for pattern in (".writing_*", ".removing_*", ".best"):
+        for left_over in path.parent.glob(pattern):
+            shutil.rmtree(left_over)
+    path.mkdir(parents=True)
 
 
 def _write_whole(
@@ -102,75 +125,37 @@ def _write_whole(
     return {name: sha256_of(path / name) for name in WEIGHT_FILES}
 
 
-class CheckpointWriter:
-    """Checkpoint of a step that is being written, under a temporary name."""
+def _publish(
+    path: Path,
+    step: int,
+    hashes: Mapping[str, str],
+    texts: Mapping[str, str | None],
+    save_tokenizer: Callable[[Path], None] | None,
+) -> Path:
+    """Completes a checkpoint that was written under the name `path`, and gives it its own.
 
-    def __init__(self, folder: Path, step: int, ranks: World) -> None:
-        self.folder, self.step, self.ranks = folder, step, ranks
-        self.path = folder / f".writing_{step:08d}"
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Removes it after an error in the context, which becomes a `UserError`."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
-            if not self.ranks.is_main:
-                raise OtherRankError(str(error)) from error
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise UserError(_cannot_save(self.folder, self.step, error)) from error
-
-    def begin(self) -> None:
-        """Makes its folder, and removes what a process that was killed has left."""
-        with self.errors():
-            for pattern in (".writing_*", ".removing_*", ".best"):
-                for left_over in self.folder.glob(pattern):
-                    shutil.rmtree(left_over)
-            self.path.mkdir(parents=True)
-
-    def publish(
-        self,
-        hashes: Mapping[str, str],
-        *,
-        config_json: str,
-        save_tokenizer: Callable[[Path], None] | None,
-        keep: int,
-        keep_every: int = 0,
-        huggingface_json: str | None = None,
-        state_json: str | None = None,
-    ) -> Path:
-        """Adds the other files, and gives it its name.
-
-        Args:
-            hashes: sha256 of each file that is there.
-            keep: number of newest checkpoints that are not removed.
-            keep_every: nor are those of steps that are multiples of it; 0: no others.
-        """
-        texts = {
-            STATE: state_json, "config.json": config_json, "huggingface.json": huggingface_json,
-        }  # fmt: skip
-        with self.errors():
-            for name, text in texts.items():
-                if text is not None:
-                    (self.path / name).write_text(text)
-            if save_tokenizer is not None:
-                save_tokenizer(self.path / "tokenizer.json")
-            names = [x for x in (STATE, *SIDE_FILES) if (self.path / x).exists()]
-            hashes = {**hashes, **{x: sha256_of(self.path / x) for x in names}}
-            record = {"format_version": FORMAT_VERSION, "step": self.step, "sha256": hashes}
-            (self.path / RECORD).write_text(json.dumps(record, indent=1))
-            for name in (*hashes, RECORD):
-                with (self.path / name).open("rb+") as file:
-                    os.fsync(file.fileno())
-            sync_directory(self.path)
-            final = step_path(self.folder, self.step)
-            _remove(final)
-            self.path.rename(final)
-            sync_directory(self.folder)
-            for old in steps_on_disk(self.folder)[:-keep]:
-                if not keep_every or _step(old) % keep_every:
-                    _remove(old)
-        return final
+    Args:
+        hashes: sha256 of the files of weights and state.
+        texts: the other files but the tokenizer's, by name.
+    """
+    for name, text in texts.items():
+        if text is not None:
+            (path / name).write_text(text)
+    if save_tokenizer is not None:
+        save_tokenizer(path / "tokenizer.json")
+    names = [name for name in (STATE, *SIDE_FILES) if (path / name).exists()]
+    hashes = {**hashes, **{name: sha256_of(path / name) for name in names}}
+    record = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
+    (path / RECORD).write_text(json.dumps(record, indent=1))
+    for name in (*hashes, RECORD):
+        with (path / name).open("rb+") as file:
+            os.fsync(file.fileno())
+    sync_directory(path)
+    final = step_path(path.parent, step)
+    _remove(final)
+    path.rename(final)
+    sync_directory(path.parent)
+    return final
 
 
 def _cannot_save(folder: Path, step: int, error: Exception) -> str:

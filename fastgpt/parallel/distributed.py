@@ -107,8 +107,9 @@ class World:
         patient: bool = False,
         group: Any = None,
     ) -> T:
-        """Calls `work` on the main rank; every rank returns its result or raises its `UserError`.
+        """Calls `work` on the main rank; every rank returns its result.
 
+        Its `UserError` or `OSError` is raised there, and an `OtherRankError` on the other ranks.
         The other ranks wait: up to the timeout of the backend or `group`, or up to 30 days if
         `patient`.
         """
@@ -119,7 +120,7 @@ class World:
         if self.is_main:
             try:
                 value = work()
-            except UserError as error:
+            except (UserError, OSError) as error:
                 problem = error
         outcome = (value, None if problem is None else str(problem))
         value, message = self.broadcast_object(outcome, group)
