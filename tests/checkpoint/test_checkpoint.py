@@ -311,18 +311,6 @@ def test_nothing_good_is_an_error_that_names_each(folder):
     assert str(caught.value).count("state.pt has sha256") == 2
 
 
-def test_resumed_run_says_that_the_newest_was_damaged(fit, tmp_path, capfd):
-    run = fit()
-    flip(run / "checkpoints" / "step_00000008" / "model.safetensors")
-    capfd.readouterr()
-    fit("--resume auto")
-    out = capfd.readouterr().out
-    [warning] = [line for line in out.splitlines() if line.startswith("warning: checkpoint ")]
-    assert "step_00000008 is damaged: model.safetensors" in warning
-    assert "4 more steps" in out
-    assert checkpoint.load(run / "checkpoints" / "step_00000008").step == 8
-
-
 # --- what the trainer puts in ---------------------------------------------------------------------
 
 

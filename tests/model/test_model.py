@@ -157,19 +157,6 @@ def test_dropout_acts_at_its_place_alone(place):
     torch.testing.assert_close(dropped, model.eval()(tokens))
 
 
-@pytest.mark.parametrize("dropout", ["torch", "lanes"])
-def test_dropout_drops_the_share_it_was_asked_for(dropout):
-    chosen = on_cpu(dropout=dropout)
-    model = initial(chosen=chosen, embedding_dropout=0.25, dim=256, position="none")
-    seen = []
-    model.h[0].ln_1.register_forward_hook(lambda _, args, out: seen.append(args[0].detach()))
-    tokens = draw_tokens(B=8)
-    model(tokens)
-    kept, whole = seen[0] != 0, model.wte(tokens)
-    assert abs(kept.float().mean() - 0.75) < 0.01
-    torch.testing.assert_close(seen[0][kept], whole[kept] / 0.75)
-
-
 def test_dropout_has_one_default_for_all_places():
     config = replace(TINY, dropout=0.3, attention_dropout=0.0, residual_dropout=0.1)
     assert {place: config.dropout_at(place) for place in PLACES} == {

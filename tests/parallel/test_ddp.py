@@ -1,4 +1,4 @@
-"""Ranks under torchrun: batches, losses and weights of one process, and one sync a step."""
+"""Ranks under torchrun: losses and weights of one process, and one sync a step."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,21 +14,18 @@ from torch import nn
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.config import TrainConfig
-from fastgpt.data.loader import Loader
-from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.logs.metrics import read_records
 from fastgpt.parallel.ddp import replicate
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
-SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
-# train.py, but each rank says in the end what it was given and how often it synced.
+# train.py, but each rank says in the end how often it synced.
 COUNTED = """
 import json, os
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-syncs, batches = [], []
+syncs = []
 
 def hook(group, bucket):
     syncs.append(bucket.buffer().numel())
@@ -40,19 +36,15 @@ class Counted(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self.register_comm_hook(None, hook)
 
-    def forward(self, x, y):
-        batches.append(x.tolist())
-        return super().forward(x, y)
-
 torch.nn.parallel.DistributedDataParallel = Counted
 import train
 train.main()
 with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
-    json.dump({"syncs": len(syncs), "numbers": sum(syncs), "batches": batches}, file)
+    json.dump({"syncs": len(syncs), "numbers": sum(syncs)}, file)
 """
 
 
-def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
+def test_two_ranks_give_what_one_gives(fit, tiny, tmp_path):
     """Two ranks reach the losses and weights of one process, and sync once per step.
 
     Compares 2 ranks x 2 micro-steps x 2 sequences with 1 x 2 x 4 and 1 x 4 x 2, in fp32.
@@ -70,15 +62,7 @@ def test_two_ranks_give_what_one_gives(fit, tiny, text, tmp_path):
     # one bucket holds this model: 8 steps of 2 micro-steps are 8 syncs of every weight
     weights = load_file(one / "checkpoints" / "step_00000008" / "model.safetensors")
     total = sum(weight.numel() for weight in weights.values()) + 44 * 32
-    for rank in ranks:
-        assert (rank["syncs"], rank["numbers"]) == (8, 8 * total)
-        assert len(rank["batches"]) == 16
-    tokens = np.frombuffer(text.read_bytes(), np.uint8)[:655]  # all but the tenth that is held out
-    samples = Mixture([SampleOrder(655, context=16, seed=1337)], [1.0])
-    with Loader([tokens], samples, context=16, global_batch=8, micro_batch=8) as loader:
-        expected = [row for _ in range(8) for row in loader.next()[0].tolist()]
-    pairs = zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
-    assert [row for pair in pairs for batch in pair for row in batch] == expected
+    assert ranks == [{"syncs": 8, "numbers": 8 * total}] * 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -149,31 +133,3 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     assert err.count(f"error: torchrun (process {process.pid}) has ended: saving, and ending") == 1
     assert bool(re.search("^stopped after step ", out, re.MULTILINE)) is not hangs
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)
-
-
-@pytest.mark.slow
-def test_headline_command(tmp_path):
-    """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 8:
-        pytest.skip("8 ranks need 8 GPUs where there is one")
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
-    [run] = (tmp_path / "runs").iterdir()
-    assert f"\ndone after step 2: {run}\n" in out
-    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
-    [saved] = checkpoint.steps_on_disk(run / "checkpoints")
-    assert saved.name == "step_00000002"
-    assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
-
-
-@pytest.mark.slow
-def test_batch_that_ranks_cannot_share(tiny):
-    process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "error: --train.batch-tokens is 48" in err
-    # where torchrun's report of many lines ends
-    assert "traceback : error: --train.batch-tokens is 48" in err.splitlines()[-2]
-    assert "2 ranks" in err

@@ -11,6 +11,7 @@ from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import check_context, model_ranks, non_dp_size
 from fastgpt.parallel.tensor import check_tensor
+from fastgpt.train.micro_batch import largest_micro_batch
 
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp"
 CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
@@ -38,6 +39,7 @@ def check(flags: list[str], ranks: int) -> None:
     parallel, world = config.parallel, World(size=ranks)
     non_dp_size(parallel, world)
     model_ranks(parallel, world)
+    largest_micro_batch(config, replace(world, non_dp_size=parallel.cp * parallel.tp), print)
     if parallel.kind != "ddp":
         check_combination(config, config.train.precision)
     if parallel.tp > 1:
@@ -49,6 +51,7 @@ def check(flags: list[str], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--train.batch-tokens 48", "is 48: 3 sequences of 16, expected a multiple of the 8 ranks"),
         ("--parallel.cp 3", "x --parallel.tp is 3: expected a divisor of the number of ranks, 8"),
         (f"{CP} --model.context 18 --train.batch-tokens 144", "multiple of 4, not 18"),
         (f"{CP} --train.eval-tasks lambada=x", "expected model.architecture gpt, and no --train.e"),
