@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Collection
@@ -15,10 +16,12 @@ from typing import Any, Literal
 
 import torch
 
-from fastgpt.device.cuda_driver import why_no_cuda
 from fastgpt.errors import UserError, counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""File that is there while NVIDIA's driver for Linux is loaded."""
 
 # --- kinds of devices -----------------------------------------------------------------------------
 
@@ -35,7 +38,8 @@ class Kind:
     is_there: Callable[[], bool]
     device_name: Callable[[], str]
     fast_bf16: Callable[[], bool]
-    """Returns True if the hardware multiplies bf16 natively, so that `auto` uses it."""
+    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX), so that
+    `auto` uses it."""
     has_bf16: Callable[[], bool] = lambda: True
     has_fp64: bool = True
     compiles: Literal["by default", "on request", "never"] = "never"
@@ -135,6 +139,37 @@ def pick_device(
     return found
 
 
+def why_no_cuda() -> str | None:
+    """Explains, in PyTorch's words, why torch sees no CUDA device, and what to install.
+
+    Returns:
+        str | None: None if no NVIDIA driver runs, or CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if hidden or not _has_driver():
+        return None
+    here = f"this machine has an NVIDIA GPU, but torch {torch.__version__}"
+    if torch.version.cuda is None:
+        return f"{here} is built without CUDA: install a CUDA build of torch (pytorch.org)"
+    try:
+        torch.cuda.init()
+        said = "see nvidia-smi; a container must be given its GPUs"
+    except (RuntimeError, AssertionError) as error:  # an old driver, or no GPU in the container
+        said = str(error).split("\n")[0].strip().rstrip(".")
+    return f"{here} is built for CUDA {torch.version.cuda} and cannot use it: {said}"
+
+
+def _has_driver() -> bool:
+    """Returns True if NVIDIA's driver runs; Windows and WSL have only nvidia-smi to tell."""
+    command = shutil.which("nvidia-smi")
+    if DRIVER.exists() or command is None:
+        return DRIVER.exists()
+    try:
+        return subprocess.run([command, "-L"], capture_output=True, timeout=20).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
 def device_name(device: str) -> str:
     """Returns the device's name, with the number of threads on a CPU."""
     return kind_of(device).device_name()
@@ -164,16 +199,11 @@ def check_free_memory(device: str, needed: int) -> None:
         )
 
 
-def has_fast_bf16(device: str) -> bool:
-    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
-    return kind_of(device).fast_bf16()
-
-
 def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> str:
     """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
     kind = kind_of(device)
     if asked == "auto":
-        return "bf16" if has_fast_bf16(device) else "fp32"
+        return "bf16" if kind.fast_bf16() else "fp32"
     if asked == "fp16" and kind is CPU:
         raise UserError(f"{flag} is fp16, which needs CUDA: expected fp32 or bf16")
     if asked == "bf16" and not kind.has_bf16():

@@ -10,7 +10,7 @@ import torch
 from fastgpt.autotune import choose
 from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
-from fastgpt.device import cuda_driver, device
+from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
@@ -25,7 +25,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cuda_driver, "LOADED", tmp_path / "version")
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
 
     def make(loaded=False, smi="", built: str | None = "13.0"):
         if loaded:

@@ -34,7 +34,7 @@ def no_compiler(monkeypatch, tmp_path):
     ],
 )
 def test_precision(monkeypatch, asked, kind, fast, expected):
-    monkeypatch.setattr(device, "has_fast_bf16", lambda _: fast)
+    monkeypatch.setitem(device.KINDS, kind, replace(device.KINDS[kind], fast_bf16=lambda: fast))
     assert device.pick_precision(asked, kind) == expected
 
 
@@ -44,7 +44,7 @@ def test_precision(monkeypatch, asked, kind, fast, expected):
 )
 def test_cpus_with_fast_bf16(monkeypatch, features, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-    assert device.has_fast_bf16("cpu") is fast
+    assert device.CPU.fast_bf16() is fast
 
 
 @pytest.mark.parametrize("found", [True, False])
