@@ -65,9 +65,30 @@ def read(path: Path) -> Weights:
         UserError: it cannot be read or is damaged, or a tensor has a dtype that PyTorch lacks.
     """
     try:
-        return _read(path)
+        plan, length = {}, header_length(path)
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                part = file.get_slice(name)
+                dtype = DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    known = ", ".join(DTYPES)
+                    raise UserError(f"{path}: {name} is of {part.get_dtype()}: expected {known}")
+                plan[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        with path.open("rb") as file:
+            file.seek(8)
+            header = json.loads(file.read(length))
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: too large a shape
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
+
+    def tensor(name: str) -> Tensor:
+        # not by safe_open: it would read the header again, or keep in memory what was read
+        x, begin = plan[name], header[name]["data_offsets"][0]
+        octets = np.fromfile(path, np.uint8, x.nbytes, offset=8 + length + begin)
+        if octets.size < x.nbytes:
+            raise OSError(f"{name} ends after {octets.size:,} of {x.nbytes:,} bytes")
+        return torch.from_numpy(octets).view(x.dtype).view(x.shape)
+
+    return Weights(plan, tensor)
 
 
 def unpickle(path: Path, *, mmap: bool = False) -> Any:
@@ -99,32 +120,6 @@ def header_length(path: Path) -> int:
             f"{path} has a header of {length:,} bytes: expected at most {LONGEST_HEADER:,}"
         )
     return length
-
-
-def _read(path: Path) -> Weights:
-    plan, length = {}, header_length(path)
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise UserError(f"{path}: {name} is of {part.get_dtype()}: expected {known}")
-            dtype = DTYPES[part.get_dtype()]
-            plan[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-
-    with path.open("rb") as file:
-        file.seek(8)
-        header = json.loads(file.read(length))
-
-    def tensor(name: str) -> Tensor:
-        # not by safe_open: it would read the header again, or keep in memory what was read
-        x, begin = plan[name], header[name]["data_offsets"][0]
-        octets = np.fromfile(path, np.uint8, x.nbytes, offset=8 + length + begin)
-        if octets.size < x.nbytes:
-            raise OSError(f"{name} ends after {octets.size:,} of {x.nbytes:,} bytes")
-        return torch.from_numpy(octets).view(x.dtype).view(x.shape)
-
-    return Weights(plan, tensor)
 
 
 def write(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:

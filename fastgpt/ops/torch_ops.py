@@ -31,17 +31,7 @@ def sdpa(
     Tq, Tk, mask = q.shape[1], k.shape[1], None
     if window is not None or doc_ids is not None or Tq != Tk:
         mask = attention_mask(Tq, Tk, causal=True, window=window, doc_ids=doc_ids, device=q.device)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, T, D) views, nothing is copied
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
+    return _sdpa(q, k, v, mask, is_causal=mask is None, dropout_p=dropout_p, scale=scale)
 
 
 def flash_attn(
@@ -67,14 +57,13 @@ def decode_sdpa(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
     """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=cache.hidden(q.dtype)[:, None],
-        scale=scale,
-        enable_gqa=q.shape[2] != keys.shape[2],
-    )
+    return _sdpa(q, keys, values, cache.hidden(q.dtype)[:, None], scale=scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) views, nothing is copied
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, **options)
     return out.transpose(1, 2)
 
 
@@ -128,12 +117,13 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: float | None = None,
-    valid_vocab: int | None = None,
+    **head: Any,
 ) -> Tensor:
-    """`LossOp` that computes the logits of all tokens at once."""
-    logits = head_logits(x, weight, bias=bias, softcap=softcap, valid_vocab=valid_vocab)
-    return cross_entropy(logits, targets, label_smoothing, z_loss)
+    """`LossOp` that computes the logits of all tokens at once.
+
+    Args:
+        head: the arguments of `head_logits`.
+    """
+    return cross_entropy(head_logits(x, weight, **head), targets, label_smoothing, z_loss)

@@ -24,7 +24,7 @@ from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.build import build as build_model
-from fastgpt.parallel.ddp import replicate
+from fastgpt.parallel.build import replicate
 from fastgpt.parallel.fsdp import forget_iteration, load_weights, local_shard, no_sync
 from fastgpt.run.directory import resumes
 from fastgpt.train import init_from

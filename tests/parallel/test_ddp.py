@@ -15,7 +15,7 @@ from torch import nn
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.config import TrainConfig
 from fastgpt.logs.metrics import read_records
-from fastgpt.parallel.ddp import replicate
+from fastgpt.parallel.build import replicate
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
 # train.py, but each rank says in the end how often it synced.
