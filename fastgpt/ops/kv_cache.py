@@ -20,16 +20,11 @@ class Cache:
     Args:
         rows: B.
         size: Tmax, the most tokens that a row can hold; at most the context.
-
-    Raises:
-        ValueError: `size` is not between 1 and the context.
     """
 
     def __init__(
         self, config: ModelConfig, rows: int, size: int, device: torch.device | str
     ) -> None:
-        if not 0 < size <= config.context:
-            raise ValueError(f"size: expected 1 to the context of {config.context}, got {size}")
         self.size, self.window = size, config.window
         self.eot_id = config.eot_id if config.document_mask else None
         self.rows = torch.arange(rows, device=device)[:, None]

@@ -51,10 +51,7 @@ class World:
 
     def average(self, x: Tensor) -> Tensor:
         """Returns the mean of `x` (any shape, floating) over ranks, without a host sync."""
-        if self.size > 1:
-            x = x / self.size
-            dist.all_reduce(x)
-        return x
+        return self.sum(x / self.size) if self.size > 1 else x
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x` (any shape) over ranks, in place."""
@@ -97,25 +94,15 @@ class World:
         self.sum(torch.zeros(())).item()
 
     def patient_group(self) -> Any:
-        """Makes a group of all ranks whose collective operations wait up to 30 days."""
+        """Makes a group of all ranks that waits up to 30 days; a collective operation."""
         return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
-    def on_rank0(
-        self,
-        work: Callable[[], T],
-        *,
-        patient: bool = False,
-        group: Any = None,
-    ) -> T:
+    def on_rank0(self, work: Callable[[], T], group: Any = None) -> T:
         """Calls `work` on the main rank; every rank returns its result.
 
         Its `UserError` or `OSError` is raised there, and an `OtherRankError` on the other ranks.
-        The other ranks wait: up to the timeout of the backend or `group`, or up to 30 days if
-        `patient`.
+        These wait up to the timeout of `group`, by default half an hour.
         """
-        # the default timeout is half an hour; the group is made while all ranks are here
-        if patient:
-            group = self.patient_group()
         value, problem = None, None
         if self.is_main:
             try:

@@ -94,7 +94,7 @@ def broadcast_init(
         weights.update(built.named_parameters())
         return dict(built.named_buffers())
 
-    buffers = world.on_rank0(built_buffers, patient=True)
+    buffers = world.on_rank0(built_buffers, world.patient_group())
     shared = next(model.parameters())
     assert is_sharded(shared)
     model.to_empty(device=shared.device_mesh.device_type)
@@ -153,7 +153,7 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
     """Returns all of a tensor that is shared out as a parameter is; a collective operation.
 
     Its rows are in the model's order, which tensor-parallel ranks may have changed: see
-    `fastgpt.parallel.tensor.row_order`.
+    `fastgpt.parallel.tensor.qkv_permutation`.
     """
     if not is_sharded(x):
         return x

@@ -74,7 +74,7 @@ def _corpora(
         data.orders(config.model.context, config.seed)
 
     # the main rank downloads, prepares and checks the data, then all ranks open it
-    world.on_rank0(open_once, patient=True)
+    world.on_rank0(open_once, world.patient_group())
     return opened()
 
 

@@ -111,7 +111,7 @@ def resolve(
     narrow = config.train.residual == "bf16"
     sizes = Sizes(config.model, micro_batch, precision, compiled, narrow)
     chosen, trials = world.on_rank0(
-        lambda: choose.choose(config.ops, sizes, on, warn), patient=True
+        lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
     )
     return Plan(
         config=config,

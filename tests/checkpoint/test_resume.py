@@ -143,37 +143,31 @@ def test_stop_signal_is_answered_before_the_next_forward(
     assert outcome(run) == unbroken("--train.micro-batch 1")
 
 
-@pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, None)]
-)
-def test_second_signal_ends_the_process(number, ends):
-    """A second Ctrl-C or SIGTERM ends the process at once.
-
-    SIGTERM does so even within an operation of PyTorch's.
-    """
-    stop = StopSignal([].append)
-    try:
-        signal.raise_signal(number)
-        if ends is None:
-            assert signal.getsignal(number) is signal.SIG_DFL
-        else:
-            with pytest.raises(ends):
-                signal.raise_signal(number)
-    finally:
-        stop.restore()
+@pytest.fixture
+def stop():
+    """A `StopSignal`, and the lines that it has said."""
+    said = []
+    stop = StopSignal(said.append)
+    yield stop, said
+    stop.restore()
 
 
-def test_sigterm_at_the_time_limit_cuts_no_save_short_that_sigusr1_or_sighup_began():
-    stop, said = StopSignal(lambda line: said.append(line)), []
-    try:
-        for name in ("HUP", "HUP", "USR1", "USR1", "TERM"):
-            assert stop.requeue == (len(said) > 2)
-            signal.raise_signal(signal.Signals[f"SIG{name}"])
-        assert [line[:7] for line in said] == ["SIGHUP:"] * 2 + ["SIGUSR1"] * 2 + ["SIGTERM"]
-        assert said[0].endswith("and saving")
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        stop.restore()
+def test_second_signal_ends_the_process(stop):
+    signal.raise_signal(signal.SIGTERM)
+    # without Python, so that it ends an operation of PyTorch's as well
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_sigterm_at_the_time_limit_cuts_no_save_short_that_sigusr1_or_sighup_began(stop):
+    stop, said = stop
+    for name in ("HUP", "HUP", "USR1", "USR1", "TERM"):
+        assert stop.requeue == (len(said) > 2)
+        signal.raise_signal(signal.Signals[f"SIG{name}"])
+    assert [line[:7] for line in said] == ["SIGHUP:"] * 2 + ["SIGUSR1"] * 2 + ["SIGTERM"]
+    assert said[0].endswith("and saving")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_hangup_stays_ignored_under_nohup():
