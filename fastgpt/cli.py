@@ -17,7 +17,8 @@ from fastgpt.config.saved import CONVERTED, saved_config
 from fastgpt.convert.source import Source, read
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
-from fastgpt.parallel import failure, signals
+from fastgpt.faults import failure
+from fastgpt.parallel import signals
 from fastgpt.run.directory import find_run
 from fastgpt.terminal import print_text
 from fastgpt.train.init_from import check_architecture, with_architecture

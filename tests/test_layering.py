@@ -31,7 +31,7 @@ ROOMS = (
     "commands files require_torch terminal",
     "errors",
     "config device display flags sandbox",
-    "data logs ops",
+    "data faults logs ops",
     "model prepare",
     "autotune explain parallel sampling",
     "checkpoint",

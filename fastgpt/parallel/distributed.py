@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted
-from fastgpt.parallel.failure import ARRIVAL_S, watch_launcher, watch_ranks
+from fastgpt.faults.failure import ARRIVAL_S, watch_launcher, watch_ranks
 
 T = TypeVar("T")
 

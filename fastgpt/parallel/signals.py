@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fastgpt.faults.failure import stop_begins
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.failure import stop_begins
 
 REQUEUE = 75
 """Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""

@@ -23,12 +23,12 @@ from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
+from fastgpt.faults.watchdog import Watchdog
 from fastgpt.files import write_atomically
 from fastgpt.logs.metrics import MetricsLog
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Pace
-from fastgpt.parallel.watchdog import Watchdog
 from fastgpt.run import directory, manifest
 from fastgpt.run.lock import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut

@@ -12,7 +12,7 @@ TWICE = """
 import sys
 import torch
 from fastgpt.cli import parse
-from fastgpt.parallel.failure import abort_all_ranks
+from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.parallel import build
 from fastgpt.train.trainer import Trainer
 build_model = build.build_model

@@ -134,7 +134,7 @@ def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):
     script = tmp_path / "ranks.py"
     lines = (
         "from tests.train.test_muon import as_rank",
-        "from fastgpt.parallel.failure import abort_all_ranks",
+        "from fastgpt.faults.failure import abort_all_ranks",
         "with abort_all_ranks():",
         "    as_rank()",
     )

@@ -17,8 +17,8 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import shown_in_one_line
+from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.failure import abort_all_ranks
 from fastgpt.train import build, micro_batch
 from fastgpt.train.trainer import Trainer
 from tests.device.test_kinds import OnTheCPU

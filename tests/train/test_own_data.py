@@ -24,7 +24,7 @@ FLAGS = (
 SCRIPT = """
 import sys
 from fastgpt.cli import parse
-from fastgpt.parallel.failure import abort_all_ranks
+from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.train.trainer import Trainer
 from tests.train.test_own_data import own
 with abort_all_ranks():

@@ -5,7 +5,7 @@ import threading
 import traceback
 
 from fastgpt.errors import tell_torchrun
-from fastgpt.parallel import failure
+from fastgpt.faults import failure
 from fastgpt.terminal import one_line
 
 SLOW_S = 1800.0

@@ -8,7 +8,7 @@ from queue import Queue
 
 import pytest
 
-from fastgpt.parallel.failure import DONE, KILLED, Lifeline
+from fastgpt.faults.failure import DONE, KILLED, Lifeline
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.parallel import failure, watchdog
-from fastgpt.parallel.watchdog import Watchdog
+from fastgpt.faults import failure, watchdog
+from fastgpt.faults.watchdog import Watchdog
 from tests.runs import torchrun
 
 SLEEPS_IN_ITS_DATA = """
