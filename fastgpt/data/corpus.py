@@ -1,4 +1,4 @@
-"""Corpora for training: memory-mapped training and validation tokens, with their tokenizer.
+"""Corpora for training: training and validation tokens on disk, with their tokenizer.
 
 A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., `tokenizer.json` and
 `manifest.json`. Folders of shards that llm.c or modded-nanogpt wrote are read as well.
@@ -41,9 +41,9 @@ class Corpus:
     name: str
     """Short name, fit for a file name."""
     train: Tokens
-    """(N,) uint16 or uint32, memory-mapped."""
+    """(N,) uint16 or uint32, read from disk."""
     val: Tokens
-    """(M,) held-out tokens, memory-mapped."""
+    """(M,) held-out tokens, read from disk."""
     tokenizer: Tokenizer
     """Tokenizer that made the tokens."""
     val_bytes_per_token: float | None

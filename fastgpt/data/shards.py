@@ -9,8 +9,9 @@ Source
     llm.c, `dev/data/data_common.py` and `llmc/dataloader.h`; modded-nanogpt reads the first kind.
 """
 
-import mmap
+import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,8 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Magic: (version, dtype of a token)."""
 SMALL, LARGE = (dtype for _, dtype in FORMATS.values())
 
-MAPPED_SHARDS = 512
-"""Largest number of files mapped at a time, because each map keeps a file descriptor; also at most
-a quarter of the descriptors that the process may have."""
-READS_BETWEEN_RELEASES = 128
-"""Number of reads between two releases of mapped pages. A read of one window may map a whole large
-folio of the page cache, 2 MiB (seen with Linux 6.18 on ext4; 64 KiB where there are none), so that
-about 256 MiB count towards the resident set."""
+OPEN_FILES = 128
+"""Largest number of shards that are open at a time: a process may often have 1,024 open files."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -75,28 +71,20 @@ def read_header(path: Path) -> tuple[int, np.dtype]:
     return count, dtype
 
 
-def _map(path: Path, count: int, dtype: np.dtype) -> tuple[np.ndarray, mmap.mmap]:
-    with open(path, "rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # a plain array over the map: slicing an np.memmap costs as much as copying a row
-    return np.frombuffer(pages, dtype, count, HEADER_BYTES), pages
+class _OpenFile:
+    """A file that is open for reading as long as it is used."""
 
+    def __init__(self, path: Path) -> None:
+        self.handle = os.open(path, os.O_RDONLY)
 
-def _mapped_at_most() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return MAPPED_SHARDS
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAPPED_SHARDS if soft < 0 else max(1, min(MAPPED_SHARDS, soft // 4))
+    def __del__(self) -> None:
+        os.close(self.handle)
 
 
 class Tokens:
     """Sequence of the tokens of several shards, which supports `tokens[start:stop]` and `len`.
 
-    A slice is a view if it lies in one shard, a copy if it crosses shards. Files are mapped when
-    they are read, and their pages are released now and then, so that the resident set stays
-    bounded.
+    Only what is asked for is read, also by several threads at once.
 
     Args:
         paths: the shards in order, all of one dtype.
@@ -116,51 +104,27 @@ class Tokens:
                 raise UserError(f"{path} holds {dtype}, but {self.paths[0]} holds {self.dtype}")
         self.counts = np.array([count for count, _ in headers], np.int64)
         self._ends = np.cumsum(self.counts)
-        self._maps: dict[int, tuple[np.ndarray, mmap.mmap]] = {}
-        self._mapped_at_most = _mapped_at_most()
-        self._touched: set[int] = set()
-        self._reads = 0
+        self._opened = lru_cache(OPEN_FILES)(_OpenFile)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """Returns (stop - start,) tokens, read-only if it is a view."""
+        """Returns (stop - start,) tokens, read-only if they are of one shard."""
         start, stop, step = window.indices(len(self))
         assert step == 1, "shards are read forwards, token by token"
-        if start >= stop:
-            return np.empty(0, self.dtype)
-        first = int(self._ends.searchsorted(start, side="right"))
-        last = int(self._ends.searchsorted(stop))
-        begin = int(self._ends[first] - self.counts[first])
-        if first == last:
-            return self._shard(first)[start - begin : stop - begin]
-        # copied one at a time: a view of each would keep every one of their files open
-        out = np.empty(stop - start, self.dtype)
-        for number in range(first, last + 1):
-            end = begin + int(self.counts[number])
-            low, high = max(start, begin), min(stop, end)
-            out[low - start : high - start] = self._shard(number)[low - begin : high - begin]
-            begin = end
-        return out
+        parts = []
+        while start < stop:
+            number = int(self._ends.searchsorted(start, side="right"))
+            end = int(self._ends[number])
+            begin, count = end - int(self.counts[number]), min(stop, end) - start
+            parts.append(self._read(self.paths[number], start - begin, count))
+            start += count
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
-    def _shard(self, number: int) -> np.ndarray:
-        self._reads += 1
-        if self._reads % READS_BETWEEN_RELEASES == 0:
-            self._release()
-        if number not in self._maps:
-            if len(self._maps) >= self._mapped_at_most:
-                self._maps.pop(next(iter(self._maps)))  # the one mapped first
-            count, dtype = int(self.counts[number]), self.dtype
-            self._maps[number] = _map(self.paths[number], count, dtype)
-        self._touched.add(number)
-        return self._maps[number][0]
-
-    def _release(self) -> None:
-        """Releases the mapped pages that were read; they stay in the system's page cache."""
-        for number in self._touched & self._maps.keys():
-            if hasattr(mmap, "MADV_DONTNEED"):
-                self._maps[number][1].madvise(mmap.MADV_DONTNEED)
-            else:
-                del self._maps[number]
-        self._touched.clear()
+    def _read(self, path: Path, start: int, count: int) -> np.ndarray:
+        size, place = count * self.dtype.itemsize, HEADER_BYTES + start * self.dtype.itemsize
+        data = os.pread(self._opened(path).handle, size, place)
+        if len(data) != size:
+            raise UserError(f"{path} ends at byte {place + len(data):,}: it was cut while in use")
+        return np.frombuffer(data, self.dtype)

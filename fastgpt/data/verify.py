@@ -8,7 +8,7 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from fastgpt.data.shards import HEADER_BYTES, Tokens
 from fastgpt.errors import UserError, counted
 from fastgpt.files import cache_dir, cores, sha256_of, write_atomically
 
-SEARCHED_TOKENS = 2**22
-"""Number of tokens that are searched for ends of text at a time."""
+BLOCK_TOKENS = 2**22
+"""Number of tokens that are read at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +43,20 @@ def check_shard(shard: Shard, vocab_size: int) -> None:
     Raises:
         UserError: the shard is damaged; the message names the file.
     """
-    path, ids = shard.path, Tokens([shard.path])[:]
+    path, tokens = shard.path, Tokens([shard.path])
     if shard.sha256 is not None and (found := sha256_of(path)) != shard.sha256:
         raise UserError(
             f"{path} is damaged: its sha256 is {found}, expected {shard.sha256}; prepare or copy"
             " it again"
         )
-    if ids.max() >= vocab_size:
-        first = int(np.argmax(ids >= vocab_size))
-        raise UserError(
-            f"{path}: token id {ids[first]} at byte {HEADER_BYTES + first * ids.itemsize:,}, but"
-            f" the vocabulary ends at {vocab_size - 1}"
-        )
+    for start, ids in _blocks(tokens):
+        if ids.max() >= vocab_size:
+            first = int(np.argmax(ids >= vocab_size))
+            byte = HEADER_BYTES + (start + first) * ids.itemsize
+            raise UserError(
+                f"{path}: token id {ids[first]} at byte {byte:,}, but the vocabulary ends at"
+                f" {vocab_size - 1}"
+            )
 
 
 def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
@@ -98,13 +100,14 @@ def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
 
 
 def _find(tokens: Tokens, eot_id: int) -> np.ndarray:
-    step = SEARCHED_TOKENS
-    found = (
-        np.flatnonzero(tokens[start : start + step] == eot_id) + start
-        for start in range(0, len(tokens), step)
-    )
+    found = (np.flatnonzero(ids == eot_id) + start for start, ids in _blocks(tokens))
     starts = np.concatenate([np.zeros(1, np.int64), *found])
     return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
+
+
+def _blocks(tokens: Tokens) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        yield start, tokens[start : start + BLOCK_TOKENS]
 
 
 def _cached(kind: str, paths: Sequence[Path], asked: object) -> Path:

@@ -122,7 +122,7 @@ def test_documents_begin_at_the_first_token_and_at_each_end_of_text(
         write_shard(folder / f"{i}.bin", ids[start:stop])
     tokens = Tokens(sorted(folder.iterdir()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "SEARCHED_TOKENS", block)
+        patch.setattr(verify, "BLOCK_TOKENS", block)
         starts = document_starts(tokens, 3)
     expected = [i for i, token in enumerate(ids) if token == 3 or i == 0]
     assert (starts.dtype, starts.tolist()) == (np.int64, expected)
