@@ -11,11 +11,11 @@ Order
 """
 
 import math
-import queue
-import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +30,6 @@ from fastgpt.errors import UserError, counted
 
 PREFETCHED = 4
 """Number of micro-batches to prefetch, enough to bridge a slow read."""
-JOIN_TIMEOUT_S = 10
-"""Seconds that `close` waits for the background thread, which is a daemon."""
 
 Source = np.ndarray | Tokens | Items
 """Tokens (N,) of any integer dtype; or items, whose numbers take the place of samples' starts."""
@@ -79,12 +77,11 @@ class Loader:
         """Total seconds that `next` has waited for batches."""
         self.device = torch.device(device)
         self._state = samples.state()
-        self._pinned, pin_for = kind_of(self.device).pins, None
-        if self._pinned:
-            gpu = torch.get_device_module(self.device).current_device()
-            pin_for = torch.device(self.device.type, gpu)
-        self._ready: queue.Queue[_Micro | Exception] = queue.Queue(PREFETCHED)
-        micros = _micro_batches(
+        self._pinned, set_device = kind_of(self.device).pins, None
+        if self._pinned:  # a new thread begins on GPU 0, and would use memory there
+            gpu = torch.get_device_module(self.device)
+            set_device = partial(gpu.set_device, gpu.current_device())
+        self._micros = _micro_batches(
             tuple(corpora),
             samples,
             grid=(self.accumulation, world_size, micro_batch),
@@ -93,14 +90,12 @@ class Loader:
             pad_id=pad_id,
             pinned=self._pinned,
         )
-        # The thread must not hold the loader, or a forgotten loader could never be collected.
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_produce, args=(micros, pin_for, self._ready, stop), name="fastgpt-loader",
-            daemon=True,
-        )  # fmt: skip
-        self._finalizer = weakref.finalize(self, _shut_down, thread, self._ready, stop)
-        thread.start()
+        # the thread does not hold the loader, and ends when the pool is forgotten with it
+        self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
+        self._ready = deque(self._submit() for _ in range(PREFETCHED))
+
+    def _submit(self) -> "Future[_Micro]":
+        return self._pool.submit(next, self._micros)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.
@@ -109,14 +104,13 @@ class Loader:
             RuntimeError: the loader is closed.
             Exception: an error of the background thread.
         """
-        if not self._finalizer.alive:
+        if not self._ready:
             raise RuntimeError("the loader is closed")
         began = time.perf_counter()
-        micro = self._ready.get()
+        micro = self._ready[0].result()  # an error stays the first, for the next call
         self.waited_s += time.perf_counter() - began
-        if isinstance(micro, Exception):
-            self._ready.put(micro)  # the thread has ended: the next call must not wait for it
-            raise micro
+        self._ready.popleft()
+        self._ready.append(self._submit())
         if micro.state_after is not None:
             self._state = micro.state_after
         self.share = micro.share
@@ -133,7 +127,8 @@ class Loader:
 
     def close(self) -> None:
         """Stops the background thread; further calls do nothing."""
-        self._finalizer()
+        self._ready.clear()
+        self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Loader":
         return self
@@ -322,35 +317,3 @@ def _micro_batches(
             state = samples.state() if step == len(mine) else None
             x, y = _gather(corpora, rows, (len(rows), context), pad_id, pinned=pinned)
             yield _Micro(x, y, share, state)
-
-
-def _produce(
-    micros: Iterator[_Micro],
-    pin_for: torch.device | None,
-    ready: "queue.Queue[_Micro | Exception]",
-    stop: threading.Event,
-) -> None:
-    """Fills `ready` until `stop` is set; an error becomes the last item.
-
-    Args:
-        pin_for: GPU whose copies the pinned memory is for; None: ordinary memory.
-    """
-    try:
-        if pin_for is not None:  # a new thread begins on GPU 0, and would use memory there
-            torch.get_device_module(pin_for).set_device(pin_for)
-        for micro in micros:
-            ready.put(micro)
-            if stop.is_set():
-                return
-    except Exception as error:
-        ready.put(error)
-
-
-def _shut_down(thread: threading.Thread, ready: queue.Queue, stop: threading.Event) -> None:
-    stop.set()
-    # room for the one item the thread may be holding; after it, the thread looks at `stop`
-    while not ready.empty():
-        ready.get_nowait()
-    # garbage collection may run in any thread, this one too
-    if thread is not threading.current_thread():
-        thread.join(timeout=JOIN_TIMEOUT_S)

@@ -84,7 +84,7 @@ def documents(num_tokens, starts, context):
 )  # fmt: skip
 def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batch, world_size):
     texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
-    tokens, order = of_texts(texts, context=context, align="document")
+    tokens, order = of_texts(texts, context=context)
     found = batches(
         tokens, world_size, context=context, micro_batch=micro_batch, documents=order, pad_id=EOT
     )

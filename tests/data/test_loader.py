@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgpt.data.loader import IGNORED, Loader
-from fastgpt.data.order import SAMPLINGS, Mixture, SampleOrder
+from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.errors import UserError
 from tests.runs import before_each
 
@@ -19,7 +19,7 @@ POSITIONS = np.arange(5_000)
 
 
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name == "fastgpt-loader"]
+    return [t for t in threading.enumerate() if t.name.startswith("fastgpt-loader")]
 
 
 def open_loader(tokens=POSITIONS, *, context=16, seed=0, sampling="epoch", state=None, **kwargs):
@@ -51,13 +51,11 @@ TEXTS = [[7, 8, 9], [], [1, 2, 3, 4, 5, 6, 7], [10], [2, 4, 6, 8, 10]]
 """The documents of a corpus; each stands after an end-of-text token."""
 
 
-def of_texts(texts, *, context, align, sampling="epoch"):
+def of_texts(texts, *, context):
     """Returns the tokens of `TEXTS`, and the order of their samples."""
     tokens = np.array([token for text in texts for token in (EOT, *text)])
     documents = np.flatnonzero(tokens == EOT)
-    order = SampleOrder(
-        len(tokens), context=context, seed=0, sampling=sampling, align=align, documents=documents
-    )
+    order = SampleOrder(len(tokens), context=context, seed=0, align="document", documents=documents)
     return tokens, order
 
 
@@ -74,28 +72,13 @@ def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
 
     The last one of the corpus also ends with an end-of-text target, which no token follows.
     """
-    tokens, order = of_texts(TEXTS, context=context, align="document")
+    tokens, order = of_texts(TEXTS, context=context)
     samples = Mixture([order], [1.0])
     size = {"context": context, "global_batch": 5, "micro_batch": 5}
     with Loader([tokens], samples, **size, pad_id=EOT) as loader:
         x, y = loader.next()
     rows = list(zip(x.tolist(), y.tolist()))
     assert sorted(rows) == sorted(padded(text, context) for text in TEXTS)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_bos_samples_begin_with_end_of_text_and_do_not_overlap(sampling):
-    texts = [list(range(n % 13)) for n in range(100)]
-    tokens, order = of_texts(texts, context=8, align="bos", sampling=sampling)
-    size = order.epoch_size(0)
-    samples, places = Mixture([order], [1.0]), np.arange(len(tokens))  # each token is its place
-    with Loader([places], samples, context=8, global_batch=size, micro_batch=size) as loader:
-        x, y = loader.next()
-    assert (tokens[x[:, 0]] == EOT).all()
-    assert torch.equal(y, x + 1)
-    if sampling == "epoch":
-        # a shared token would be scored twice or be two samples' context
-        assert len(x.unique()) == x.numel()
 
 
 # --- where it stands ------------------------------------------------------------------------------
@@ -161,22 +144,19 @@ def test_waiting_for_a_batch_is_measured(monkeypatch):
         assert loader.waited_s - waited < 0.05
 
 
-def test_closing_ends_the_thread_whatever_waits():
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "forgotten"])
+def test_loader_leaves_no_thread(closed):
     loader = open_loader(global_batch=4, micro_batch=4)
     loader.next()
-    assert len(loader_threads()) == 1
-    loader.close()
-    loader.close()
-    assert not loader_threads()
-    with pytest.raises(RuntimeError, match="closed"):
-        loader.next()
-
-
-def test_forgotten_loader_leaves_no_thread():
-    loader = open_loader(global_batch=4, micro_batch=4)
-    loader.next()
+    [thread] = loader_threads()
+    if closed:
+        loader.close()
+        loader.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            loader.next()
     del loader
     gc.collect()
+    thread.join(10)
     assert not loader_threads()
 
 

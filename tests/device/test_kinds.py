@@ -90,7 +90,7 @@ def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_pat
     assert series(run, "val_loss") == series(plain, "val_loss")
     assert set(series(run, "peak_memory_gib").values()) == {3.0}
     # a new thread begins on GPU 0
-    loader, saver = ("fastgpt-loader", torch.device(kind, 1)), ("publisher_0", 1)
+    loader, saver = ("fastgpt-loader_0", 1), ("publisher_0", 1)
     assert set(seen) == {"mps": set(), "xpu": {loader}, "cuda": {loader, saver}}[kind]
     device.synchronize(kind)
     assert seen[-1] == "synchronize"
