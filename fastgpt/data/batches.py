@@ -1,7 +1,4 @@
-"""Groups texts into batches, and tokenizes a batch.
-
-Batches depend on the text alone: reading on from the end of one gives the same next ones.
-"""
+"""Groups texts into batches, which depend on the text alone, and tokenizes a batch."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastgpt.data.corpus import SPLITS
-from fastgpt.data.reading import Piece, Place, Source, read_pieces
+from fastgpt.data.reading import Piece, Source, read_pieces
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers import Tokenizer
 
@@ -32,19 +29,17 @@ class Encoded:
     """Sha256 of the texts."""
 
 
-def batches(
-    source: Source, start: Place, *, raw: bool, tail_starts: int | None
-) -> Iterator[list[Piece]]:
-    """Groups the pieces of a source from `start` on, which ends an earlier batch or is `Place()`.
+def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
+    """Groups the pieces of a source.
 
     Args:
         raw: see `read_pieces`.
         tail_starts: length of the text before the held-out tail; None: files or hashes decide.
     """
-    batch, size = [], 0
-    for piece in read_pieces(source, raw=raw, start=start):
-        batch += [piece] if tail_starts is None else _split(piece, tail_starts)
-        size += len(piece.text)
+    batch, size, length = [], 0, 0
+    for piece in read_pieces(source, raw=raw):
+        batch += [piece] if tail_starts is None else _split(piece, max(0, tail_starts - length))
+        size, length = size + len(piece.text), length + len(piece.text)
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -52,13 +47,11 @@ def batches(
         yield batch
 
 
-def _split(piece: Piece, tail_starts: int) -> list[Piece]:
+def _split(piece: Piece, cut: int) -> list[Piece]:
     """Cuts `piece` where the held-out tail begins."""
-    cut = max(0, tail_starts - (piece.place.length - len(piece.text)))
-    begins = piece.begins and cut == 0
     parts = (
         replace(piece, text=piece.text[:cut], split="train"),
-        replace(piece, text=piece.text[cut:], split="val", begins=begins),
+        replace(piece, text=piece.text[cut:], split="val", begins=piece.begins and cut == 0),
     )
     return [part for part in parts if part.text]
 

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from fastgpt.data.corpus import MANIFEST, Corpus, open_shards, read_prepared
 from fastgpt.data.reading import UTF_8, Source
-from fastgpt.data.request import PROGRESS, Request, Settings, load_progress
+from fastgpt.data.request import PROGRESS, Request, Settings, check_same, load_progress
 from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import check_kind, make_tokenizer
 from fastgpt.data.verify import check_once
@@ -125,13 +125,12 @@ def prepare(
     )
     request = Request.of(found, asked)
     with writing(out), _locked(out, wait=False):
-        if not complete:
-            _warn_of_files(found)
-            _prepare_whole(request, out, workers=workers, report=report, save_every_s=save_every_s)
-        elif load_progress(out, request) is not None:
+        if complete:
+            check_same(out, load_progress(out)[0], request.facts())
             logger.warning("%s is complete already: nothing is left to do", out)
         else:
-            raise UserError(f"{out / PROGRESS} is damaged: remove {out} to start again")
+            _warn_of_files(found)
+            _prepare_whole(request, out, workers=workers, report=report, save_every_s=save_every_s)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Reads a source's texts piece by piece, in order, in bounded memory and from any place on.
+"""Reads a source's texts piece by piece, in order and in bounded memory.
 
 A piece is a document, or a part of a long one. Long texts are cut before a space between two
 letters, or if there is none before white space after another character. GPT-2's BPE then gives the
@@ -9,7 +9,6 @@ tokenizer that prepends a mark to each text (Metaspace) adds one to each part.
 import codecs
 import gzip
 import io
-import itertools
 import json
 import os
 import zlib
@@ -33,10 +32,6 @@ MAX_DOCUMENT = 2**26
 MAX_LINE = 2**28
 """Number of bytes at which a line of JSON is cut: a compressed file may unpack to any size."""
 WORD_ENDS = " \n\r\t"
-CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), 0x7F])
-"""Control characters that texts do not use for white space, colours or overstriking."""
-MOST_CONTROLS = 0.01
-"""The largest share of control characters in a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,20 +83,6 @@ class Source:
         return self.separator is None and all(file.format == "text" for file in self.files)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Position in a source between two pieces."""
-
-    file: int = 0
-    """Index of the file in the source."""
-    row: int = 0
-    """Number of rows behind in that file: lines, records, or parts of a text."""
-    done: int = 0
-    """Amount of that file that has been read, in the units of `source_size`."""
-    length: int = 0
-    """Number of characters (bytes, if read raw) read so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A document, or a part of a long one."""
@@ -112,38 +93,35 @@ class Piece:
     """True if a document begins with this piece."""
     split: str | None
     """Split of the text; None: chosen by the document's hash."""
-    place: Place
-    """The place after this piece."""
+    done: int
+    """Amount of the source that has been read with this piece, in the units of `source_size`."""
 
 
-def read_pieces(
-    source: Source, *, raw: bool = False, start: Place | None = None
-) -> Iterator[Piece]:
+def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
     """Reads the pieces of a source.
 
     Args:
         raw: texts without a separator are read as bytes of UTF-8.
-        start: place of an earlier piece, to go on after it.
     Raises:
         UserError: a file cannot be read or has the wrong format; the message names the place.
     """
-    start = start or Place()
-    length, behind = start.length, start.row
-    for number, file in itertools.islice(enumerate(source.files), start.file, None):
-        for row, (text, done) in enumerate(_rows(source, file, raw, behind), start=1):
-            if text and row > behind:
-                length += len(text)
-                place = Place(file=number, row=row, done=done, length=length)
-                yield Piece(text, row == 1 or not source.plain, file.split, place)
-        behind = 0
+    before = 0
+    for file in source.files:
+        begins = True
+        for text, done in _rows(source, file, raw):
+            if text:
+                yield Piece(text, begins or not source.plain, file.split, before + done)
+                begins = False
+        before += _size(file)
 
 
-def source_size(source: Source) -> list[int]:
-    """Returns the size of each file: bytes on disk, rows for the hub."""
-    return [
-        len(_hub_split(file)) if file.format == "hub" else os.path.getsize(file.path)
-        for file in source.files
-    ]
+def source_size(source: Source) -> int:
+    """Returns the size of all files: bytes on disk, rows for the hub."""
+    return sum(map(_size, source.files))
+
+
+def _size(file: File) -> int:
+    return len(_hub_split(file)) if file.format == "hub" else os.path.getsize(file.path)
 
 
 @contextmanager
@@ -180,7 +158,7 @@ def decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes,
     Yields:
         Each block as bytes of UTF-8, and the characters that it completes.
     Raises:
-        UserError: bytes are invalid in the encoding, or too many are control characters.
+        UserError: bytes are invalid in the encoding, or the first block has NUL characters.
     """
     decoder, offset, block = codecs.getincrementaldecoder(encoding)(), 0, b" "
     while block:
@@ -190,25 +168,17 @@ def decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes,
             text = decoder.decode(block, final=not block)
         except UnicodeError as error:
             data, start = waiting + block, getattr(error, "start", 0)
-            place = f"byte 0x{data[start]:02X} at offset {offset - len(waiting) + start:,}"
-            other = (
-                "utf-16"
-                if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-                else "cp1252"
-            )
             raise UserError(
-                f"{path} is not {encoding.upper()} ({place}): if it is text, pass its encoding,"
-                f" such as --encoding {other} (train.py: --data.encoding {other})"
+                f"{path} is not {encoding.upper()} (byte 0x{data[start]:02X} at offset"
+                f" {offset - len(waiting) + start:,}): if it is text, pass its encoding, such as"
+                " utf-16 or cp1252, with --encoding (train.py: --data.encoding)"
             ) from error
-        data = block if encoding == UTF_8 else text.encode(errors="replace")
-        controls = len(data) - len(data.translate(None, CONTROLS))
-        # a short block at the end of a long file may hold a few
-        if controls > MOST_CONTROLS * (max(len(data), CHUNK_BYTES) if offset else len(data)):
+        if offset == 0 and "\0" in text:
             raise UserError(
-                f"{path} is not text ({controls / len(data):.0%} control characters from offset"
-                f" {offset:,} on): only text, JSON lines and Parquet can be read"
+                f"{path} is not text (it has NUL characters): only text, JSON lines and Parquet can"
+                " be read"
             )
-        yield data, text
+        yield block if encoding == UTF_8 else text.encode(errors="replace"), text
         offset += len(block)
 
 
@@ -226,27 +196,21 @@ def _pyarrow() -> Any:
 # --- readers --------------------------------------------------------------------------------------
 
 
-def _rows(source: Source, file: File, raw: bool, behind: int) -> Iterator[tuple[str | bytes, int]]:
-    """Yields the text of each row, and the amount of the file that has been read.
-
-    Args:
-        behind: number of rows whose text is not needed, and may be empty.
-    """
+def _rows(source: Source, file: File, raw: bool) -> Iterator[tuple[str | bytes, int]]:
+    """Yields the text of each row, and the amount of the file that has been read."""
     if file.format == "hub":
-        yield from _hub(file, source.field, behind)
+        yield from _hub(file, source.field)
     elif file.format == "parquet":
         yield from _parquet(file.path, source.field)
     else:
         with opened(file.path) as (stream, on_disk):
-            for text in _texts(stream, source, file, raw, behind):
+            for text in _texts(stream, source, file, raw):
                 yield text, on_disk.tell()
 
 
-def _texts(
-    stream: BinaryIO, source: Source, file: File, raw: bool, behind: int
-) -> Iterator[str | bytes]:
+def _texts(stream: BinaryIO, source: Source, file: File, raw: bool) -> Iterator[str | bytes]:
     if file.format == "jsonl":
-        return _json_lines(stream, file.path, source.field, behind)
+        return _json_lines(stream, file.path, source.field)
     blocks = decoded(stream, file.path, source.encoding)
     if source.separator is not None:
         return _between((text for _, text in blocks), source.separator, file.path)
@@ -315,11 +279,11 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(stream: BinaryIO, path: str, field: str, behind: int) -> Iterator[str]:
+def _json_lines(stream: BinaryIO, path: str, field: str) -> Iterator[str]:
     lines = iter(lambda: stream.readline(MAX_LINE), b"")
     for number, line in enumerate(lines, start=1):
-        is_due = number > behind and line.strip()
-        yield _field_of(line, field, f"{path} line {number:,}") if is_due else ""
+        if line.strip():
+            yield _field_of(line, field, f"{path} line {number:,}")
 
 
 def _field_of(line: bytes, field: str, place: str) -> str:
@@ -364,14 +328,11 @@ def _hub_split(file: File) -> Any:
     return load_splits(file.path)[file.split or "train"]
 
 
-def _hub(file: File, field: str, behind: int) -> Iterator[tuple[str, int]]:
-    split = _hub_split(file)
+def _hub(file: File, field: str) -> Iterator[tuple[str, int]]:
+    split, row = _hub_split(file), 0
     kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in split.features.items()}
     _check_column(kinds, field, file.path)
-    yield from itertools.repeat(("", 0), behind)
-    row = behind
-    rest = split.select_columns([field]).skip(behind) if behind < len(split) else split.select([])
-    for batch in rest.iter(ROWS):
+    for batch in split.select_columns([field]).iter(ROWS):
         for text in batch[field]:
             row += 1
             yield text or "", row

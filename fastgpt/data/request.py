@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import logging
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fastgpt.data.batches import Encoded
 from fastgpt.data.corpus import FORMAT_VERSION, SPLITS
-from fastgpt.data.reading import UTF_8, Place, Source
+from fastgpt.data.reading import UTF_8, Source
 from fastgpt.data.shards import MAX_TOKENS
-from fastgpt.data.tokenizers import KINDS, SIZED
+from fastgpt.data.tokenizers import KINDS
 from fastgpt.data.tokenizers.base import tokenizer_file
 from fastgpt.data.verify import file_stamp
 from fastgpt.errors import UserError
@@ -19,10 +18,6 @@ from fastgpt.errors import UserError
 PROGRESS = "progress.json"
 TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
 """Default fractions held out of a text, and of a set of documents."""
-LEARNT = ("chars", *SIZED)
-"""Tokenizers that are trained on the source before it is tokenized."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +93,11 @@ def _no_tokens() -> dict[str, int]:
     return dict.fromkeys(SPLITS, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Progress:
-    """Progress of a request: its place in the source, and the counts so far."""
+    """Progress of a request: the batches that were written, and the counts of them."""
 
-    place: Place = field(default_factory=Place)
+    batches: int = 0
     digest: str = ""
     """A chain of sha256 over the batches."""
     tokens: dict[str, int] = field(default_factory=_no_tokens)
@@ -110,58 +105,31 @@ class Progress:
     """Bytes of UTF-8 that the tokens stand for."""
     documents: dict[str, int] = field(default_factory=_no_tokens)
 
-    def after(self, result: Encoded, place: Place) -> "Progress":
-        """Returns the progress after a batch, as a new object in case of an interrupt."""
-        return Progress(
-            place=place,
-            digest=hashlib.sha256(self.digest.encode() + result.digest).hexdigest(),
-            tokens={split: self.tokens[split] + result.tokens[split].size for split in SPLITS},
-            num_bytes={split: self.num_bytes[split] + result.num_bytes[split] for split in SPLITS},
-            documents={split: self.documents[split] + result.documents[split] for split in SPLITS},
-        )
+    def add(self, result: Encoded) -> None:
+        """Counts a batch."""
+        self.batches += 1
+        self.digest = hashlib.sha256(self.digest.encode() + result.digest).hexdigest()
+        for split in SPLITS:
+            self.tokens[split] += result.tokens[split].size
+            self.num_bytes[split] += result.num_bytes[split]
+            self.documents[split] += result.documents[split]
 
 
-def load_progress(out: Path, request: Request) -> Progress | None:
-    """Reads the progress of an earlier call; None if it left nothing worth keeping.
-
-    Raises:
-        UserError: the progress is of another request.
-    """
+def load_progress(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads the facts of an earlier request and its progress, both empty if there are none."""
     try:
         saved = json.loads((out / PROGRESS).read_text())
-    except (OSError, ValueError):
-        return None
-    progress, before, facts = saved["progress"], saved["request"], request.facts()
-    found = Progress(**{**progress, "place": Place(**progress["place"])})
-    # Files that are yet to be read may be corrected without losing the work so far, unless the
-    # whole source is read before any token is made.
-    reads_once = request.source.split != "tail" and request.settings.tokenizer not in LEARNT
-    changed = _changed(before, facts, found.place.file if reads_once else None)
-    if changed and found.place == Place():
-        return None
-    if changed:
+        return saved["request"], saved["progress"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, {}
+
+
+def check_same(out: Path, before: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Raises `UserError` unless the facts of an earlier request are those of this one."""
+    old, new = ({**x, **x.get("source", {}), "source": None} for x in (before, facts))
+    other = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if other:
         raise UserError(
-            f"{out} holds another preparation ({', '.join(changed)}): pass the old settings to"
-            " resume it, or remove it to start again"
+            f"{out} holds another preparation (different: {', '.join(other)}): pass the old"
+            " settings to resume it, or remove it to start again"
         )
-    current = slice(found.place.file, found.place.file + (found.place.row > 0))
-    if before["files"][current] != facts["files"][current]:
-        path, row = request.source.files[found.place.file].path, found.place.row
-        logger.warning("%s was changed: reading on from row %d", path, row)
-    return found
-
-
-def _changed(before: dict[str, Any], facts: dict[str, Any], num_files: int | None) -> list[str]:
-    """Lists what differs, as it is given on the command line; of the files, the first ones."""
-    old, new = ({"encoding": UTF_8} | values | values["source"] for values in (before, facts))
-    labels = {flag.name: f"--{flag.name}".replace("_", "-") for flag in fields(Settings)}
-    labels["given"] = "source"
-    changed = [
-        f"{labels.get(name, name)} was {old.get(name)!r}, now {new[name]!r}"
-        for name in new
-        if name not in ("source", "name", "files") and old.get(name) != new[name]
-    ]
-    if [file[:3] for file in old["files"]] != [file[:3] for file in new["files"]]:
-        return [*changed, "it had other files"]
-    pairs = [*zip(old["files"], new["files"])][:num_files]
-    return changed + [f"{file[0]} was changed" for file, now in pairs if file != now]

@@ -19,7 +19,7 @@ class ShardWriter:
         split: `train` or `val`, the beginning of the file names.
         tokens: number of tokens already written; the files are truncated to them.
     Raises:
-        UserError: a shard is shorter than it was.
+        UserError: a shard is missing or shorter than it was.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class ShardWriter:
             if path.name >= self._path(len(counts)).name:
                 path.unlink()
         for number, count in enumerate(counts):
-            self._check_size(self._path(number), count)
+            path = self._path(number)
+            if not path.exists() or path.stat().st_size < self._end(count):
+                raise UserError(f"{path} has lost tokens: remove {out} and start again")
         if counts and counts[-1] < shard_tokens:
             with self._path(len(counts) - 1).open("r+b") as file:
                 file.write(bytes(HEADER_BYTES))  # the shard is no longer complete
@@ -44,14 +46,6 @@ class ShardWriter:
     def _end(self, tokens: int) -> int:
         """Returns the byte at which this number of tokens of a shard ends."""
         return HEADER_BYTES + tokens * self.dtype.itemsize
-
-    def _check_size(self, path: Path, count: int) -> None:
-        size, least = path.stat().st_size if path.exists() else 0, self._end(count)
-        if size < least or (count == self.shard_tokens and size > least):
-            raise UserError(
-                f"{path} has {size:,} bytes, not the {least:,} that were written: remove"
-                f" {self.out} and start again"
-            )
 
     def append(self, tokens: np.ndarray) -> None:
         """Writes tokens behind those so far."""

@@ -3,7 +3,8 @@
 One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
 in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
 shards are synced and `progress.json` records their lengths: after an interruption at any moment,
-the shards are truncated to that point and writing resumes there. The manifest is written last.
+the shards are truncated to that point, the texts before it are read without being tokenized again,
+and writing goes on. The manifest is written last.
 """
 
 import hashlib
@@ -20,8 +21,8 @@ from typing import Any
 
 from fastgpt.data.batches import Encoded, batches, encode
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.reading import Place, Source, read_pieces, source_size
-from fastgpt.data.request import PROGRESS, Progress, Request, load_progress
+from fastgpt.data.reading import Source, read_pieces, source_size
+from fastgpt.data.request import PROGRESS, Progress, Request, check_same, load_progress
 from fastgpt.data.shard_writer import ShardWriter
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers import (
@@ -66,11 +67,14 @@ def write_directory(
         out.mkdir(parents=True, exist_ok=True)
         for path in out.glob(".*.json-*"):
             path.unlink()  # temporary file of a killed process
-        progress = load_progress(out, request)
-        if progress is not None and (out / MANIFEST).exists():
+        facts, (before, done) = request.facts(), load_progress(out)
+        if any(done.get("tokens", {}).values()):
+            check_same(out, before, facts)
+        if before == facts and (out / MANIFEST).exists():
             return  # complete, but not renamed yet
         (out / MANIFEST).unlink(missing_ok=True)
-        directory = _Directory(request, out, progress, report)
+        goes_on = before == facts and "batches" in done
+        directory = _Directory(request, out, Progress(**done) if goes_on else None, report)
         directory.tokenize(workers or cores(), save_every_s)
         directory.finish()
 
@@ -83,7 +87,7 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
     """
     length, digest = 0, hashlib.sha256()
     for piece in read_pieces(source, raw=raw):
-        length = piece.place.length
+        length += len(piece.text)
         digest.update(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
     return length, digest.hexdigest()
 
@@ -97,7 +101,7 @@ class _Directory:
         self.source, self.settings, self.facts = request.source, request.settings, request.facts()
         self.out, self.report = out, report
         self.raw = self.settings.tokenizer == ByteTokenizer.kind
-        self.sizes = list(itertools.accumulate(source_size(self.source), initial=0))
+        self.size = max(1, source_size(self.source))
         self.tail_starts, self.sha256 = None, None
         if self.source.split == "tail":
             length, self.sha256 = scan(self.source, raw=self.raw)
@@ -122,52 +126,50 @@ class _Directory:
         return tokenizer
 
     def _texts(self) -> Iterator[str]:
-        sized = self.settings.tokenizer in SIZED
+        length, sized = 0, self.settings.tokenizer in SIZED
         for piece in read_pieces(self.source):
             assert isinstance(piece.text, str)
             yield piece.text
-            if sized and piece.place.length >= LEARNT_CHARACTERS:
+            length += len(piece.text)
+            if sized and length >= LEARNT_CHARACTERS:
                 break
         if not self.source.plain:
             yield "\n"  # ends documents of tokenizers without an end-of-text token, such as chars
 
     def tokenize(self, workers: int, save_every_s: float) -> None:
-        """Reads the source from the progress on, and writes its tokens."""
+        """Reads the source, and writes the tokens of the batches that were not written yet."""
         self._save()  # a trained tokenizer, if nothing else yet
-        self._report()
+        self._report(0)
         saved = time.monotonic()
         with ThreadPoolExecutor(workers) as pool:
-            try:
-                for result, place in self._encoded(pool, 2 * workers):
-                    for split, tokens in result.tokens.items():
-                        self.writers[split].append(tokens)
-                    self.progress = self.progress.after(result, place)
-                    self._report()
-                    if time.monotonic() - saved >= save_every_s:
-                        self._save()
-                        saved = time.monotonic()
-            finally:
-                pool.shutdown(cancel_futures=True)
-                self._save()
+            for result, done in self._encoded(pool, 2 * workers):
+                for split, tokens in result.tokens.items():
+                    self.writers[split].append(tokens)
+                self.progress.add(result)
+                self._report(done)
+                if time.monotonic() - saved >= save_every_s:
+                    self._save()
+                    saved = time.monotonic()
+        self._save()
 
-    def _encoded(self, pool: ThreadPoolExecutor, most: int) -> Iterator[tuple[Encoded, Place]]:
+    def _encoded(self, pool: ThreadPoolExecutor, most: int) -> Iterator[tuple[Encoded, int]]:
         """Yields the tokens of the batches in order, while `most` more of them are in work."""
-        pending: deque[tuple[Future[Encoded], Place]] = deque()
+        pending: deque[tuple[Future[Encoded], int]] = deque()
         tokenize = partial(
             encode,
             tokenizer=self.tokenizer,
             val_fraction=self.fraction,
             ends_documents=not self.source.plain,
         )
-        start = self.progress.place
-        for batch in batches(self.source, start, raw=self.raw, tail_starts=self.tail_starts):
-            pending.append((pool.submit(tokenize, batch), batch[-1].place))
+        found = batches(self.source, raw=self.raw, tail_starts=self.tail_starts)
+        for batch in itertools.islice(found, self.progress.batches, None):
+            pending.append((pool.submit(tokenize, batch), batch[-1].done))
             # enough that no thread waits for the reader, few enough to be held in memory
             if len(pending) > most:
-                encoded, place = pending.popleft()
-                yield encoded.result(), place
-        for encoded, place in pending:
-            yield encoded.result(), place
+                encoded, done = pending.popleft()
+                yield encoded.result(), done
+        for encoded, done in pending:
+            yield encoded.result(), done
 
     def _save(self) -> None:
         for writer in self.writers.values():
@@ -175,11 +177,9 @@ class _Directory:
         content = {"request": self.facts, "progress": asdict(self.progress)}
         write_atomically(self.out / PROGRESS, json.dumps(content).encode())
 
-    def _report(self) -> None:
-        place = self.progress.place
-        behind = self.sizes[place.file] + place.done
+    def _report(self, done: int) -> None:
         if self.report is not None:
-            self.report(sum(self.progress.tokens.values()), behind / max(1, self.sizes[-1]))
+            self.report(sum(self.progress.tokens.values()), done / self.size)
 
     def finish(self) -> None:
         """Completes the shards, and writes the manifest."""

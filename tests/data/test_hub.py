@@ -4,9 +4,10 @@ from unittest import mock
 import pytest
 
 from fastgpt.data import hub, reading
-from fastgpt.data.reading import Place, read_pieces, source_size
+from fastgpt.data.reading import read_pieces, source_size
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
+from tests.data.sets import write_documents
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -40,9 +41,8 @@ def load(monkeypatch):
     return serve
 
 
-def texts(source, **start):
-    pieces = read_pieces(source, start=Place(**start))
-    return [(piece.text, piece.place.file, piece.place.row) for piece in pieces]
+def texts(source):
+    return [piece.text for piece in read_pieces(source)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def texts(source, **start):
 def test_name_gives_repository_configuration_and_revision(load, name, asked, short):
     found, calls = load(train={"text": ["one"]})
     source = find_source(name)
-    assert texts(source) == [("one", 0, 1)]
+    assert texts(source) == ["one"]
     assert calls == [asked]  # once: it is not loaded again to be read
     assert (source.name, source.split, source.plain) == (short, "hash", False)
     assert source.revision is None  # unless the addresses tell it
@@ -66,14 +66,12 @@ def test_name_gives_repository_configuration_and_revision(load, name, asked, sho
     assert find_source(name).revision == COMMIT
 
 
-@pytest.mark.parametrize("row", range(6))
-def test_rows_without_text_are_passed_over_and_reading_goes_on_anywhere(load, monkeypatch, row):
+def test_rows_without_text_are_passed_over(load, monkeypatch):
     monkeypatch.setattr(reading, "ROWS", 2)
     load(train={"id": [1, 2, 3, 4, 5], "content": ["a", None, "c", "", "e"]})
     source = find_source("hf:one/set", field="content")
-    whole = [("a", 0, 1), ("c", 0, 3), ("e", 0, 5)]
-    assert texts(source, row=row) == [piece for piece in whole if piece[2] > row]
-    assert source_size(source) == [5]
+    assert texts(source) == ["a", "c", "e"]
+    assert source_size(source) == 5
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val"])
@@ -82,15 +80,17 @@ def test_published_validation_split_is_kept(load, validation):
     source = find_source("tinystories")
     assert source.split == "named"
     assert [file.split for file in source.files] == ["train", "val"]
-    assert texts(source) == [("a", 0, 1), ("b", 0, 2), ("v", 1, 1)]
+    assert texts(source) == ["a", "b", "v"]
 
 
 @pytest.mark.parametrize("field", ["content", "id"])
-def test_column_without_text_is_named(load, field):
+def test_column_without_text_is_named(load, field, tmp_path):
     load(train={"id": [1], "text": ["a"]})
-    complaint = rf"hf:one/set has no column '{field}' of text: .*--field .columns: id .*, text"
-    with pytest.raises(UserError, match=complaint):
-        texts(find_source("hf:one/set", field=field))
+    path = str(write_documents(tmp_path / "x.parquet", ["a"]))
+    for source in ("hf:one/set", path):
+        said = rf"{source} has no column '{field}' of text: .*--field .columns: id .*, text"
+        with pytest.raises(UserError, match=said):
+            texts(find_source(source, field=field))
 
 
 def test_set_without_a_training_split_is_named(load):
