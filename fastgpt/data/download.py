@@ -4,7 +4,6 @@ import hashlib
 from pathlib import Path
 
 import requests
-from filelock import FileLock
 from requests.adapters import HTTPAdapter
 from urllib3 import Retry
 
@@ -22,8 +21,7 @@ RETRY = Retry(
 def published_file(name: str, url: str, *, sha256: str, what: str, instead: str) -> Path:
     """Finds or downloads a published file of a few megabytes, and returns its path.
 
-    It is taken from `data_dir()`, else from `cache_dir()`, where it is downloaded if necessary. If
-    several processes need the same file, one downloads it and the others wait.
+    It is taken from `data_dir()`, else from `cache_dir()`, where it is downloaded if necessary.
 
     Args:
         sha256: expected hash, as hexadecimal digits.
@@ -39,17 +37,10 @@ def published_file(name: str, url: str, *, sha256: str, what: str, instead: str)
         if (found := sha256_of(local)) != sha256:
             raise UserError(f"{local} is not {what}: its sha256 is {found}, expected {sha256}")
         return local
-
-    def is_cached() -> bool:
-        return cached.is_file() and sha256_of(cached) == sha256
-
-    if is_cached():
-        return cached
-    with writing(cached):
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(cached.with_name(f".{name}.lock")):
-            if not is_cached():
-                write_atomically(cached, _download(url, sha256, instead))
+    if not (cached.is_file() and sha256_of(cached) == sha256):
+        with writing(cached):
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, _download(url, sha256, instead))
     return cached
 
 
