@@ -17,6 +17,8 @@ from fastgpt.data.preparation import prepare
 from fastgpt.data.request import PROGRESS
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
+SAMPLINGS = ("epoch", "random-windows")
+ALIGNMENTS = ("none", "bos", "document")
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
 
 

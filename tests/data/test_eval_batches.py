@@ -93,13 +93,6 @@ def test_each_document_is_scored_once_up_to_its_cut(lengths, context, micro_batc
     assert sorted(scored) == sorted(padded(text, context) for text in texts)
 
 
-def test_part_of_the_documents_is_spread():
-    order = SampleOrder(200, context=8, seed=0, align="document", documents=np.arange(0, 200, 4))
-    tokens = np.tile([EOT, 1, 2, 3], 50) + np.arange(200) * 1_000
-    [(_, y)] = batches(tokens, context=8, micro_batch=5, max_tokens=20, documents=order)
-    assert (y[:, 0] // 1_000).tolist() == [1, 41, 81, 121, 161]
-
-
 def test_budget_counts_the_targets_that_are_scored():
     """The evaluation budget counts scored targets: 10 of a document's 100 in a context of 10."""
     starts = np.arange(0, 4000, 100)
@@ -133,11 +126,6 @@ def test_random_windows_are_windows_and_a_function_of_their_seed():
     assert torch.equal(x, drawn()[0])
     for seed in ((3, 1, 0), (3, 0, 1), (4, 0, 0)):  # another step, split or run
         assert not torch.equal(x, drawn(seed=seed)[0])
-
-
-def test_random_windows_are_shared_out_among_ranks():
-    whole, shared = drawn()[0], drawn(world_size=4)[0]
-    assert sorted(whole.tolist()) == sorted(shared.tolist())
 
 
 def test_random_windows_reach_every_place():

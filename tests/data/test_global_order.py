@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpt.data.loader import IGNORED, Loader
-from fastgpt.data.order import ALIGNMENTS, SAMPLINGS, Mixture, SampleOrder
+from fastgpt.data.order import Mixture, SampleOrder
+from tests.data.sets import ALIGNMENTS, SAMPLINGS
 
 
 @st.composite

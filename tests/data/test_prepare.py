@@ -3,7 +3,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -74,14 +73,6 @@ def test_separator_is_taken_as_a_shell_hands_it_over(tmp_path, main, flag, separ
     assert sorted(found.decode().splitlines()) == sorted(f"document {i}" for i in range(50))
 
 
-def test_runs_as_a_module_and_shows_errors_in_one_line(text_file, tmp_path):
-    done = python("-m", "fastgpt.prepare", text_file, "--out", tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    complaint = f"{tmp_path} is not an empty directory: use another one or remove it"
-    assert done.stderr == f"error: {complaint}\n"
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -102,19 +93,6 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     assert re.search(said, one_line_error(capsys, main, *argv))
 
 
-@pytest.mark.parametrize(
-    ("out", "flags", "said"),
-    [
-        ("file/out", "", "cannot write .*file/out: "),
-        ("out", "--workers 0", "workers is 0"),
-        ("out", "--val-fraction 2", r"--val-fraction is 2\.0: expected a fraction"),
-    ],
-)
-def test_options_and_place_are_checked_before_the_source(tmp_path, main, capsys, out, flags, said):
-    (tmp_path / "file").touch()
-    assert re.search(said, one_line_error(capsys, partial(main, out=out), "hf:no", *flags.split()))
-
-
 def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, capsys):
     clock = mock.Mock(return_value=0.0)
     monkeypatch.setattr(display.time, "monotonic", clock)
@@ -129,21 +107,6 @@ def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, ca
         "60.0%, 220 tokens, 10 tokens/s, about 88 s left",
         "65.0%, 330 tokens, 10 tokens/s, about 77 s left",
     ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ("", "Missing from python -m fastgpt.prepare: SOURCE --out PATH"),
-        ("x.txt", "Missing from python -m fastgpt.prepare: --out PATH"),
-        (
-            "x.txt --out o --workers many",
-            "--workers: no type matching {None}|INT could be instantiated from ['many'].",
-        ),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(argv, said, capfd):
-    assert one_line_error(capfd, prepare.main, argv.split()) == f"error: {said}\n"
 
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkeypatch):

@@ -77,10 +77,6 @@ def test_decoding_never_fails(tokenizer, ids):
     assert tokenizer.decode(np.array(ids, np.int64)) == tokenizer.decode(iter(ids))
 
 
-def test_broken_utf8_decodes_to_replacement_characters():
-    assert ByteTokenizer().decode([0xC3, 0x28, 300]) == "\ufffd(\ufffd"
-
-
 @each_kind
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_saved_tokenizers_are_self_sufficient(tmp_path, monkeypatch, tokenizer, name):
@@ -92,11 +88,6 @@ def test_saved_tokenizers_are_self_sufficient(tmp_path, monkeypatch, tokenizer, 
             assert getattr(loaded, name) == getattr(tokenizer, name)
         assert loaded.encode(LEARNT[1]).tolist() == tokenizer.encode(LEARNT[1]).tolist()
         assert same_tokenizer(loaded, tokenizer)
-
-
-def test_saved_surrogates_are_not_joined(tmp_path):
-    CharTokenizer.train("ab\n\ud83d\ude00é").save(tmp_path)
-    assert load_tokenizer(tmp_path).encode("\ude00\ud83d").tolist() == [5, 4]
 
 
 @pytest.mark.parametrize(
@@ -118,24 +109,6 @@ def test_missing_or_damaged_file_is_named(tmp_path, content, complaint):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=rf"tokenizer\.json: .*{complaint}"):
         load_tokenizer(tmp_path)
-
-
-def test_chars_are_learnt_from_pieces_one_at_a_time():
-    alive = 0
-
-    class Piece(str):
-        def __del__(self):
-            nonlocal alive
-            alive -= 1
-
-    def pieces():
-        nonlocal alive
-        for text in ("ab", "bc", "", "cd"):
-            assert alive <= 1
-            alive += 1
-            yield Piece(text)
-
-    assert make_tokenizer("chars", pieces).encode("abcd").tolist() == [0, 1, 2, 3]
 
 
 def test_nothing_to_learn_from_is_an_error():
@@ -164,15 +137,6 @@ def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, com
 
     with pytest.raises(UserError, match=complaint):
         make_tokenizer(kind, texts, vocab_size=vocab_size)
-
-
-def test_kinds_pass_and_win_over_paths(tmp_path, monkeypatch):
-    CharTokenizer.train("ab").save(tmp_path / "bytes")
-    monkeypatch.chdir(tmp_path)
-    for kind in KINDS:
-        check_kind(kind)
-    assert make_tokenizer("bytes", None).kind == "bytes"
-    assert make_tokenizer("./bytes", None).kind == "chars"
 
 
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -142,14 +142,3 @@ def test_documents_are_looked_for_once_until_a_shard_changes(tmp_path, monkeypat
     same_times(path, status)
     assert document_starts(Tokens([path]), 7).tolist() == [0, 3]
     assert len(searches) == 3
-
-
-def test_what_passed_is_kept_though_another_shard_did_not(tmp_path, reads):
-    shards = [
-        Shard(path=write_shard(tmp_path / f"{largest}.bin", [0, largest])) for largest in (5, 6, 50)
-    ]
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"50\.bin: token id 50"):
-            check_once(shards, 10)
-    assert sorted(reads[:3]) == ["5.bin", "50.bin", "6.bin"]
-    assert reads[3:] == ["50.bin"]

@@ -1,22 +1,18 @@
 import hashlib
 import json
-import os
 import random
 import time
 import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastgpt.data import batches, writing
 from fastgpt.data.preparation import prepare
-from fastgpt.data.shard_writer import ShardWriter
-from fastgpt.data.shards import LARGE, SMALL, read_header
+from fastgpt.data.shards import LARGE, read_header
 from fastgpt.data.tokenizers import load_tokenizer
 from fastgpt.errors import UserError
-from tests.data.sets import contents, gpt2_files, read_ids, split_ids, write_documents
+from tests.data.sets import contents, gpt2_files, split_ids, write_documents
 from tests.runs import before_each
 
 # None is alike, or their hashes would keep them together; some are long, some in other scripts.
@@ -161,14 +157,6 @@ def test_newline_ends_documents_where_no_token_does(prepared, tokenizer):
     assert held_out(alone) == found  # a newline that no document has is a character all the same
 
 
-@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_tokenizer_is_trained_on_the_source(prepared, kind):
-    out = prepared(tokenizer=kind, vocab_size=320, val_fraction=0.3)
-    tokenizer = load_tokenizer(out / "tokenizer.json")
-    assert tokenizer.vocab_size <= 320
-    assert tokenizer.encode("Document").size == 1  # it has seen the word
-
-
 def test_more_than_65536_tokens_are_written_as_32_bits(prepared):
     points = [*range(0x20, 0xD800), *range(0xE000, 0xF900), *range(2**16, 2**16 + 9000)]
     many = "".join(map(chr, points))
@@ -181,39 +169,6 @@ def test_more_than_65536_tokens_are_written_as_32_bits(prepared):
 
 
 # --- shards and manifest --------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(
-    cuts=st.lists(st.integers(0, 12), max_size=12),
-    lost=st.lists(st.integers(1, 9), max_size=4),
-    shard_tokens=st.integers(1, 9),
-)
-def test_shards_depend_on_the_tokens_alone(tmp_path_factory, cuts, lost, shard_tokens):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)  # a thousand of them take half a minute
-        _append_and_lose(tmp_path_factory.mktemp("shards"), cuts, lost, shard_tokens)
-
-
-def _append_and_lose(out, cuts, lost, shard_tokens):
-    tokens, written = np.arange(1, sum(cuts) + 1, dtype=SMALL), 0
-    writer = ShardWriter(out, "train", SMALL, shard_tokens, 0)
-    for cut in cuts:
-        writer.append(tokens[written : written + cut])
-        written += cut
-        if lost:  # killed: what was appended, and not reckoned with, is forgotten
-            writer.sync()
-            writer.append(np.full(lost.pop(), 9999, SMALL))
-            writer.sync()
-            writer = ShardWriter(out, "train", SMALL, shard_tokens, written)
-        open_shards = [path for path in out.iterdir() if path.read_bytes()[:4] == bytes(4)]
-        assert len(open_shards) <= 1  # the last, until it is whole
-    paths = writer.finish()
-    assert paths == sorted(out.iterdir())
-    parts = [read_ids(path).tolist() for path in paths]
-    full = [tokens[i : i + shard_tokens].tolist() for i in range(0, tokens.size, shard_tokens)]
-    assert parts == full
-    assert writer.counts() == [len(part) for part in full]
 
 
 def test_manifest_tells_what_is_there(prepared, tmp_path):
