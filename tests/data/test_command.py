@@ -1,0 +1,141 @@
+"""`python -m fastgpt.data DIR` describes a data set correctly and finds damage."""
+
+import re
+
+import numpy as np
+import pytest
+
+from fastgpt.data.__main__ import main
+from fastgpt.data.preparation import open_corpus, prepare
+from tests.data.sets import flip, prepared, same_times, texts, write_shard
+from tests.processes import python
+from tests.runs import one_line_error
+
+TEXTS = texts(120, longest=30)
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """Directory with 120 documents in several shards."""
+    return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
+
+
+@pytest.fixture
+def corpus(stories):
+    return open_corpus(str(stories), tokenizer="auto", val_fraction=0.1)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Directory of a text that has no documents."""
+    (tmp_path / "x.txt").write_text("[red]no[/red] [/] [bold] " * 20)
+    return prepare(str(tmp_path / "x.txt"), tmp_path / "x")
+
+
+@pytest.fixture
+def shown(capfd):
+    """Runs the command, which must succeed; returns its output."""
+
+    def run(*argv):
+        main([str(arg) for arg in argv])
+        out, err = capfd.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+@pytest.fixture
+def error(capfd):
+    """Runs the command, which must fail with one line on stderr; returns that line."""
+
+    return lambda *argv: one_line_error(capfd, main, [str(arg) for arg in argv])
+
+
+def row(out, name):
+    """Returns the numbers in the row `name` of the printed table."""
+    [line] = [line for line in out.splitlines() if re.match(rf"│ {name} +│", line)]
+    return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
+
+
+def test_counts_are_those_of_the_shards(stories, corpus, shown):
+    out = shown(stories)
+    both = (corpus.train, corpus.val)
+    assert "stories" in out
+    assert row(out, "tokens") == [len(tokens) for tokens in both]
+    assert row(out, "shards") == [len(list(stories.glob(f"{s}_*"))) for s in ("train", "val")]
+    assert row(out, "shards")[0] > 3
+    documents = row(out, "documents")
+    assert documents == [(tokens[:] == corpus.tokenizer.eot_id).sum() for tokens in both]
+    assert sum(documents) == 120
+    means = [round(len(t) / n, 1) for t, n in zip(both, documents)]
+    assert row(out, "tokens per document") == means
+    assert sum(row(out, "bytes of text")) == sum(len(text.encode()) for text in TEXTS)
+    assert f"vocabulary 257, end of text {corpus.tokenizer.eot_id}, uint16" in out
+    assert f"sha256 {corpus.sha256}" in out
+
+
+def test_excerpts_are_decoded_tokens_of_the_place_they_name(stories, corpus, shown):
+    out = shown(stories, "--excerpts", 3)
+    places = re.findall(r"train, tokens ([\d,]+) to ([\d,]+)", out)
+    assert len(set(places)) == 3
+    for start, stop in (tuple(int(n.replace(",", "")) for n in place) for place in places):
+        assert stop - start == 99
+        text = corpus.tokenizer.decode(corpus.train[start : stop + 1])
+        assert "".join(text.split()) in re.sub(r"[│\s]", "", out)  # whatever the lines
+    assert shown(stories, "--excerpts", 3) == out
+
+
+def test_text_that_looks_like_markup_is_shown_as_it_is(plain, shown):
+    out = shown(plain, "--excerpts", 1)
+    assert "[red]no[/red] [/] [bold] [red]" in out
+    assert "end of text none" in out
+
+
+def test_shards_of_another_program_are_shown(tmp_path, shown, stories):
+    folder = tmp_path / "[bold] fineweb10B"  # rich must not take it for markup
+    folder.mkdir()
+    write_shard(folder / "fineweb_train_000001.bin", np.arange(300) % 250)
+    write_shard(folder / "fineweb_val_000000.bin", range(100))
+    out = shown(folder, "--tokenizer", stories, "--verify")
+    assert row(out, "tokens") == [300, 100]
+    assert row(out, "documents") == [2, 1]
+    assert str(folder) in out
+    assert "verified: ids of 2 shards" in out
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def test_verify_finds_what_size_and_time_hide(stories, shown, error):
+    """`--verify` reads every byte: damage that changes neither size nor time is found, too."""
+    count = len(list(stories.glob("*.bin")))
+    assert f"verified: sha256 and ids of {count} shards" in shown(stories, "--verify")
+    path = stories / "train_000002.bin"
+    status = path.stat()
+    for byte in (1_000, 1_024, status.st_size - 1):
+        flip(path, byte, bit=2)
+        same_times(path, status)
+        assert "tokens" in shown(stories)
+        assert f"{path} is damaged: its sha256 is" in error(stories, "--verify")
+        flip(path, byte, bit=2)
+    assert "verified" in shown(stories, "--verify")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        (["."], ". has no *train*.bin or *val*.bin: expected a manifest.json"),
+        (["{}", "--excerpts", "-1"], "--excerpts is -1: expected 0 or more"),
+    ],
+)
+def test_bad_input_is_one_line(stories, error, argv, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in error(*(part.format(stories) for part in argv))
+
+
+def test_command_runs_as_typed(stories):
+    done = python("-m", "fastgpt.data", stories, "--verify")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("verified: sha256")
