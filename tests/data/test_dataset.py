@@ -2,17 +2,19 @@
 
 import hashlib
 import json
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt.config.config import DataConfig
 from fastgpt.data.dataset import open_data
+from fastgpt.data.order import Mixture
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
 from tests.data.sets import gpt2_files, prepared, texts, write_shard
-from tests.runs import series
+from tests.runs import before_each, series
 
 
 @pytest.fixture
@@ -41,6 +43,17 @@ def test_mixture_is_sources_with_weights_of_which_only_the_ratio_counts(two, wri
     alone = opened(two[0])
     assert (alone.name, alone.weights, alone.val_bytes_per_token) == ("a", (1.0,), 1.0)
     assert alone.sha256 == hashlib.sha256(two[0].read_bytes()).hexdigest()
+
+
+def test_samples_are_taken_by_weight_from_each_corpus(two):
+    data = opened("{}=3,{}=1".format(*two))
+    samples = data.mixture(data.orders(16, seed=0), None).take(400)
+    for number, corpus in enumerate(data.corpora):
+        mine = samples[samples[:, 0] == number]
+        assert len(mine) == pytest.approx(400 * data.weights[number], abs=5)
+        assert mine[:, 2].max() <= len(corpus.train)
+        # the two are of 648 and of 2,052 tokens: all of each is drawn from
+        assert mine[:, 2].max() > len(corpus.train) - 40
 
 
 def test_hash_of_a_mixture_is_of_its_texts_their_weights_and_their_order(two):
@@ -181,6 +194,12 @@ def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
     assert json.loads((run / "manifest.json").read_text())["data"]["samples_per_epoch"] == [40]
 
 
+def test_data_wait_is_the_share_of_time_that_steps_wait(fit, monkeypatch):
+    before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.3))
+    waits = series(fit("--steps 8 --eval-every 0 --train.sample-tokens 0"), "data_wait")
+    assert all(0.3 < waits[step] <= 1 for step in (7, 8))  # what was ready before is used up
+
+
 def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two, tmp_path, capfd):
     source = "--data.source {}=0.75,{}=0.25".format(*two)
     whole = fit(source, f"--run-dir {tmp_path / 'whole'}")
@@ -210,3 +229,12 @@ def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two
     assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
     fit(source.replace("0.75", "0.5"), "--resume auto --steps 5")
     assert "the data changed since " in capfd.readouterr().out
+
+
+def test_run_over_shards_of_another_program(fit, fineweb):
+    run = fit(f"--data.source {fineweb} --data.tokenizer bytes --steps 4")
+    assert series(run, "epoch")[4] == pytest.approx(32 / 12, abs=0.1)
+    last = read_records(run / "metrics.jsonl")[-1]
+    assert last["val_tokens"] == 39
+    assert "val_bits_per_byte" not in last
+    assert json.loads((run / "manifest.json").read_text())["data"]["name"] == "fineweb10b"
