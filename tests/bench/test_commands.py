@@ -4,34 +4,46 @@ import importlib
 
 import pytest
 
+from bench import records
 from fastgpt.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
     [
-        ("bench.__main__", "--rounds many", "--rounds: no type matching {None}|INT"),
-        ("bench.__main__", "--quik", "unknown argument '--quik'; did you mean '--quick'"),
-        ("bench.step", "--starts 3", "invalid choice '3' for argument '--starts'"),
-        ("bench.race", "", "Missing from python -m bench.race: --nanogpt PATH"),
-        ("bench.reproduce", "--device gpu", "invalid choice 'gpu' for argument '--device'"),
-        ("bench.host", "--calls 0", "--calls is 0"),
-        ("bench.host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
+        ("__main__", "--rounds many", "--rounds: no type matching {None}|INT"),
+        ("__main__", "--quik", "unknown argument '--quik'; did you mean '--quick'"),
+        ("__main__", "--only step/nothing", "--only step/nothing: expected step/shakespeare-cpu"),
+        ("step", "--starts 3", "invalid choice '3' for argument '--starts'"),
+        ("step", "gpt3", "unknown recipe 'gpt3'"),
+        ("step", "--contenders eagre", "unknown contender 'eagre'; did you mean 'eager'"),
+        ("step", "--contenders nanogpt", "contender nanogpt needs --nanogpt PATH"),
+        ("step", "--rounds 0", "--rounds is 0: expected 1 or more"),
+        ("step", "--batch 4 0", "--batch 0: expected 1 or more"),
+        ("race", "", "Missing from python -m bench.race: --nanogpt PATH"),
+        ("host", "--calls 0", "--calls is 0"),
+        ("host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
+        ("reproduce", "--device gpu", "invalid choice 'gpu' for argument '--device'"),
+        ("generate", "--rounds 1", "--rounds is 1: expected 2 or more"),
+        ("generate", "--prompt 3", "--prompt is 3: expected 4 or more"),
+        ("generate", "shakespeare-cpu --tokens 1", "--tokens is 1: expected at most 64 in all"),
+        ("generate", "gpt2-124m-modern", "differs from GPT-2's in norm, activation, position"),
+        ("generate", "gpt3", "unknown recipe 'gpt3'"),
+        ("generate", "shakespeare-cpu --prompt 8 --nanogpt nowhere", "expected a checkout"),
     ],
 )
-def test_wrong_arguments_get_one_line(name, argv, message):
+def test_wrong_arguments_get_one_line(name, argv, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     with pytest.raises(UserError) as caught:
-        importlib.import_module(name).main(argv.split())
+        importlib.import_module(f"bench.{name}").main(argv.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("__main__", "convergence", "data", "host", "memory"),
-        *("race", "report", "reproduce", "step"),
-    ],
+    "__main__ convergence data host memory race report reproduce step".split(),
 )
 def test_every_flag_is_explained(name, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -47,29 +47,25 @@ def test_without_cuda_it_refuses_in_one_line(tmp_path):
 
 
 def test_every_stage_is_recorded_whatever_becomes_of_another(rehearse, tmp_path, capsys):
-    status, rows = rehearse(
+    stages = (
         fake("env", "print('fine')"),
         fake("aot", "import sys; print('halfway'); sys.exit(3)"),
         fake("parity", "import time; print('so far', flush=True); time.sleep(60)", budget=1),
         fake("bench", "print('still here')"),
     )
+    assert rehearse(*stages, flags=("--stages", "bench"))[0] == 0  # one alone
+    status, rows = rehearse(*stages)
     assert status == 1
     passed = {name: row["passed"] for name, row in rows.items()}
     assert passed == {"env": True, "aot": False, "parity": False, "bench": True}
     assert rows["aot"]["key"] == "exit status 3; halfway"
     assert rows["parity"]["key"] == "stopped after 1 s; so far"
     assert rows["parity"]["seconds"] < 10
-    table = capsys.readouterr().out.split("key figure")[1]
+    table = capsys.readouterr().out.split("key figure")[2]
     said = [line.split()[:2] for line in table.splitlines()[1:5]]
     assert said == [["env", "yes"], ["aot", "NO"], ["parity", "NO"], ["bench", "yes"]]
     assert len(list(tmp_path.iterdir())) <= 6
     assert all(path.is_file() for path in tmp_path.iterdir())
-
-
-def test_a_stage_can_be_repeated_alone(rehearse):
-    stages = (fake("env", "print(1)"), fake("step", "print(2)"))
-    status, rows = rehearse(*stages, flags=("--stages", "step"))
-    assert (status, list(rows)) == (0, ["step"])
 
 
 def test_what_a_stage_started_ends_with_it(rehearse, tmp_path):
@@ -105,27 +101,19 @@ def test_budgets_follow_from_kernels_and_tests(monkeypatch, tmp_path, cores, aot
     assert cores < 16 or all(sum(half) < 9 * 60 for half in halves)
 
 
-def test_the_tests_of_a_stage_are_counted(tmp_path):
-    context = Context(tmp_path, full=False, rehearse=True)
-    assert gpu.tests_to_run(context) > 2
-
-
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_full_asks_for_more_than_a_budget_allows(stage, monkeypatch, tmp_path):
-    monkeypatch.setattr(Context, "arch", 90)
+    monkeypatch.setattr(Context, "arch", 103)
     short, full = (stage.command(Context(tmp_path, full, False), 60.0) for full in (False, True))
     assert short[0] == full[0] == "-m"
     assert (short == full) == (stage.name == "env")
+    if stage.name == "aot":
+        asked = [aot.parse(command[2:]) for command in (short, full)]
+        assert [(x.arch, x.changed) for x in asked] == [([100], True), ([100], False)]
 
 
-@pytest.mark.parametrize(("full", "arch", "compiled"), [(False, 90, 90), (True, 103, 100)])
-def test_the_aot_stage_asks_for_what_there_is(full, arch, compiled, monkeypatch, tmp_path):
-    monkeypatch.setattr(Context, "arch", arch)
-    asked = aot.parse(gpu._aot(Context(tmp_path, full, False), 25.0)[2:])
-    assert (asked.arch, asked.changed) == ([compiled], not full)
-
-
-def test_the_parity_stage_runs_every_test_of_cuda():
+def test_the_parity_stage_runs_every_test_of_cuda(tmp_path):
+    assert gpu.tests_to_run(Context(tmp_path, full=False, rehearse=True)) > 2
     files = gpu.parity_files()
     marked = {
         str(path.relative_to(ROOT))
@@ -138,20 +126,21 @@ def test_the_parity_stage_runs_every_test_of_cuda():
 
 
 def test_a_figure_is_of_what_its_stage_has_recorded_and_not_run(rehearse, tmp_path, monkeypatch):
+    found = [{"kind": "test", "outcome": word} for word in ("passed", "passed", "skipped")]
+    reasons = ("over the budget of 1 s", "needs CUDA")
+    found += [{"kind": "missing", "reason": reason} for reason in reasons]
+    lines = "".join(json.dumps({**row, "run": "3000-01-01T00:00:00-1"}) + "\n" for row in found)
     writing = (
-        "import time; from bench.records import Writer; from pathlib import Path\n"
-        f"writer = Writer('cpu', Path({str(tmp_path)!r}))\n"
-        "writer.write('machine', {})\n"
-        "writer.write('test', *[{'outcome': word} for word in ('passed', 'passed', 'skipped')])\n"
-        "writer.write('missing', {'reason': 'over the budget of 1 s'}, {'reason': 'needs CUDA'})\n"
-        "print('not this'); time.sleep(60)"
+        "import time; from pathlib import Path\n"
+        f"Path({str(tmp_path)!r}, 'a.jsonl').write_text({lines!r})\n"
+        "print('not this', flush=True); time.sleep(60)"
     )
     earlier = {"kind": "test", "run": "2000-01-01T00:00:00-1", "outcome": "failed"}
     (tmp_path / "2000-01-01-abc.jsonl").write_text(json.dumps(earlier) + "\n")
     monkeypatch.setattr(gpu, "tests_to_run", lambda _: 5)
-    _, rows = rehearse(Stage("parity", lambda _: 8, lambda *_: ["-c", writing], "test", gpu._tests))
+    _, rows = rehearse(Stage("parity", lambda _: 2, lambda *_: ["-c", writing], "test", gpu._tests))
     assert rows["parity"]["key"] == (
-        "stopped after 8 s; 2 passed, 0 failed, 1 skipped; 2 of 5 tests not run; "
+        "stopped after 2 s; 2 passed, 0 failed, 1 skipped; 2 of 5 tests not run; "
         "1 of the cases not run: over the budget"
     )
 
@@ -189,7 +178,7 @@ def test_unset(broken): pass
 def test_absent(): pass
 """
     (tmp_path / "test_some.py").write_text(source)
-    arguments = ("--pytest", "-n", "2", "-c", "/dev/null", "--rootdir", tmp_path)
+    arguments = ("--pytest", "-n", "1", "-c", "/dev/null", "--rootdir", tmp_path)
     done = command("--rehearse", "--out", tmp_path, *arguments, tmp_path / "test_some.py")
     assert done.returncode == 1, done.stderr
     rows = [row for row in records.read(tmp_path) if row["kind"] == "test"]

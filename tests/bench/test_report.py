@@ -61,7 +61,7 @@ def line_of(text, *parts):
     return line
 
 
-def test_rows_have_ratios_goals_and_a_link_to_their_record(tmp_path):
+def test_rows_have_ratios_goals_also_missed_ones_and_a_link_to_their_record(tmp_path):
     rows = [op_row("ours", 0.12e-3), op_row("sdpa-flash", 0.15e-3), op_row("sdpa-cudnn", 0.108e-3)]
     text = text_of(tmp_path, *rows)
     ours = line_of(text, "gpt2-124m/bf16 fwd | ours")
@@ -74,10 +74,6 @@ def test_rows_have_ratios_goals_and_a_link_to_their_record(tmp_path):
     assert "at least 1.1 x flex's speed: flex cannot run here" in ours
     assert "[record](../../results/nvidia-h200/2026-01-01-abc.jsonl)" in ours
     assert "| **sdpa-cudnn** |" in line_of(text, "fwd | **sdpa-cudnn**")
-
-
-def test_goals_that_were_missed_or_not_measured_stay_in(tmp_path):
-    text = text_of(tmp_path, op_row("ours", 0.12e-3), op_row("sdpa-cudnn", 0.108e-3))
     assert "-5% | **no** |" in line_of(text, "fwd | at least 0.95 x sdpa-cudnn")
     assert "flex cannot run here" in line_of(text, "gpt2-124m/bf16 fwd | at least 1.1 x flex")
     assert "not measured" in line_of(text, "| step/", "580,000 tokens/s")
@@ -116,10 +112,14 @@ def test_a_gpu_with_records_of_its_tuning_alone_has_no_goals_of_a_cpu(lacks, tmp
     assert "/fp32" not in text
 
 
-def test_who_has_no_figures_is_listed_with_the_reason(tmp_path):
+def absent(kind, implementation, reason):
     about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
-    missing = {"kind": "missing", **about, "implementation": "flash-attn-3", "reason": "not there"}
-    refused = {"kind": "refused", **about, "implementation": "liger", "reason": "wrong: output 0"}
+    return {**about, "kind": kind, "implementation": implementation, "reason": reason}
+
+
+def test_who_has_no_figures_is_listed_with_the_reason(tmp_path):
+    missing = absent("missing", "flash-attn-3", "not there")
+    refused = absent("refused", "liger", "wrong: output 0")
     text = text_of(tmp_path, op_row("ours", 1e-3), missing, refused)
     assert "| attention | flash-attn-3 | missing | not there |" in text
     assert "| attention | liger | refused | wrong: output 0 |" in text
@@ -160,12 +160,8 @@ def test_the_newest_records_of_stages_races_texts_and_data_are_shown(tmp_path):
     assert "| loader (64, 1024) | 120 million tokens/s |" in text
 
 
-def test_without_records_there_is_nothing_to_say(tmp_path):
-    (tmp_path / "results").mkdir()
-    assert "no records yet" in report.write(tmp_path / "results", tmp_path).read_text()
-
-
 def test_the_records_of_the_repository_are_read(tmp_path):
+    assert "no records yet" in report.write(tmp_path / "empty", tmp_path).read_text()
     text = report.write(records.RESULTS, tmp_path).read_text()
     shown = {f"## {row['device']}" for row in records.read() if row["kind"] in report.SHOWN}
     assert shown == {line for line in text.splitlines() if line.startswith("## A")}
@@ -226,9 +222,7 @@ def test_publishing_moves_them_beside_the_committed_ones(checkout):
 
 
 def test_what_was_refused_is_not_published(checkout):
-    about = {"run": "r1", **COMMON, "case": "attention/gpt2-124m/bf16", "op": "attention"}
-    refused = {"kind": "refused", **about, "implementation": "ours", "reason": "wrong"}
-    local = measure(checkout, refused)
+    local = measure(checkout, absent("refused", "ours", "wrong"))
     with pytest.raises(UserError, match="is not published: attention/gpt2-124m/bf16: wrong"):
         report.main(["--publish"])
     assert len(records.read()) == len(records.read(local)) == 1

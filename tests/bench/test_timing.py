@@ -27,11 +27,6 @@ def clock(monkeypatch):
     return found
 
 
-def test_several_calls_are_divided_by_their_number(clock):
-    sample = Timer("cpu").sample(Timed(lambda _: clock.passes(0.003)), calls=4)
-    assert sample == (pytest.approx(0.003), pytest.approx(0.003))
-
-
 def test_preparing_is_not_timed(clock):
     prepared, got = [], []
 
