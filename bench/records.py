@@ -134,18 +134,14 @@ def publish() -> list[Path]:
 def read(folder: Path | None = None) -> list[dict[str, Any]]:
     """Reads every record in `folder/<device>/`, oldest file first, with the `path` of its file.
 
-    By default it reads the committed records. Old lines without a kind take it from the name of
-    their file.
+    By default it reads the committed records.
     """
     folder = folder or RESULTS
-    rows = []
-    for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl"))):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            kind = row.get("kind") or path.stem.rpartition("-")[2]
-            on = "cuda" if kind == "tune" else "cpu"  # for lines without `on`
-            rows.append({"on": on, **row, "kind": kind, "path": path})
-    return rows
+    return [
+        {**json.loads(line), "path": path}
+        for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def show(header: str, lines: Iterable[Iterable[str]]) -> None:

@@ -68,7 +68,7 @@ class Report:
 def newest(rows: Iterable[Row]) -> list[Row]:
     """Returns the rows of each case from the newest run that measured it."""
     runs: dict[str, str] = {}
-    rows = [row for row in rows if "run" in row and "case" in row]
+    rows = [row for row in rows if "case" in row]
     for row in rows:
         if row["kind"] in ("op", "step", "generate"):
             runs[row["case"]] = max(runs.get(row["case"], ""), row["run"])
@@ -121,7 +121,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     """Writes the section of one device; the cases of its ops have a page in `folder`."""
     shown = newest(rows)
     slug = records.slug(device)
-    on = next((row["on"] for row in rows if row.get("on")), "cpu")
+    on = rows[0]["on"]
     # goals without a device are for CPUs; those for GPUs name theirs
     wanted = [g for g in goals.read() if g.device in slug and (g.device or on == "cpu")]
     versions = next((row["versions"] for row in reversed(rows)), {})
@@ -155,13 +155,9 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     if absent := tables.missing_table(shown):
         text += f"\n### Not measured\n\n{absent}"
     text += tables.other_tables(rows)
-    older = [r for r in rows if "run" not in r and r["kind"] in ("ops", "losses", "step")]
-    tuned = [r for r in rows if r["kind"] == "tune"]
-    for found, what in ((older, "in an older format, not shown"), (tuned, "of `make tune`")):
-        if found:
-            links = sorted({row["link"] for row in found})
-            files = ", ".join(f"[{Path(link).name}]({link})" for link in links)
-            text += f"\nRecords {what}: {files}.\n"
+    if links := sorted({row["link"] for row in rows if row["kind"] == "tune"}):
+        files = ", ".join(f"[{Path(link).name}]({link})" for link in links)
+        text += f"\nRecords of `make tune`: {files}.\n"
     return text
 
 

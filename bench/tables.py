@@ -172,7 +172,7 @@ def other_tables(rows: list[Row]) -> str:
     """Lays out races of whole processes, text generation, data, and the stages of `make gpu`."""
     kinds = ("race", "generate", "data", "stage")
     races, texts, data, stages = ([r for r in rows if r["kind"] == kind] for kind in kinds)
-    races = _latest(races)
+    races = [row for row in races if row["run"] == max(r["run"] for r in races)]
     stages = list({row["stage"]: row for row in stages}.values())
     text = ""
     for title, header, found, cells in (
@@ -187,16 +187,10 @@ def other_tables(rows: list[Row]) -> str:
     return text
 
 
-def _latest(rows: list[Row]) -> list[Row]:
-    """Returns the rows of the newest run; old records of races do not know theirs."""
-    runs = [row["run"] if row["kind"] != "race" or "run_name" in row else "" for row in rows]
-    return [row for row, run in zip(rows, runs, strict=True) if run == max(runs)]
-
-
 def race_cells(row: Row) -> tuple[str, ...]:
     """Formats the record of one trainer's runs, in the order of the runs."""
     return (
-        row["run_name"] if "run_name" in row else row["run"],  # in old records
+        row["run_name"],
         " ".join(f"{s:.1f}" for s in row["seconds"]),
         " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
         " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),
