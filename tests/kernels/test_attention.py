@@ -173,11 +173,10 @@ def test_what_is_not_finite_reaches_those_who_see_it(value, device):
     assert out[0, :, 0, :3].isfinite().all()
 
 
-@pytest.mark.parametrize("K", [2, 1])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
-def test_packed_gives_the_bits_of_its_slices(K, options, device):
-    qkv = awkward(2, 40, 2 + 2 * K, 16, device=device)
-    slices = lambda qkv: attention(*qkv.split((2, K, K), dim=2), **options)  # noqa: E731
+def test_packed_gives_the_bits_of_its_slices(device):
+    options = {"dropout_p": 0.2, "dropout_seed": 3}
+    qkv = awkward(2, 40, 4, 16, device=device)
+    slices = lambda qkv: attention(*qkv.split((2, 1, 1), dim=2), **options)  # noqa: E731
     expected = forward_backward(slices, [qkv])
     with guarded() as buffers:
         got = forward_backward(lambda qkv: attention_packed(qkv, 2, **options), [qkv])
@@ -186,9 +185,8 @@ def test_packed_gives_the_bits_of_its_slices(K, options, device):
     assert got[1].data_ptr() in {x.data_ptr() for x in buffers}
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_heads_that_do_not_fit_the_cache_take_turns_in_groups(heads, device, monkeypatch):
-    inputs = list(make(1, 70, 5, 16, device=device).values())
+def test_heads_that_do_not_fit_the_cache_take_turns_in_groups(device, monkeypatch):
+    heads, inputs = 2, list(make(1, 70, 5, 16, device=device).values())
     expected = forward_backward(attention, inputs)
     monkeypatch.setattr(forward, "L2_BYTES", heads * 2 * 70 * 16 * 4)
     assert forward.together_in_cache(inputs[1], 1, 5) == heads
