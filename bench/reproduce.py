@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -153,25 +154,31 @@ def settings(config: Config) -> dict[str, Any]:
     return found
 
 
-def on_record(config: Config, device: str = "") -> dict[str, Any] | None:
-    """Finds the newest record, local or committed, of a run with these settings (on a device)."""
-    rows = [*records.read(), *records.read(records.RESULTS / records.LOCAL)]
-    rows = [row for row in rows if row["kind"] == NAME and device in ("", row.get("device"))]
-    same = (row for row in rows if _same(row["config"], config))
-    return max(same, key=lambda row: row["run"], default=None)  # a run's name begins with its time
+def all_runs() -> list[dict[str, Any]]:
+    """Reads the records of every run, local or committed, with the settings that each `means` now.
 
-
-def _same(found: dict[str, Any], config: Config) -> bool:
-    """Returns True if a record has the settings of `config`, on any device.
-
-    An option that is newer than the record had its default then.
+    An option that is newer than the record had its default then; one that is gone means no run.
     """
-    try:
-        both = from_json(json.dumps(found)), config
-    except (KeyError, TypeError, UserError):
-        return False
-    before, now = (settings(replace(c, train=replace(c.train, device="auto"))) for c in both)
-    return before == now
+    found = []
+    for row in (*records.read(), *records.read(records.RESULTS / records.LOCAL)):
+        if row["kind"] == NAME:
+            with suppress(KeyError, TypeError, UserError):
+                found.append({**row, "means": _anywhere(from_json(json.dumps(row["config"])))})
+    return found
+
+
+def _anywhere(config: Config) -> dict[str, Any]:
+    """Returns the settings, the same for any device."""
+    return settings(replace(config, train=replace(config.train, device="auto")))
+
+
+def on_record(
+    config: Config, rows: list[dict[str, Any]], device: str = ""
+) -> dict[str, Any] | None:
+    """Finds the newest of the runs with these settings, on a device if one is given."""
+    wanted = _anywhere(config)
+    same = (row for row in rows if row["means"] == wanted and device in ("", row["device"]))
+    return max(same, key=lambda row: row["run"], default=None)  # a run's name begins with its time
 
 
 def train(argv: list[str], run_dir: Path) -> float:
@@ -238,10 +245,10 @@ def write_page(options: Reproduce, path: Path) -> None:
 
 def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
     """Returns the newest record of each run by system, on any device."""
-    runs = {}
+    runs, known = {}, all_runs()
     for system in SYSTEMS:
-        configs = [cli.parse(argv) for argv in commands(system, options)]
-        rows = [on_record(config) for config in configs]
+        config = cli.parse(commands(system, options)[0])
+        rows = [on_record(replace(config, seed=seed), known) for seed in system.seeds]
         runs[system.letter] = [row for row in rows if row is not None]
     return runs
 
@@ -316,7 +323,7 @@ def main(argv: list[str]) -> None:
     write_page(options, page)  # shows a problem before hours of training
     for system in chosen(options.only):
         for argv in commands(system, options):
-            if options.again or on_record(cli.parse(argv), name) is None:
+            if options.again or on_record(cli.parse(argv), all_runs(), name) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
                 records.Writer(on).write(NAME, reproduce(system, argv, options))
                 write_page(options, page)
