@@ -173,13 +173,13 @@ def test_what_is_not_finite_reaches_those_who_see_it(value, device):
     assert out[0, :, 0, :3].isfinite().all()
 
 
-def test_packed_gives_the_bits_of_its_slices(device):
-    options = {"dropout_p": 0.2, "dropout_seed": 3}
-    qkv = awkward(2, 40, 4, 16, device=device)
-    slices = lambda qkv: attention(*qkv.split((2, 1, 1), dim=2), **options)  # noqa: E731
+@pytest.mark.parametrize(("K", "dropout"), [(2, {}), (1, {"dropout_p": 0.2, "dropout_seed": 3})])
+def test_packed_gives_the_bits_of_its_slices(K, dropout, device):
+    qkv = awkward(2, 40, 2 + 2 * K, 16, device=device)
+    slices = lambda qkv: attention(*qkv.split((2, K, K), dim=2), **dropout)  # noqa: E731
     expected = forward_backward(slices, [qkv])
     with guarded() as buffers:
-        got = forward_backward(lambda qkv: attention_packed(qkv, 2, **options), [qkv])
+        got = forward_backward(lambda qkv: attention_packed(qkv, 2, **dropout), [qkv])
     assert all(map(torch.equal, got, expected))
     # the kernels wrote the gradient: no concatenation made it
     assert got[1].data_ptr() in {x.data_ptr() for x in buffers}
