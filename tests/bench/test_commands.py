@@ -43,7 +43,7 @@ def test_wrong_arguments_get_one_line(name, argv, message, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     "name",
-    "__main__ convergence data host memory race report reproduce step".split(),
+    ["__main__", "convergence", "data", "host", "memory", "race", "report", "reproduce", "step"],
 )
 def test_every_flag_is_explained(name, capsys):
     with pytest.raises(SystemExit) as stopped:
