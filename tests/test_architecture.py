@@ -9,6 +9,13 @@ def test_the_page_is_current():
     )
 
 
+def test_the_core_stays_below_its_ceiling():
+    assert {"trainer.py", "loader.py", "fsdp.py"} <= {
+        path.name for path in architecture.core_files()
+    }
+    assert architecture.core_lines() <= architecture.CEILING
+
+
 def test_imports_of_the_core_are_seen():
     found = architecture.imported("fastgpt/train/trainer")
     assert {

@@ -35,7 +35,7 @@ ROOMS = (
     "model prepare",
     "autotune explain parallel sampling",
     "checkpoint",
-    "convert run",
+    "convert guards run",
     "evaluate hf sample",
     "train",
     "cli",

@@ -22,6 +22,7 @@ from fastgpt.data.loader import Loader
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
+from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.build import build as build_model
 from fastgpt.parallel.build import replicate
@@ -29,7 +30,6 @@ from fastgpt.parallel.fsdp import forget_iteration, load_weights, local_shard, n
 from fastgpt.run.directory import resumes
 from fastgpt.train import init_from
 from fastgpt.train.micro_batch import REHEARSED, equal_memory, fitting, rehearse
-from fastgpt.train.nonfinite import check_weights
 from fastgpt.train.optim import Optimizers
 from fastgpt.train.plan import Plan, Warn
 

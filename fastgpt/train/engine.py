@@ -21,6 +21,8 @@ from fastgpt.data.loader import EvalBatches
 from fastgpt.device import device
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
+from fastgpt.guards.nonfinite import Finite, check_weights
+from fastgpt.guards.spikes import Spikes
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import VOCAB_TABLES
 from fastgpt.parallel.fsdp import (
@@ -29,10 +31,8 @@ from fastgpt.parallel.fsdp import (
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.train.build import Parts, build
-from fastgpt.train.nonfinite import Finite, check_weights
 from fastgpt.train.plan import Plan, resolve
 from fastgpt.train.schedule import lr_ratio
-from fastgpt.train.spikes import Spikes
 
 
 def _say_nothing(*_: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.train import spikes
+from fastgpt.guards import spikes
 from fastgpt.train.engine import Engine, build_engine
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, outcome, series, torchrun
@@ -98,8 +98,8 @@ def test_spikes_that_do_not_end_stop_the_run(tiny, monkeypatch):
 
 TWO_RANKS = """
 import pytest, train
-from fastgpt.train import spikes
-from tests.train.test_spikes import poisoned
+from fastgpt.guards import spikes
+from tests.guards.test_spikes import poisoned
 spikes.LEAST, spikes.EVERY = 6, 5
 poisoned(pytest.MonkeyPatch(), (18, 26))
 train.main()
