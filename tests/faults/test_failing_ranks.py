@@ -69,7 +69,7 @@ def main(how: str, folder: str, *argv: str) -> None:
     ],
 )
 def test_all_ranks_end_and_the_message_comes_first(how, said, tracebacks, tiny, tmp_path):
-    module = [sys.executable, "-m", "tests.parallel.test_failing_ranks", how, str(tmp_path)]
+    module = [sys.executable, "-m", "tests.faults.test_failing_ranks", how, str(tmp_path)]
     process = subprocess.Popen(
         [*module, *tiny("--train.micro-batch 2 --eval-every 0")], cwd=ROOT, start_new_session=True,
         env={**os.environ, "FASTGPT_ARRIVAL_S": "5"}, text=True, stderr=subprocess.PIPE,

@@ -52,7 +52,7 @@ ONE_RANK_IS_WRONG = """
 import os, torch
 import train
 from fastgpt.model.gpt import GPT
-from tests.train.test_skips import wrong_at_step_3
+from tests.guards.test_skips import wrong_at_step_3
 
 GPT.forward = wrong_at_step_3(GPT.forward, int(os.environ["RANK"]) == 1)
 train.main()

@@ -11,8 +11,8 @@ from fastgpt.errors import UserError
 from fastgpt.guards import spikes
 from fastgpt.train.engine import Engine, build_engine
 from fastgpt.train.trainer import Trainer
+from tests.guards.test_skips import poison
 from tests.runs import finish, outcome, series, torchrun
-from tests.train.test_skips import poison
 
 FLAGS = (
     "--train.spike-z 8 --steps 30 --eval-every 0 --optim.kind adamw --optim.schedule constant"
