@@ -155,10 +155,11 @@ def assert_same_up_to_rounding(run, expected):
 # --- processes ------------------------------------------------------------------------------------
 
 
-def torchrun(ranks, *argv, cwd=ROOT, before=(), **environment):
+def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
     """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
 
-    The words `before` stand before the command.
+    The words `before` stand before the command. With `forks` it is `tests.forkrun`, which is
+    faster, for what only the ranks do.
 
     The port comes through torchrun's own environment variable, so that the command is as typed.
     """
@@ -169,8 +170,11 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), **environment):
     own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
     own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
     own["PYTHONPATH"] = str(ROOT)
+    command = ["torchrun", f"--nproc_per_node={ranks}"]
+    if forks:
+        command = [sys.executable, "-m", "tests.forkrun", str(ranks)]
     return subprocess.Popen(
-        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
+        [*before, *command, *argv],
         cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -181,7 +185,7 @@ def torchrun_in_turn(ranks, folder, argvs):
     folder.mkdir()
     (folder / "argvs.json").write_text(json.dumps(argvs))
     (folder / "train.py").write_text(IN_TURN)
-    return torchrun(ranks, str(folder / "train.py"), str(folder / "argvs.json"))
+    return torchrun(ranks, str(folder / "train.py"), str(folder / "argvs.json"), forks=True)
 
 
 IN_TURN = """

@@ -76,7 +76,7 @@ def wrong_at_step_3(forward, wrong):
 def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
     (tmp_path / "wrong.py").write_text(ONE_RANK_IS_WRONG)
     optimizer = " ".join(flags.split()[:2])
-    finish(torchrun(2, str(tmp_path / "wrong.py"), *tiny(FLAGS, flags)))
+    finish(torchrun(2, str(tmp_path / "wrong.py"), *tiny(FLAGS, flags), forks=True))
     monkeypatch.setattr(GPT, "forward", wrong_at_step_3(GPT.forward, True))
     one = fit(FLAGS, optimizer, f"--run-dir {tmp_path / 'one'}")
     for run in (one, tmp_path / "run"):

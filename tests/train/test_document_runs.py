@@ -64,7 +64,7 @@ def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length
         split = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / str(size)}")
         assert_same_up_to_rounding(split, whole)
     argv = tiny(flags, f"--train.micro-batch 1 --run-dir {tmp_path / 'two'}")
-    finish(torchrun(2, str(ROOT / "train.py"), *argv))
+    finish(torchrun(2, str(ROOT / "train.py"), *argv, forks=True))
     assert_same_up_to_rounding(tmp_path / "two", whole)
 
 

@@ -80,7 +80,7 @@ def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path):
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
     two = [*tiny(FLAGS), "--run-dir", str(tmp_path / "two")]
-    finish(torchrun(2, str(script), *two))
+    finish(torchrun(2, str(script), *two, forks=True))
     assert_same_up_to_rounding(tmp_path / "two", whole)
     trained([*tiny(FLAGS), "--steps", "3"])
     run = trained([*tiny(FLAGS), "--resume", "auto"])
