@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastgpt.checkpoint import tensors
 from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state, write_parts
+from fastgpt.commands import resume_command, same_command
 from fastgpt.errors import OtherRankError, UserError, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
@@ -345,7 +346,7 @@ def find(
         try:
             return load(path, state=state, world=world), []
         except UserError as error:
-            raise UserError(f"{error}; {before(path)}") from error
+            raise UserError(f"{error}; {instead_of(path, state, world)}") from error
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
             return load(candidate, state=state, world=world), complaints
@@ -360,10 +361,19 @@ def find(
     raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
 
 
-def before(path: Path) -> str:
-    """Returns a clause that names the checkpoint before `path`."""
-    earlier = [x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]
-    return f"the one before it is {earlier[-1]}" if earlier else "there is none before it"
+def instead_of(path: Path, state: bool, world: World) -> str:
+    """Returns a clause that names the newest valid checkpoint before `path`, and a command for it.
+
+    Args:
+        state: the command resumes from it; else it is that of this process with another path.
+    """
+    for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
+        with suppress(UserError):
+            load(earlier, state=state, world=world)
+            resume = f"; to resume there: {resume_command(earlier, world.size)}"
+            said = resume if state else same_command(path, earlier)
+            return f"the valid one before it is {earlier}{said}"
+    return "there is no valid one before it"
 
 
 def set_aside_after(folder: Path, step: int) -> None:

@@ -184,7 +184,7 @@ def _resume(plan: Plan, resume: str, model: GPT, optimizers: Optimizers, warn: W
         _ = state["corpus"], dict(state["loader"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
-    _check_loaded(found, model, optimizers)
+    _check_loaded(found, model, optimizers, plan)
     _check_step(plan.config, found.step, found.path)
     return Restored(found.step, found.path, state, tuple(differing))
 
@@ -214,7 +214,7 @@ def _position(plan: Plan, restored: Restored, warn: Warn) -> dict[str, list[int]
     return None
 
 
-def _check_loaded(found: Checkpoint, model: GPT, optimizers: Optimizers) -> None:
+def _check_loaded(found: Checkpoint, model: GPT, optimizers: Optimizers, plan: Plan) -> None:
     """Raises `UserError` if a weight or a moment that was loaded is not finite."""
     states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
     moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
@@ -223,7 +223,7 @@ def _check_loaded(found: Checkpoint, model: GPT, optimizers: Optimizers) -> None
     try:
         check_weights([*optimizers.parameters, *moments], names, found.step)
     except UserError as error:
-        earlier = checkpoint.before(found.path)
+        earlier = checkpoint.instead_of(found.path, True, plan.world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error
 
 

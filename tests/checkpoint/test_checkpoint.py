@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -241,7 +242,7 @@ def cut(path):
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("name", [*WEIGHT_FILES, *SIDE_FILES])
-def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
+def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, damage):
     save(folder, 1)
     newest = save(folder, 2)
     damage(newest / name)
@@ -249,9 +250,14 @@ def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
     assert found.step == 1
     assert str(newest) in complaint
     assert name in complaint
-    earlier = f"the one before it is {found.path}$"
-    with pytest.raises(UserError, match=rf"{name}.*; {earlier}"):
+    earlier = f"the valid one before it is {found.path}"
+    with pytest.raises(UserError, match=rf"{name}.*; {earlier}; .* --resume {found.path}$"):
         checkpoint.find(str(newest))
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "fastgpt.sample", str(newest), "--top-k"]
+    )
+    with pytest.raises(UserError, match=rf"{earlier}: python -m fastgpt.sample {found.path} --top"):
+        checkpoint.find(str(newest), state=False)
 
 
 def test_renamed_checkpoint_is_refused(folder):
@@ -264,7 +270,7 @@ def test_renamed_checkpoint_is_refused(folder):
         checkpoint.find(f"{folder}/step_00000020")
     assert checkpoint.find(str(copy))[0].step == 15
     flip(copy / "state.pt")
-    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; there is none before it"):
+    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; there is no valid one"):
         checkpoint.find(str(copy))
 
 
@@ -278,10 +284,10 @@ def test_numbers_that_are_not_finite_are_not_resumed_from(fit, monkeypatch, name
     run = fit("--train.sample-tokens 0")
     with pytest.raises(UserError, match=r"step_00000008 is damaged: step 8: .* not fin") as caught:
         fit("--resume auto")
-    earlier = f"{run}/checkpoints/step_00000004"
-    assert str(caught.value).endswith(f"; the one before it is {earlier}")
+    words = shlex.split(str(caught.value).rpartition("; to resume there: ")[2])
+    assert words[2:] == ["--resume", f"{run}/checkpoints/step_00000004"]
     monkeypatch.undo()
-    Trainer(parse(["--resume", earlier])).fit()
+    Trainer(parse(words[2:])).fit()
 
 
 NO_RECORD = r"step_00000002 is not a checkpoint: .*checkpoint\.json"
