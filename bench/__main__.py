@@ -67,8 +67,6 @@ class Bench:
     """
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, to measure its training step as well."""
-    memory_of: str = ""
-    """Name of an implementation: print the memory that a process takes to run it on one case."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
@@ -161,9 +159,6 @@ def main(argv: list[str]) -> int:
             f" {' or '.join(f'step/{name}' for name in CPU_STEPS)} (only on a CPU);"
             " for other steps use python -m bench.step"
         )
-    if bench.memory_of:
-        measure.print_memory(todo[0], bench.memory_of)
-        return 0
     if bench.list:
         print_list(todo, on)
         return 0

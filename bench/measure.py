@@ -6,8 +6,7 @@ relative L2 error is at most LENIENT, because leaving it out would flatter us; t
 much it is off.
 """
 
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cases import Case, Inputs
+from bench.cases import Case, Inputs, cases
 from bench.peers import MissingError
 from bench.timing import Timed, Timer, limit, quantiles
 from fastgpt.device.device import DTYPES
@@ -168,17 +167,7 @@ def resident_peak() -> int:
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if "VmHWM" in line))
 
 
-def print_memory(case: Case, name: str) -> None:
-    """Runs two steps of an implementation; prints the process's bytes before and at the peak."""
-    call = case.implementations[name]("cpu")
-    timed = timed_pass(case, call, "both", case.inputs("cpu"))
-    before = resident_peak()
-    for _ in range(2):
-        timed.call(timed.prepare())
-    print(before, resident_peak())
-
-
-def memory_on_cpu(case: Case, name: str) -> dict[str, int]:
+def memory_on_cpu(case: str, name: str) -> dict[str, int]:
     """Measures the memory of two steps in a process of their own; only on Linux, else empty.
 
     `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` is the part that
@@ -186,12 +175,18 @@ def memory_on_cpu(case: Case, name: str) -> dict[str, int]:
     """
     if not Path("/proc/self/status").exists():
         return {}
-    command = [sys.executable, "-m", "bench", "--only", case.name, "--full"]
-    command += ["--device", "cpu", "--memory-of", name]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    before, largest = done.stdout.split()[-2:]
-    return {"peak_bytes": int(largest), "before_bytes": int(before)}
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_memory_here, (case, name))
+
+
+def _memory_here(name: str, implementation: str) -> dict[str, int]:
+    (case,) = cases("cpu", names={name}, full=True)
+    call = case.implementations[implementation]("cpu")
+    timed = timed_pass(case, call, "both", case.inputs("cpu"))
+    before = resident_peak()
+    for _ in range(2):
+        timed.call(timed.prepare())
+    return {"peak_bytes": resident_peak(), "before_bytes": before}
 
 
 # --- a case ---------------------------------------------------------------------------------------
@@ -252,7 +247,7 @@ def rows_of(
 def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[str, int]]:
     if on == "cuda" or case.label not in case.spec.sizes.get(f"{on}-full", {}):
         return {}
-    return {name: memory_on_cpu(case, name) for name in admitted}
+    return {name: memory_on_cpu(case.name, name) for name in admitted}
 
 
 def figures(
