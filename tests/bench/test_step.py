@@ -144,6 +144,12 @@ def test_of_two_starts_the_second_is_warm_and_without_a_peak_there_are_no_figure
     assert found == {"A": {"reason": "no peak"}}
 
 
+def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
+    monkeypatch.setattr(parts, "_of_ops", lambda events: {"busy": 0.0})
+    with pytest.raises(UserError, match="saw no kernel"):
+        parts.profile(lambda: None, "cpu")
+
+
 def test_a_process_that_dies_is_noticed(no_process):
     contender = Contender("eager", None, Path())
     contender.pipe, there = multiprocessing.Pipe()
