@@ -4,6 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,6 +33,22 @@ def awkward(
     return strided if shape else strided[0]
 
 
+def results(
+    op: Op, in_dtype: torch.dtype, inputs: Mapping[str, Tensor], *, gradients: bool, **options: Any
+) -> dict[str, Tensor]:
+    """Returns the outputs of `op` in a dtype, and with `gradients` those of the inputs, by name.
+
+    The gradients from above are random and the same for every op.
+    """
+    dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(_: int, y: Tensor) -> Tensor:
+        return awkward(*y.shape, dtype=dtype, device=y.device, generator=generator)
+
+    return outputs_and_gradients(op, inputs, in_dtype, draw if gradients else None, **options)
+
+
 def assert_parity(
     op: Op,
     ref: Op,
@@ -54,17 +72,9 @@ def assert_parity(
         terms: see `complaints`.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
-
-    def results(op: Op, in_dtype: torch.dtype) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(1)  # the same for op, eager and truth
-
-        def draw(_: int, y: Tensor) -> Tensor:
-            return awkward(*y.shape, dtype=dtype, device=y.device, generator=generator)
-
-        return outputs_and_gradients(op, inputs, in_dtype, draw if gradients else None, **options)
-
-    got, torchs = results(op, dtype), results(eager or ref, dtype)
-    truth = results(ref, truth_dtype)
+    called = partial(results, inputs=inputs, gradients=gradients, **options)
+    got, torchs = called(op, dtype), called(eager or ref, dtype)
+    truth = called(ref, truth_dtype)
     assert got.keys() == truth.keys(), f"{list(got)} instead of {list(truth)}"
     for name, a in got.items():
         b = torchs[name]

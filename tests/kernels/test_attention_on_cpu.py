@@ -14,7 +14,7 @@ from tests.kernels.test_attention import ON_A_CPU, PLAIN, docs, dtypes, make
 from tests.parity import assert_parity, awkward
 
 # Around the block sizes: 64 rows up to T = 512, 128 beyond. T, H, K, options
-LENGTHS = [1, 5, 63, 64, 65, 127, 200, 513, 600]
+LENGTHS = [1, 63, 64, 65, 200, 513]
 HEADS_AND_WINDOWS = {
     "mha": (2, 2, None),
     "gqa-window-50": (4, 2, 50),
