@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import awkward, forward_backward, launches
+from tests.parity import awkward, launches
 
 Step = Callable[[], Sequence[Tensor]]
 """Function that computes an op's outputs and gradients, from the same tensors in every call."""
-
-one_at_a_time = pytest.mark.xdist_group("memory")
-"""Marks tests that `need` much memory: one worker runs them all."""
 
 
 def need(gib: int) -> None:
@@ -79,23 +76,6 @@ def assert_replays(
         graph.replay()
         for a, b in zip(results, step(), strict=True):
             assert torch.equal(a, b)
-
-
-def assert_right_beyond_32_bits(
-    op: Callable[..., Tensor], columns: int, of_output: int, *vectors: Tensor
-) -> None:
-    """Asserts that rows beyond 2**31 elements, of input and output, give what they give alone."""
-    need(40)
-    M = 2**31 // of_output + 1000
-    x = torch.empty(M, columns, dtype=torch.bfloat16, device="cuda").normal_()
-    dy = torch.zeros(M, of_output, dtype=torch.bfloat16, device="cuda")
-    dy[-1000:] = awkward(1000, of_output, dtype=torch.bfloat16, device="cuda")
-    y, dx, *sums = forward_backward(op, [x, *vectors], [dy])
-    want_y, want_dx, *want_sums = forward_backward(op, [x[-1000:].clone(), *vectors], [dy[-1000:]])
-    assert torch.equal(y[-1000:], want_y)
-    assert torch.equal(dx[-1000:], want_dx)
-    assert (dx[:-1000] == 0).all()
-    torch.testing.assert_close(sums, want_sums, rtol=1e-4, atol=1e-4)  # by other programs
 
 
 def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
