@@ -275,61 +275,6 @@ def test_philox_is_philox():
     assert [int(x) for x in ones] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
 
 
-# --- what it refuses ------------------------------------------------------------------------------
-
-q0, k0, k3 = (torch.zeros(2, 6, heads, 8) for heads in (4, 2, 3))
-ids = torch.zeros(2, 6, dtype=torch.int32)
-SEPARATE = {
-    "q: expected a number of heads that 3 divides, got 4": (q0, k3, k3),
-    r"k: expected \(2, Tk, K, 8\)": (q0, k0[:1], k0),
-    "v: expected .*, the same in k and v": (q0, k0, k0[:, :5]),
-    r"v: expected .* got \(2, 6, 2, 4\)": (q0, k0, k0[..., :4]),
-    "k: expected torch.float32 on cpu as q, got torch.bfloat16": (q0, k0.bfloat16(), k0),
-}
-
-
-@pytest.mark.parametrize("op", [attention, attention_ref, attention_blocked])
-@pytest.mark.parametrize("message", SEPARATE)
-def test_tensors_that_do_not_fit_are_named(message, op):
-    with launches(), pytest.raises(ValueError, match=f"^{message}"):
-        op(*SEPARATE[message])
-
-
-OPTIONS = {
-    "scale: expected a finite number, got nan": {"scale": math.nan},
-    "window: expected 1 or more, got 0": {"window": 0},
-    "dropout_p: expected 0 <= p < 1, got 1.0": {"dropout_p": 1.0},
-    "dropout_seed: expected torch.int64, got torch.int32": {"dropout_seed": ids[0, :1]},
-    "dropout_seed: expected signed 64 bits, got 9223372036854775808": {"dropout_seed": 2**63},
-    "doc_ids: expected (2, 6), got (2, 5)": {"doc_ids": ids[:, :5]},
-    "doc_ids: expected torch.int32 or torch.int64, got torch.float32": {"doc_ids": ids.float()},
-    "doc_ids: expected cpu as q, got meta": {"doc_ids": ids.to("meta")},
-}
-wide = torch.zeros(1, 2, 1, 257)
-REFUSED = {
-    **{message: (attention, (q0, k0, k0), options) for message, options in OPTIONS.items()},
-    "q: expected a head dimension from 1 to 256, got 257": (attention, (wide, wide, wide), {}),
-    "q: expected at most 3 tokens (doc_ids), got 6": (
-        attention, (q0, k0[:, :3], k0[:, :3]), {"doc_ids": ids[:, :3]}),
-    "qkv: expected (B, T, 2 + 2 K, D) for 2 heads, got (2, 6, 4)": (
-        attention_packed, (q0[..., 0], 2), {}),
-    "qkv: expected (B, T, 2 + 2 K, D) for 2 heads, got (2, 6, 3, 8)": (
-        attention_packed, (k3, 2), {}),
-    "qkv: expected (B, T, 4 + 2 K, D) for 4 heads, got (2, 6, 4, 8)": (
-        attention_packed, (q0, 4), {}),
-    "q: expected at most 5 tokens as in k, got 6": (
-        attention_blocked, (q0, k0[:, :5], k0[:, :5]), {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_bad_arguments_are_named_before_anything_runs(message):
-    op, tensors, options = REFUSED[message]
-    with launches(), pytest.raises(ValueError) as caught:  # noqa: PT011 - compared whole below
-        op(*tensors, **options)
-    assert str(caught.value) == message
-
-
 # --- configurations -------------------------------------------------------------------------------
 
 

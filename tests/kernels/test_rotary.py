@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from fastgpt.kernels import rotary, runtime
 from fastgpt.kernels.rotary import device as rotary_device
 from fastgpt.kernels.rotary.spec import KERNEL, ROTARY, shape
 from tests.kernels import common, conformance
-from tests.parity import awkward, forward_backward, launches
+from tests.parity import awkward, forward_backward
 
 TYPICAL = ROTARY.problems["grouped"]
 
@@ -76,25 +75,3 @@ def test_angles_beyond_two_billion_are_found(monkeypatch):
     # cosines and sines, then the halves that are read and those that are written
     for found, floats in zip(offsets, (D // 2, D // 2, D, D, D, D), strict=True):
         assert (found.min() // (4 * floats), found.max() // (4 * floats)) == (T - 8, T - 1)
-
-
-X, C = torch.ones(2, 5, 3, 8), torch.ones(5, 4)
-BAD = {
-    "dimensions": ((X[0], X, C, C), r"q: expected \(B, T, heads, D\), got \(5, 3, 8\)"),
-    "no-heads": ((X, X[:, :, :0], C, C), r"k: expected \(B, T, heads, D\), got \(2, 5, 0, 8\)"),
-    "odd": ((X[..., :7], X[..., :7], C, C), "q: expected an even head dimension .*, got 7"),
-    "wide": ((torch.ones(1, 1, 1, 258),) * 4, "even head dimension from 2 to 256, got 258"),
-    "tokens": ((X, X[:, :4], C, C), r"k: expected \(2, 5, 3, 8\), got \(2, 4, 3, 8\)"),
-    "dtype": ((X, X.half(), C, C), "k: expected torch.float32, got torch.float16"),
-    "cosines": ((X, X, C[:, :2], C), r"cos: expected \(5, 4\), got \(5, 2\)$"),
-    "sines": ((X, X, C, torch.ones(6, 4)), r"sin: expected \(5, 4\), got \(6, 4\)$"),
-    "half": ((X, X, C, C.half()), "sin: expected torch.float32, got torch.float16"),
-    "device": ((X, X, C.to("meta"), C), "cos: expected cpu as q, got meta"),
-    "gradient": ((X, X, C, C.clone().requires_grad_()), "sin: expected a tensor that requires"),
-}
-
-
-@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_named(args, message):
-    with launches(), pytest.raises(ValueError, match=message):
-        rotary(*args)
