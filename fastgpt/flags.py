@@ -157,19 +157,11 @@ def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]
 
 
 def near_flags(given: str, flags: Iterable[Flag]) -> list[str]:
-    """Finds the flags that may be meant by one that does not exist.
-
-    They are those whose last part is nearest (--lr: --optim.lr), else the first two whose help
-    contains all its words (--learning-rate).
-    """
-    texts = {name: flag.text for flag in flags for name in flag.spellings}
-    ends = {name: name.lstrip("-").rpartition(".")[2] for name in texts}
+    """Finds the flags whose last part is nearest to that of one that does not exist."""
+    ends = {name: name.lstrip("-").rpartition(".")[2] for flag in flags for name in flag.spellings}
     last = given.replace("_", "-").lstrip("-").rpartition(".")[2]
     close = difflib.get_close_matches(last, ends.values(), n=1, cutoff=0.7)
-    if close:
-        return [name for name, end in ends.items() if end == close[0]]
-    words = set(last.split("-"))
-    return [n for n, text in texts.items() if words <= {*re.findall(r"\w+", text.lower())}][:2]
+    return [name for name, end in ends.items() if end in close]
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fastgpt.errors import UserError, counted
 from fastgpt.files import data_dir
 from fastgpt.parallel.distributed import World
 from fastgpt.sampling.chat import open_conversations
-from fastgpt.train import data, init_from
+from fastgpt.train import init_from
 
 GPT2_TOKENS = 50_257
 """Size of GPT-2's vocabulary, which the recipes of its models fix."""
@@ -57,10 +57,8 @@ def open_for_run(
 def _corpora(
     config: Config, source: Source | None, world: World, warn: Callable[[str], None]
 ) -> DataSet:
-    where = data.resolve_source(config.data.source, warn)
-    ends = (
-        config.data.align != "none" or config.model.document_mask
-    )  # of documents: bytes have none
+    where = resolve_source(config.data.source, warn)
+    ends = config.data.align != "none" or config.model.document_mask  # bytes have none
     documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
 
     def opened(*report: PrepareProgress) -> DataSet:

@@ -75,20 +75,3 @@ def test_version_is_that_of_the_newest_release(printed):
     changes = Path(__file__).parents[2].joinpath("CHANGELOG.md").read_text()
     newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changes, re.M)[0]
     assert printed(lambda: cli.parse(["--version"])) == f"fastgpt {newest}\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("--lr", ["--optim.lr"]),
-        ("--batch_tokens", ["--train.batch-tokens"]),
-        ("--dropout", ["--model.dropout", "--ops.dropout"]),
-        ("--no-tied", ["--model.no-tied"]),
-        ("--layers", ["--model.num-layers"]),
-        ("--model.num_layrs", ["--model.num-layers"]),
-        ("--learning-rate", ["--optim.lr", "--optim.muon-lr"]),
-        ("--zzz", []),
-    ],
-)
-def test_near_flags(given, meant):
-    assert flags.near_flags(given, flags.flags_of(Config, Config())) == meant
