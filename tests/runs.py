@@ -64,8 +64,12 @@ def before_each(monkeypatch, owner, name, action):
 
 
 @contextmanager
-def raised_at_line(number, error, *files):
-    """Raises `error` before the `number`th line that runs in any of the source files."""
+def raised_at_line(number, error, *files, tracer=sys):
+    """Raises `error` before the `number`th line that runs in any of the source files.
+
+    Args:
+        tracer: sys, for this thread; threading, for those that begin in the context.
+    """
     left = number
 
     def trace(frame, event, _):
@@ -78,12 +82,12 @@ def raised_at_line(number, error, *files):
                 raise error
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+    before = tracer.gettrace()
+    tracer.settrace(trace)
     try:
         yield
     finally:
-        sys.settrace(before)
+        tracer.settrace(before)
 
 
 @contextmanager

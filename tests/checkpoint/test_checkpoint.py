@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +24,7 @@ from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.trainer import Trainer
-from tests.runs import before_each, files_of_at_most
+from tests.runs import before_each, files_of_at_most, raised_at_line
 
 FIXED = {
     "config_json": "{}", "save_tokenizer": ByteTokenizer().save, "huggingface_json": "{}",
@@ -90,57 +90,30 @@ class Killed(BaseException):
     pass
 
 
-@contextmanager
-def killed_at_line(number):
-    """Ends new threads before the `number`th line that runs in checkpoint, saver or shutil.
-
-    Only threads change the disk; wherever the main one is killed, they stop between two lines.
-    """
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename not in (
-            checkpoint.__file__,
-            async_saver.__file__,
-            shutil.__file__,
-        ):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Killed
-        return trace
-
-    before = threading.gettrace()
-    threading.settrace(trace)
-    try:
-        yield
-    except BaseException:
-        if left >= 0:
-            raise
-        # the dead raise nothing: what shutil's cleaning up after Killed said is of no interest
-        raise Killed from None
-    finally:
-        threading.settrace(before)
-
-
 def crashes(folder):
     """Interrupts a save at each of its lines in turn; yields after each interruption.
 
-    Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written.
+    Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written. Only threads
+    change the disk; wherever the main one is killed, they stop between two lines.
     """
+    files = checkpoint.__file__, async_saver.__file__, shutil.__file__
     for number in range(1, 10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):
             checkpoint.mark_best(save(folder, step))
         try:
-            with killed_at_line(number), closing(Saver(folder, **FIXED, keep=2)) as thread:
+            with (
+                raised_at_line(number, Killed, *files, tracer=threading),
+                closing(Saver(folder, **FIXED, keep=2)) as thread,
+            ):
                 thread.save(3, *content_of(3))
                 thread.mark_best(3)
         except Killed:
             yield number
+        except UserError as error:
+            if not isinstance(getattr(error.__cause__, "__context__", None), Killed):
+                raise
+            yield number  # it is of shutil's cleaning up after Killed
         else:
             break
     assert number > 50, "the crashes were not where they were meant to be"

@@ -1,12 +1,15 @@
-"""Arrangements of ranks: how many hold the model together, and which settings are refused."""
+"""Arrangements of ranks: who holds the model together, who has which tokens, what is refused."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fastgpt.cli import parse
 from fastgpt.config.config import ParallelConfig
+from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
+from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import check_context, model_ranks, non_dp_size
@@ -75,3 +78,25 @@ def test_settings_that_do_not_go_together_are_refused(flags, said, tiny):
     with pytest.raises(UserError) as error:
         check(tiny(flags), ranks=8)
     assert said in str(error.value)
+
+
+# --- sequences that ranks share -------------------------------------------------------------------
+
+
+def split(rank, size):
+    return ContextShard(rank, size, None)  # pyright: ignore[reportArgumentType] - nothing is exchanged
+
+
+def test_each_token_has_one_rank_and_work_is_even():
+    own = [split(rank, 4).positions(32, torch.device("cpu")) for rank in range(4)]
+    assert own[1].tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
+    assert torch.cat(own).sort().values.tolist() == list(range(32))
+    assert len({int(positions.sum()) for positions in own}) == 1  # pairs of tokens it compares
+
+
+def test_rank_without_targets_adds_nothing():
+    targets = torch.tensor([[3, 1] + [IGNORED] * 6])
+    part = split(1, 2)
+    own, weight = part.targets(targets, part.positions(8, torch.device("cpu")))
+    assert weight == 0
+    assert (own != IGNORED).all()  # a mean over none would be NaN
