@@ -332,38 +332,30 @@ def table(head: tuple[str, ...], profiles: Iterable[Profile], cells: Cells) -> s
     return aligned(lines)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name what is profiled."""
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.proof.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("op", choices=SPECS, metavar="OP", help=f"one of {', '.join(SPECS)}")
     add("--arch", type=family, default=90, choices=DEVICES, help="GPU arch [90]")
     add("--shape", default="", metavar="LABEL", help="the problem, as the Spec has it [its first]")
     add("--dtype", default="bf16", choices=DTYPES, help="dtype of the tensors [bf16]")
-
-
-def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Call:
-    """Returns the call that the flags name; a wrong one is an error of the command line."""
+    args = parser.parse_args(argv)
     if INTERPRETING:
         parser.error("unset TRITON_INTERPRET, because the interpreter compiles nothing")
     sizes = SPECS[args.op].sizes["cuda"]
-    args.shape = args.shape or next(iter(sizes), "")
-    if args.shape not in sizes:
-        parser.error(f"--shape {args.shape}: {args.op} has {', '.join(sizes) or 'no shapes'}")
-    return Call(SPECS[args.op], sizes[args.shape], DTYPES[args.dtype], args.arch)
-
-
-def main(argv: list[str] | None = None) -> int:
-    kind = argparse.RawDescriptionHelpFormatter
-    name = "python -m kernels.proof.profile"
-    parser = argparse.ArgumentParser(prog=name, description=__doc__, formatter_class=kind)
-    arguments(parser)
-    args = parser.parse_args(argv)
-    call = chosen(parser, args)
+    shape = args.shape or next(iter(sizes), "")
+    if shape not in sizes:
+        parser.error(f"--shape {shape}: {args.op} has {', '.join(sizes) or 'no shapes'}")
+    call = Call(SPECS[args.op], sizes[shape], DTYPES[args.dtype], args.arch)
     try:
         profiles = profile(call)
     except NotExactError as error:
         parser.error(str(error))
-    name = f"{args.op} {args.shape} {args.dtype} sm_{args.arch}"
+    name = f"{args.op} {shape} {args.dtype} sm_{args.arch}"
     passes = "forward and backward" if call.spec.differentiable else "forward"
     print(f"{name}: {dict(call.problem)}, {passes}")
     head = ("instructions", *NAMES, "barriers")

@@ -69,19 +69,17 @@ class Device:
     fp32: float
     flops: float
     """fp16 FLOPs of one multiprocessor's tensor cores per cycle."""
-    bandwidth: float
-    """Bytes per second of the GPU's memory, in GB/s: data sheet."""
     l2: float
     """Bytes that L2 delivers to one multiprocessor per cycle, if all of them read."""
 
 
 DEVICES = {
-    80: Device(108, 1.41, 64, 167_936, 2.0, 2048, 2039, 35.0),  # A100 SXM 80 GB
-    86: Device(82, 1.70, 48, 102_400, 4.0, 512, 936, 15.0),  # RTX 3090
-    89: Device(128, 2.52, 48, 102_400, 4.0, 512, 1008, 15.0),  # RTX 4090
-    90: Device(132, 1.83, 64, 233_472, 4.0, 4096, 3350, 34.0),  # H100 SXM; an H200 has 4800 GB/s
-    100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 8000, 34.0),  # B200
-    120: Device(170, 2.41, 48, 102_400, 4.0, 512, 1792, 15.0),  # RTX 5090
+    80: Device(108, 1.41, 64, 167_936, 2.0, 2048, 35.0),  # A100 SXM 80 GB
+    86: Device(82, 1.70, 48, 102_400, 4.0, 512, 15.0),  # RTX 3090
+    89: Device(128, 2.52, 48, 102_400, 4.0, 512, 15.0),  # RTX 4090
+    90: Device(132, 1.83, 64, 233_472, 4.0, 4096, 34.0),  # H100 SXM
+    100: Device(148, 1.85, 64, 233_472, 4.0, 8192, 34.0),  # B200
+    120: Device(170, 2.41, 48, 102_400, 4.0, 512, 15.0),  # RTX 5090
 }
 
 
