@@ -76,9 +76,6 @@ BROKEN = {
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
         r"has the weight_map a value of type list and length 0: expected names and files",
     ),
-    "word for a number": (
-        lambda f: config(f, num_hidden_layers="two"), r"expected int, got 'two'",
-    ),
     "no json": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
     "heads": (
         lambda f: config(f, num_key_value_heads=3), r"--model\.num-heads is 4: expected a multiple",
