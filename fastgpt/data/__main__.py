@@ -27,6 +27,8 @@ from fastgpt.terminal import one_line, printable
 
 EXCERPT_TOKENS, SEED = 100, 1337
 """Length of an excerpt, and the seed of their places."""
+EXCERPT_CHARACTERS = 10_000
+"""Most characters shown of an excerpt: a foreign tokenizer may make any number of a token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +104,7 @@ def _show_excerpts(corpus: Corpus, console: Console, count: int) -> None:
         start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
         ids = corpus.train[start : start + EXCERPT_TOKENS]
         title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
-        text = Text(printable(corpus.tokenizer.decode(ids)))
+        text = Text(printable(corpus.tokenizer.decode(ids)[:EXCERPT_CHARACTERS]))
         console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
 
 
