@@ -124,7 +124,8 @@ class Tokens:
 
     def _read(self, path: Path, start: int, count: int) -> np.ndarray:
         size, place = count * self.dtype.itemsize, HEADER_BYTES + start * self.dtype.itemsize
-        data = os.pread(self._opened(path).handle, size, place)
+        file = self._opened(path)  # keeps it open, even if another thread's read evicts it
+        data = os.pread(file.handle, size, place)
         if len(data) != size:
             raise UserError(f"{path} ends at byte {place + len(data):,}: it was cut while in use")
         return np.frombuffer(data, self.dtype)

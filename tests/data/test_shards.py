@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgpt.data import shards
 from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError
 from fastgpt.files import write_atomically
@@ -75,6 +76,19 @@ def test_shard_that_is_cut_while_in_use_is_named(tmp_path):
         tokens[30:39]
 
 
+def test_a_shard_stays_open_while_it_is_read(tmp_path, monkeypatch):
+    """As if another thread opened the next shard just before the bytes of this one are read."""
+    monkeypatch.setattr(shards, "OPEN_FILES", 1)
+    tokens = Tokens([write_shard(tmp_path / f"{i}.bin", [i, i]) for i in range(2)])
+    before_each(monkeypatch, os, "pread", once(lambda *_: tokens[2:4]))
+    assert tokens[0:2].tolist() == [0, 0]
+
+
+def once(act):
+    left = [act]
+    return lambda *args: left and left.pop()(*args)
+
+
 def test_shards_of_two_dtypes_are_refused(tmp_path):
     paths = [write_shard(tmp_path / f"{kind}.bin", [1, 2], kind) for kind in FORMATS]
     with pytest.raises(UserError, match=r"holds uint32, but .*uint16\.bin holds uint16"):
@@ -87,6 +101,7 @@ MANY_FILES = """
 import resource, sys
 from pathlib import Path
 import numpy as np
+from fastgpt.data import shards
 from fastgpt.data.shards import Tokens
 from fastgpt.data.verify import Shard, check_once, document_starts
 
