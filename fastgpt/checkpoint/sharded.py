@@ -33,15 +33,15 @@ MODEL = "model."
 """Beginning of the names of weights; those of the state are places such as optimizers.0.step."""
 
 
-def flatten_state(tree: Any, place: str, found: dict[str, Tensor]) -> Any:
+def flatten_state(tree: Any, key_path: str, found: dict[str, Tensor]) -> Any:
     """Returns `tree` as JSON, with {"tensor": NAME} for its tensors, which it adds to `found`."""
     if isinstance(tree, Tensor):
-        found[place] = tree
-        return {"tensor": place}
+        found[key_path] = tree
+        return {"tensor": key_path}
     if isinstance(tree, dict):
-        return {str(key): flatten_state(x, f"{place}.{key}", found) for key, x in tree.items()}
+        return {str(key): flatten_state(x, f"{key_path}.{key}", found) for key, x in tree.items()}
     if isinstance(tree, list | tuple):
-        return [flatten_state(x, f"{place}.{i}", found) for i, x in enumerate(tree)]
+        return [flatten_state(x, f"{key_path}.{i}", found) for i, x in enumerate(tree)]
     return tree
 
 
@@ -61,7 +61,7 @@ def write_parts(
     world: World,
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, str], str]:
-    """Writes this rank's parts of tensors into one file of `folder`; a collective operation.
+    """Writes this rank's shards of tensors into one file of `folder`; a collective operation.
 
     Returns:
         tuple[dict[str, str], str]: the sha256 of each rank's file, and the text of `state.json`.
@@ -126,7 +126,7 @@ class Shards:
             raise UserError(f"the shards in {folder} cannot be read: {brief(error)}") from error
 
     def read_into(self, tensors: dict[str, Tensor], *, alone: bool) -> None:
-        """Fills tensors, plain ones or parts of shared ones.
+        """Fills tensors from the files: ordinary ones whole, of DTensors this rank's shard.
 
         Args:
             alone: without the other ranks; else it is a collective operation.
@@ -171,7 +171,7 @@ class Shards:
         return unflatten_state(state, wanted)
 
     def whole(self, rows: Mapping[str, int]) -> Weights:
-        """Returns the whole weights, each read when it is asked for.
+        """Returns the full weights, each read when it is asked for.
 
         Args:
             rows: number of rows to read of a weight, if not all of them.

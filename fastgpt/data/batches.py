@@ -30,7 +30,7 @@ class Encoded:
 
 
 def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
-    """Groups the pieces of a source.
+    """Yields lists of pieces of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
 
     Args:
         raw: see `read_pieces`.

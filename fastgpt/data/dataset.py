@@ -52,7 +52,7 @@ class DataSet:
 
     @property
     def identity(self) -> str:
-        """Sha256 of all tokens and weights; data with the same one is read in the same order."""
+        """Sha256 of all tokens and the mixture's weights, which decide the order of reading."""
         if isinstance(self.corpora[0], ItemCorpus):
             return self.sha256  # as earlier checkpoints have it
         return _hash_of([corpus.identity for corpus in self.corpora], self.weights)

@@ -24,7 +24,7 @@ CHECKED_BLOCKS = 4
 
 
 def list_files(given: str, encoding: str) -> tuple[list[File], list[str]]:
-    """Lists the documents (JSON lines, Parquet) of a file, a folder or a pattern, else its texts.
+    """Lists the JSON lines and Parquet files of a path or pattern; if it has none, its text files.
 
     Args:
         given: a path, or a pattern with `*`, `?` or `**`.

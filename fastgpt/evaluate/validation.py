@@ -1,4 +1,4 @@
-"""Evaluation of a model: its loss on held-out text, and text sampled from it."""
+"""Evaluation of a model: its loss on held-out text."""
 
 import math
 from collections.abc import Callable, Iterable

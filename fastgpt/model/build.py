@@ -1,4 +1,4 @@
-"""Models of the lecture: the steps from a bigram to a GPT, built from the GPT's own parts.
+"""Building a model: the GPT, or one of the lecture's steps before it, from the GPT's own parts.
 
 A   Bigram             row t of one V x V table holds the logits of what follows token t
 B   HeadsBlock         token and position embeddings, one attention head, a linear output
@@ -84,7 +84,7 @@ BLOCKS = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": Resi
 
 
 class Unnormalised(GPT):
-    """Steps B to E: a GPT without normalisation layers, whose blocks are one of `BLOCKS`."""
+    """GPT without normalisation layers, of the blocks in `BLOCKS`: the lecture's steps B to E."""
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         return BLOCKS[config.architecture](config, ops)

@@ -1,6 +1,6 @@
 """GPT-2, with the changes that later GPTs made as options of `ModelConfig`.
 
-A model calls the implementations in `self.ops`; `fastgpt.ops.tables` defines what each computes.
+A model calls the implementations in `self.ops`; `fastgpt.ops.protocols` says what each computes.
 
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,

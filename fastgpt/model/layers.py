@@ -51,7 +51,7 @@ class Projection(nn.Linear):
 
 
 def norm_fuses_bias_grad(config: ModelConfig, norms: Norms, place: str) -> bool:
-    """Returns True if the output of a `Projection` goes straight to a norm that takes its bias."""
+    """Returns True if the norm after a `Projection` also computes the gradient of its bias."""
     undropped = config.dropout_at(place) == 0
     return norms.fuses_bias_grad and undropped and config.architecture == "gpt"
 

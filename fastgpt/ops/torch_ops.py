@@ -1,7 +1,7 @@
 """Ops of a model by PyTorch and, on CUDA, by the package flash-attn; `fastgpt.ops.tables` chooses.
 
 Shapes
-    as in `fastgpt.ops.tables`, whose protocols say what each function computes
+    as in `fastgpt.ops.protocols`, which say what each function computes
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns `AddLayerNormOp` of LayerNorm, or `AddRMSNormOp` of RMSNorm."""
+    """Returns the `AddNormOp` of a norm."""
 
     def op(
         x: Tensor, residual: Tensor, *weights: Any, input_bias: Tensor | None = None, **options: Any

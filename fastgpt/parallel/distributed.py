@@ -37,12 +37,12 @@ class World:
 
     @property
     def dp_size(self) -> int:
-        """Number of groups of ranks that read data of their own."""
+        """Number of data-parallel groups: ranks of one read the same data."""
         return self.size // self.non_dp_size
 
     @property
     def dp_rank(self) -> int:
-        """Number of this rank's group."""
+        """Index of this rank's data-parallel group."""
         return self.rank // self.non_dp_size
 
     @property

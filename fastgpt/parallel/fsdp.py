@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_combination(config: Config, precision: str) -> None:
-    """Raises `UserError` if a setting does not go with shared weights."""
+    """Raises `UserError` if a setting does not go with sharded weights."""
     if precision == "fp16":
         raise UserError(
             f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or fp32"
@@ -49,12 +49,12 @@ def shard(
     *,
     gradients: str,
 ) -> None:
-    """Shares out a model's parameters in place: those of each block, and the rest, together.
+    """Shards a model's parameters in place by FSDP2, in a group for each block.
 
     Args:
         model: on the device `meta`, so that no rank holds all of it; `broadcast_init`
             fills it.
-        mesh: from `fastgpt.parallel.mesh.arrange`, with the type of device that they are moved to.
+        mesh: from `fastgpt.parallel.mesh.build_mesh`, with the type of device that they are moved to.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -80,7 +80,7 @@ def shard(
 def broadcast_init(
     model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World
 ) -> None:
-    """Gives a sharded model the numbers of one that the main rank builds; a collective operation.
+    """Fills a sharded model with weights that the main rank builds; a collective operation.
 
     Args:
         model: from `shard`. It is moved to the device of its mesh.
@@ -145,12 +145,12 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, in the same memory; of a plain one all of it."""
+    """Returns this rank's shard of a DTensor, in the same memory; another tensor as it is."""
     return x.to_local() if is_sharded(x) else x
 
 
 def full_tensor(x: Tensor, like: Tensor) -> Tensor:
-    """Returns all of a tensor that is shared out as a parameter is; a collective operation.
+    """Returns the full tensor of `x`, sharded as the parameter `like` is; a collective operation.
 
     Its rows are in the model's order, which tensor-parallel ranks may have changed: see
     `fastgpt.parallel.tensor.qkv_permutation`.
@@ -162,7 +162,7 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
 
 
 def unpermuted(x: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor sharded as a parameter is, with its rows in the order of `full_tensor`.
+    """Returns `x`, sharded as the parameter `like` is, with its rows in the order of `full_tensor`.
 
     Where they have another order, it is a collective operation, and the result is in host memory,
     because the device may have no room for a copy.
@@ -178,7 +178,7 @@ def unpermuted(x: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """Shares out a tensor as `like` is, with the order of its rows.
+    """Shards `x` as the parameter `like` is, with the order of its rows.
 
     Args:
         x: whole, on every rank; or from `unpermuted`, which is a collective operation if their

@@ -34,7 +34,7 @@ def non_dp_size(config: ParallelConfig, world: World) -> int:
 
 
 def shares_weights(config: ParallelConfig, world: World) -> bool:
-    """Returns True if a rank holds only a part of each weight."""
+    """Returns True if each rank holds only a shard of each weight: fsdp and hsdp, several ranks."""
     return config.kind != "ddp" and world.size > 1
 
 

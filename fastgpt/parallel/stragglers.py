@@ -12,7 +12,7 @@ INTERVALS, FACTOR = 5, 1.2
 
 
 class Stopwatch:
-    """Context whose time is added up on the device, which is waited for only in `read`.
+    """Context manager that adds up the device's time in its body; only `read` waits for the device.
 
     Of a step's parts the forward is timed: in the backward a rank also waits for slower ones.
     """

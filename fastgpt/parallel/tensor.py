@@ -64,7 +64,7 @@ def check_tensor(config: Config) -> None:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the parameters of a `GPT` DTensors of `mesh`, in place, and cuts its heads' numbers."""
+    """Shards the parameters of a `GPT` as DTensors over `mesh`, in place, and divides its heads."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     config = cast(ModelConfig, model.config)

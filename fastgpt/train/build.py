@@ -66,7 +66,7 @@ class Restored:
 
 @dataclass(slots=True)
 class Parts:
-    """Parts of a run that were built from its plan."""
+    """Components of a run that were built from its plan: model, optimizers and loader."""
 
     network: Network
     optimizers: Optimizers

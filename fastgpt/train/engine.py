@@ -177,7 +177,9 @@ class Engine:
         return [epoch + index / size for epoch, index, size in places]
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the weights and the state that a checkpoint stores; of shared ones the parts.
+        """Returns the weights and the state that a checkpoint stores, not copied.
+
+        Of sharded weights it is this rank's shard.
 
         With tensor parallelism it is a collective operation.
         """

@@ -105,7 +105,9 @@ def _side_file(resume: Path, name: str) -> Path:
 
 
 def chat_template(config: Config, source: Source | None) -> Template:
-    """Returns that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
+    """Returns the chat template of a run.
+
+    It is that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
 
     Raises:
         UserError: the file cannot be read, or is no template.

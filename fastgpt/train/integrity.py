@@ -43,7 +43,7 @@ def check_replicas(engine: Engine) -> int:
     weights = [x.detach() for x in engine.optimizers.parameters]
     bits = [local_shard(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
     sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
-    found = engine.world.all_gather_object(list(zip(map(_place, weights), sums)))
+    found = engine.world.all_gather_object(list(zip(map(_coordinate, weights), sums)))
 
     def compare() -> int:
         shared = 0
@@ -62,8 +62,8 @@ def check_replicas(engine: Engine) -> int:
     return engine.world.on_rank0(compare)
 
 
-def _place(x: Tensor) -> int:
-    """Returns a number that is equal on the ranks that hold the same part of a tensor."""
+def _coordinate(x: Tensor) -> int:
+    """Returns a number that is equal on the ranks that hold the same shard of a tensor."""
     if not is_sharded(x):
         return 0
     mesh, found = x.device_mesh, 0
@@ -74,7 +74,10 @@ def _place(x: Tensor) -> int:
 
 
 def odd_ones(checksums: Mapping[int, int]) -> str:
-    """Names the ranks whose checksum is not that of most, of equally many not the first's."""
+    """Describes which ranks differ from the most common checksum; empty if all agree.
+
+    Of equally common ones the first rank's counts as right.
+    """
     [(usual, most), *others] = Counter(checksums.values()).most_common()
     odd, rest = (
         ", ".join(str(rank) for rank, x in checksums.items() if (x == usual) is same)
@@ -88,10 +91,10 @@ def odd_ones(checksums: Mapping[int, int]) -> str:
 
 
 def records_loss(engine: Engine) -> bool:
-    """Returns True if checkpoints hold `own_loss`: if asked to, or as it costs little.
+    """Returns True if checkpoints record the loss of their weights.
 
-    It is a forward; the steps between two checkpoints have as many, and backwards of twice the
-    time.
+    They do if asked to, or for `auto` if that costs little: it is a forward; the steps between two
+    checkpoints have as many, and backwards of twice the time.
     """
     config, asked = engine.config, engine.config.train.resume_check
     interval = min(every or config.steps for every in (config.eval_every, config.save_every))

@@ -54,9 +54,9 @@ def largest_micro_batch(config: Config, world: World, warn: Callable[[str], None
 def fitting(
     most: int, share: int, runs: Callable[[int], None], world: World, warn: Callable[[str], None]
 ) -> int:
-    """Returns the largest size up to `most` at which `runs` does not run out of memory on any rank.
+    """Returns the first size that fits into the memory of every rank.
 
-    Each size tried is the largest divisor of `share` up to half of the one before.
+    It tries `most`, then each time the largest divisor of `share` up to half of the one before.
 
     Args:
         share: sequences of a rank in a global batch.

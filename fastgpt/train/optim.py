@@ -61,7 +61,9 @@ class Optimizers:
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Clips, steps at `ratio` of the peak learning rates, and returns the unclipped norm ().
+        """Clips the gradients, and steps at `ratio` times the peak learning rates.
+
+        Returns the norm of all gradients before clipping, ().
 
         Args:
             skip: is given that norm, and returns 1.0 to leave weights and moments as they are, else

@@ -12,7 +12,7 @@ GROWTH, PROBE = 64, 2000
 
 
 def opened(content: str) -> tokenizers.Tokenizer:
-    """Reads a tokenizer, which neither cuts nor pads, and takes special tokens for text."""
+    """Parses a tokenizer.json, without truncation and padding; special tokens in texts are text."""
     tokenizer = tokenizers.Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
