@@ -54,7 +54,7 @@ def shard(
     Args:
         model: on the device `meta`, so that no rank holds all of it; `broadcast_init`
             fills it.
-        mesh: from `fastgpt.parallel.mesh.build_mesh`, with the type of device that they are moved to.
+        mesh: from `fastgpt.parallel.mesh.build_mesh`, with the type of their device.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
