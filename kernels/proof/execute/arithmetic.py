@@ -4,6 +4,7 @@ Every result is rounded as the ISA says. Where it leaves bits open (`ex2.approx`
 the result here is the correctly rounded one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from .formats import (
     halves,
     joined,
     to_half,
+    towards,
 )
 from .lanes import TYPES, plain
 from .machine import Machine, Step
@@ -103,6 +105,15 @@ FLOAT = {
     "rsqrt": lambda x: (1 / np.sqrt(x.astype(F64))).astype(F32),
     "tanh": lambda x: np.tanh(x.astype(F64)).astype(F32),
 }  # fmt: skip
+DIRECTED = {
+    mode: {
+        "fma": functools.partial(towards, mode),
+        "add": lambda a, b, mode=mode: towards(mode, a, F32.type(1), b),
+        "sub": lambda a, b, mode=mode: towards(mode, b, F32.type(-1), a),
+    }
+    for mode in ("rm", "rp", "rz")
+}
+"""Operations that are rounded down, up or towards zero."""
 UNARY = ("not", "neg", "abs", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh")
 ROUNDINGS = ("rn", "approx", "full", "ftz")
 """Modifiers after which a result is the correctly rounded one; "ftz" also flushes subnormals."""
@@ -121,6 +132,11 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
         return _mixed(first, kind)(b, instruction)
     if name == "mul.wide" or name == "mad.wide":
         return _wide_product(first, kind)(b, instruction)
+    if kind == "f32" and modes and modes[0] in DIRECTED and first in DIRECTED[modes[0]]:
+        f = DIRECTED[modes[0]][first]
+        seen = flushed if "ftz" in mods else lambda x: x
+        dtypes = (F32,) * (len(instruction.args) - 1)
+        return plain(dtypes, F32, lambda *x: seen(f(*map(seen, x))))(b, instruction)
     table = FLOAT if kind in ("f32", "f64") else INTEGER
     if name not in table or kind not in TYPES:
         raise unknown(instruction)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import UnknownPtxError
+from .errors import LaneError, UnknownPtxError
 from .machine import Machine, Step
 from .ptx import BOOL, Address, Immediate, Instruction, Name, Operand, Program, Vector
 from .state import Mask
@@ -14,6 +14,9 @@ from .unwritten import suspects, watched
 Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
 """Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
+
+STRINGS = 1 << 62
+"""Address of the first of a program's strings, the next one further each: no memory is there."""
 
 
 def opcode(*names: str) -> Callable[[Builder], Builder]:
@@ -55,6 +58,8 @@ class Build:
             return operand
         if isinstance(operand, Name) and operand.text == "global_smem":
             operand = Immediate(0)
+        if isinstance(operand, Name) and operand.text in self.program.strings:
+            operand = Immediate(STRINGS + list(self.program.strings).index(operand.text))
         if not isinstance(operand, Immediate):
             raise UnknownPtxError(f"operand {operand}")
         dtype = np.dtype(dtype)
@@ -98,7 +103,11 @@ def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tu
 
 def unknown(instruction: Instruction) -> UnknownPtxError:
     atomic = instruction.op.startswith(("atom", "red."))
-    what = "atomics are not supported" if atomic else "the executor does not know"
+    what = (
+        "the executor does not know this form of atomics"
+        if atomic
+        else "the executor does not know"
+    )
     line = f"PTX line {instruction.line} ({instruction.source})"
     return UnknownPtxError(f"{line}: {what}: {instruction.text[:100]}")
 
@@ -106,7 +115,9 @@ def unknown(instruction: Instruction) -> UnknownPtxError:
 def ends(instruction: Instruction) -> bool:
     """True if an instruction says itself where its threads go next."""
     first, *rest = instruction.op.split(".")
-    return first in ("bra", "ret", "exit", "barrier") or (first == "bar" and rest[0] != "warp")
+    return first in ("bra", "ret", "exit", "trap", "barrier") or (
+        first == "bar" and rest[0] != "warp"
+    )
 
 
 def _guarded(inner: Step, guard: int, negated: bool) -> Step:
@@ -150,6 +161,35 @@ def _ret(b: Build, instruction: Instruction) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         m.exited[m.index(mask)] = True
+
+    return step
+
+
+@opcode("trap")
+def _trap(b: Build, instruction: Instruction) -> Step:
+    """Ends the kernel with a fault; compilers also put it where nothing should ever come."""
+
+    def step(m: Machine, mask: Mask) -> None:
+        raise LaneError(m.index(mask)[0], "trap")
+
+    return step
+
+
+@opcode("call.uni")
+def _call(b: Build, instruction: Instruction) -> Step:
+    """A call of __assertfail, the only function that is known: a fault with the message."""
+    if Name("__assertfail") not in instruction.args:
+        raise unknown(instruction)
+    texts = list(b.program.strings.values())
+
+    def step(m: Machine, mask: Mask) -> None:
+        lane = m.index(mask)[0]
+        message, file, line = (m.outgoing.get(f"param{i}", -1) for i in range(3))
+        what, where = (
+            texts[x - STRINGS].strip("\0") if 0 <= x - STRINGS < len(texts) else "?"
+            for x in (message, file)
+        )
+        raise LaneError(lane, f"the assertion {what!r} of {where}:{line} failed")
 
     return step
 

@@ -78,3 +78,18 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     if (halfway | (np.abs(result) < TINY)).any():
         result = exact_fma(a, b, c).astype(F32)
     return result
+
+
+def towards(mode: str, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded down ("rm"), up ("rp") or towards zero ("rz")."""
+    exact = exact_fma(a, b, c)
+    result = exact.astype(F32)
+    limit = {"rm": -np.inf, "rp": np.inf, "rz": 0.0}[mode]
+    beyond = result < exact if mode == "rp" else result > exact
+    if mode == "rz":
+        beyond = np.abs(result) > np.abs(exact)
+    result = np.where(beyond, np.nextafter(result, F32.type(limit)), result)
+    if mode == "rm":  # a sum that is exactly 0 is -0, but for +0 + +0
+        cancels = (exact == 0) & ~((np.multiply(a, b) == 0) & ~np.signbit(exact) & ~np.signbit(c))
+        result = np.where(cancels, F32.type(-0.0), result)
+    return result

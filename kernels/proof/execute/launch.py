@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 from ...runtime import INTERPRETING, Launch
-from . import arithmetic, groups, mbarrier, moves, tcgen05, warp  # noqa: F401  (they register)
+from . import arithmetic, atomics, groups, mbarrier, moves, tcgen05, warp  # noqa: F401  (they register)
 from .build import Build
 from .counters import Counters
 from .errors import UnknownPtxError

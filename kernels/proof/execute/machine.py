@@ -60,6 +60,8 @@ class Machine(LaneState):
         self.mbarriers = Mbarriers(self)
         self.tensor = TensorMemories(self, self.mbarriers)
         self._special(grid)
+        self.outgoing: dict[str, int] = {}
+        """Parameters of the next call, of its first lane: they are only shown."""
         self.exited = np.zeros(self.size, bool)
         self.waiting = np.full(self.size, -1)
         """Lane -> basic block where it goes on after the barrier at which it waits; -1 if none."""

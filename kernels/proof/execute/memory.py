@@ -6,14 +6,14 @@ Memory that is never touched is never committed, so tensors may be gigabytes apa
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .errors import LaneError
-from .ptx import CLASSES, U8, U16, Array, Program, literal
+from .ptx import CLASSES, U8, U16, U32, Array, Program, literal
 from .state import LaneState
 
 SEVERAL = np.uint16(0xFFFF)
@@ -95,6 +95,8 @@ class _Segment:
             np.lib.stride_tricks.as_strided(valid[r.address - self.base :], shape, strides)[...] = 1
         self.valid = valid
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
+        self.atomic: Array | None = None
+        """As `writer`, of atomic accesses; none so far."""
         self.warps = WarpMarks(count)
 
     def named(self, address: int) -> str:
@@ -125,6 +127,7 @@ class GlobalMemory:
             mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
             units, at = elements(offset, self.unit, size), (who, segment, offset)
             self._refuse_others(m, mine, segment.writer[units], "reads what {} writes", *at)
+            self._refuse_atomic(m, mine, segment, units, "reads", *at)
             clash = segment.warps.read(m.mark[who], units)
             self._refuse(clash, "reads what another warp writes, without a barrier between", *at)
             seen = segment.reader[units]
@@ -149,6 +152,7 @@ class GlobalMemory:
             units, at = elements(offset, self.unit, size), (who, segment, offset)
             for marks, did in ((segment.writer, "writes"), (segment.reader, "reads")):
                 self._refuse_others(m, mine, marks[units], f"writes what {{}} {did}", *at)
+            self._refuse_atomic(m, mine, segment, units, "writes", *at)
             segment.writer[units] = mine
             data = view(segment.data, values.dtype)
             index = elements(offset, values.itemsize, size)
@@ -163,6 +167,48 @@ class GlobalMemory:
                 last = who[np.flatnonzero(offset == offset[np.argwhere(lost)[0][1]])[-1]]
                 what = f"writes what thread {m.tid[last]} of block {m.cta[last]} writes"
                 self._refuse(lost, f"{what} in the same instruction", *at)
+
+    def change(
+        self,
+        m: LaneState,
+        lanes: Array,
+        addresses: Array,
+        dtype: np.dtype,
+        count: int,
+        f: Callable[[Any, int, int], Any],
+    ) -> Array:
+        """Changes elements atomically, in the order of the lanes.
+
+        Args:
+            f: the new element, given the old one, its number of `count`, and a position in `lanes`.
+
+        Returns:
+            Array: the elements (count, lanes) that were there.
+        """
+        out, size = np.empty((count, len(lanes)), dtype), dtype.itemsize * count
+        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "changes"):
+            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
+            units, at = elements(offset, self.unit, size), (who, segment, offset)
+            for marks, did in ((segment.writer, "writes"), (segment.reader, "reads")):
+                self._refuse_others(m, mine, marks[units], f"changes what {{}} {did}", *at)
+            if segment.atomic is None:
+                segment.atomic = np.zeros(len(segment.writer), U16)
+            seen = segment.atomic[units]
+            segment.atomic[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
+            segment.atomic[units[segment.atomic[units] != mine]] = SEVERAL
+            data = view(segment.data, dtype)
+            for lane, first in zip(np.arange(len(lanes))[chosen], offset // dtype.itemsize):
+                for k in range(count):
+                    out[k, lane] = data[first + k]
+                    data[first + k] = f(data[first + k], k, lane)
+        return out
+
+    def _refuse_atomic(
+        self, m: LaneState, mine: Array, segment: _Segment, units: Array, does: str, *at: Any
+    ) -> None:
+        if segment.atomic is not None:
+            what = f"{does} what {{}} changes atomically"
+            self._refuse_others(m, mine, segment.atomic[units], what, *at)
 
     def _mine(self, m: LaneState, lanes: Array) -> Array:
         """Mark of each lane's thread block."""
@@ -226,9 +272,10 @@ def smallest_access(program: Program, space: str) -> int:
     """Bytes of the smallest access to "global" or "shared" memory: what one mark stands for."""
     sizes = [16]
     for i in program.instructions:
-        if i.op.startswith((f"ld.{space}", f"st.{space}")):
+        if i.op.startswith(tuple(f"{op}.{space}" for op in ("ld", "st", "atom", "red"))):
             count = next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
-            sizes.append(CLASSES[i.type].itemsize * count)
+            item = U32 if i.type.endswith("x2") else CLASSES.get(i.type, U16)  # bf16
+            sizes.append(item.itemsize * count)
         elif i.op.startswith("cp.async") and len(i.args) > 2:
             sizes.append(literal(i.args[2]))
         elif i.op.startswith(("tcgen05.alloc", "mbarrier")):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .build import Build, address_of, opcode, unknown
-from .formats import F32, F64, from_bf16, joined, to_bf16, to_half
+from .formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
 from .lanes import TYPES, moving, plain
 from .machine import Machine, Step
 from .ptx import CLASSES, U32, Instruction, Name, Vector
@@ -25,7 +25,7 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     assert isinstance(to, int)
     if isinstance(source, Vector):
         return _pack(b, to, source, dtype)
-    if isinstance(source, Name) and source.text != "global_smem":
+    if isinstance(source, Name) and source.text not in ("global_smem", *b.program.strings):
         raise unknown(instruction)
     slot = b.slot(source, dtype)
 
@@ -79,8 +79,11 @@ def _conversion(
 ) -> Callable[[Any], Any]:
     floats = ("f16", "bf16", "f32", "f64")
     rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
-    if rest or "sat" in mods:
+    if rest or ("sat" in mods and (to, of) != ("f32", "f32")):
         raise unknown(instruction)
+    if "sat" in mods:  # to [0, 1]; NaN becomes 0 (9.7.9.21)
+        seen = flushed if "ftz" in mods else lambda x: x
+        return lambda x: np.fmin(np.fmax(seen(x), F32.type(0)), F32.type(1)) + F32.type(0)
     widen: Callable[[Any], Any] = from_bf16 if of == "bf16" else lambda x: x
     if to == "bf16":
         return lambda x: to_bf16(widen(x).astype(F32))
@@ -109,6 +112,27 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
     return lambda m, mask: m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
 
 
+@opcode("cvta.global", "cvta.to.global")
+def _cvta(b: Build, instruction: Instruction) -> Step:
+    """cvta (9.7.9.20): a global address is its own generic address."""
+    to, source = instruction.args
+    assert isinstance(to, int)
+    slot = b.slot(source, np.uint64)
+    return lambda m, mask: m.put(to, m.full(slot), mask)
+
+
+@opcode("st.param")
+def _st_param(b: Build, i: Instruction) -> Step:
+    """A parameter of a call; what is called is known to end the kernel."""
+    name, slot = i.args[0], b.slot(i.args[1], CLASSES[i.type])
+    assert isinstance(name, Name)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.outgoing[name.text] = int(m.full(slot)[m.index(mask)[0]])
+
+    return step
+
+
 @opcode("createpolicy")
 def _policy(b: Build, instruction: Instruction) -> Step:
     """Executes createpolicy as a dummy value, since a cache policy changes no result."""
@@ -120,7 +144,7 @@ def _policy(b: Build, instruction: Instruction) -> Step:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@opcode("ld.global", "ld.shared")
+@opcode("ld.global", "ld.shared", "ld.shared::cta")
 def _ld(b: Build, i: Instruction) -> Step:
     """ld (9.7.9.8); cache operators and hints change no result."""
     in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
@@ -137,7 +161,7 @@ def _ld(b: Build, i: Instruction) -> Step:
     return step
 
 
-@opcode("st.global", "st.shared")
+@opcode("st.global", "st.shared", "st.shared::cta")
 def _st(b: Build, i: Instruction) -> Step:
     """st (9.7.9.11)."""
     in_global, dtype = i.mods[1] == "global", CLASSES[i.type]

@@ -25,7 +25,7 @@ CLASSES = {"pred": BOOL, "b8": U8, "s8": U8, "u8": U8, "b16": U16, "s16": U16, "
 """Type of a register or parameter -> dtype of its bits."""
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z",
            "%laneid")  # fmt: skip
-ENDS = ("bra", "ret", "exit", "bar", "barrier", "mbarrier.try_wait")
+ENDS = ("bra", "ret", "exit", "trap", "bar", "barrier", "mbarrier.try_wait")
 """Instructions that end a basic block: threads may part or wait there."""
 
 
@@ -67,8 +67,9 @@ def literal(operand: object) -> int:
     return operand.value
 
 
-WRITES_NONE = ("st", "stmatrix", "cp", "mbarrier.init", "mbarrier.inval", "tcgen05.st",
-               "tcgen05.mma", "tcgen05.commit", "tcgen05.alloc", "tcgen05.dealloc")  # fmt: skip
+WRITES_NONE = ("st", "stmatrix", "red.", "call", "trap", "cp", "mbarrier.init",
+               "mbarrier.inval", "tcgen05.st", "tcgen05.mma", "tcgen05.commit", "tcgen05.alloc",
+               "tcgen05.dealloc")  # fmt: skip
 """Instructions whose first operand is not a register that they write."""
 
 
@@ -133,6 +134,8 @@ class Program:
     blocks: list[list[Instruction]]
     labels: dict[str, int]
     """Label -> number of the block that it begins."""
+    strings: dict[str, str]
+    """Variable in global memory -> its text, which messages of assertions are."""
 
     @property
     def instructions(self) -> Iterator[Instruction]:
@@ -170,7 +173,11 @@ class _Parser:
         self.dtypes: list[np.dtype] = []
         for name in SPECIAL:
             self._register(name, U32)
-        self.program = Program(entry[1], params, self.slots, self.dtypes, blocks=[[]], labels={})
+        declared = re.findall(r"\.global\s[^;]*?\.b8\s+(\w+)\[\d+\]\s*=\s*\{([^}]*)\}", text)
+        strings = {name: bytes(map(int, x.split(","))).decode("latin1") for name, x in declared}
+        self.program = Program(
+            entry[1], params, self.slots, self.dtypes, blocks=[[]], labels={}, strings=strings
+        )
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
         self.scopes: list[int] = []
         self.source = ""
@@ -233,7 +240,7 @@ class _Parser:
     def _statement(self, text: str, line: int) -> None:
         if match := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text):
             return self._declare(CLASSES[match[1]], match[2])
-        if not text or text.startswith((".loc", ".pragma")):
+        if not text or text.startswith((".loc", ".pragma", ".param")):  # the last: of a call
             return None
         match = STATEMENT.match(text)
         if match is None:

@@ -17,7 +17,7 @@ from .state import BITS, BOTH, Mask
 
 COMPUTES = ("mov", "selp", "shfl", "redux", "cvt", "add", "sub", "mul", "mad", "fma", "max",
             "min", "neg", "abs", "and", "or", "xor", "not", "shl", "shr", "bfe", "prmt", "ex2",
-            "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp")  # fmt: skip
+            "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp", "cvta")  # fmt: skip
 """Instructions that hand undefined values on."""
 
 
@@ -63,7 +63,7 @@ def _defined(program: Program) -> list[set[int] | None]:
 
 def _successors(program: Program, number: int) -> list[int]:
     last = program.blocks[number][-1] if program.blocks[number] else None
-    if last is not None and last.mods[0] in ("ret", "exit"):
+    if last is not None and last.mods[0] in ("ret", "exit", "trap"):
         return []
     after = [number + 1] if number + 1 < len(program.blocks) else []
     if last is None or last.mods[0] != "bra":
