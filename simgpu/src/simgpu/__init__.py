@@ -1,0 +1,100 @@
+"""Simulated CUDA GPUs for the CUDA build of PyTorch and for Triton, on a machine without any.
+
+`python -m simgpu script.py` runs a program on them; `start`, before torch is imported, does the
+same for the running process and those that it starts.
+"""
+
+import ctypes
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+__all__ = ["counts", "environment", "size", "start"]
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def size(text: str) -> int:
+    """Returns the bytes that a text such as 2GiB or 512MiB means.
+
+    Raises:
+        ValueError: it has no such form.
+    """
+    number, unit = text.rstrip("BGKMi"), text[len(text.rstrip("BGKMi")) :]
+    if not number.isdigit() or unit not in ("", *UNITS):
+        raise ValueError(f"{text!r} is no size: expected one such as 2GiB, 512MiB or 4096")
+    return int(number) * UNITS.get(unit, 1)
+
+
+def environment(
+    arch: int = 90, gpus: int = 1, memory: str | int = "2GiB", fail: str = ""
+) -> dict[str, str]:
+    """Returns the variables that give a new process simulated GPUs; builds them where needed.
+
+    Args:
+        arch: compute capability, such as 90 for sm_90.
+        gpus: how many.
+        memory: of each, in bytes or as text.
+        fail: calls that fail, as NAME:N or NAME:N:CODE with commas between: the N-th call of an
+            entry of the driver, the runtime or NCCL, such as cudaMalloc:3.
+    """
+    from simgpu.build import built
+
+    folder = built()
+    before = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return {
+        "SIMGPU": str(folder),
+        "SIMGPU_ARCH": str(arch),
+        "SIMGPU_GPUS": str(gpus),
+        "SIMGPU_MEMORY": str(size(memory) if isinstance(memory, str) else memory),
+        "SIMGPU_FAIL": fail,
+        "LD_LIBRARY_PATH": ":".join([str(folder), *(p for p in before if p and p != str(folder))]),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TRITON_PTXAS_PATH": str(folder / "ptxas"),
+        "TRITON_PTXAS_BLACKWELL_PATH": str(folder / "ptxas-blackwell"),
+    }
+
+
+def start(
+    arch: int = 90, gpus: int = 1, memory: str | int = "2GiB", fail: str = ""
+) -> dict[str, str]:
+    """Gives simulated GPUs to this process and those that it starts; takes `environment`'s options.
+
+    Returns:
+        dict[str, str]: the variables that were set.
+
+    Raises:
+        RuntimeError: torch was imported before.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: expected simgpu.start() before it")
+    variables = environment(arch, gpus, memory, fail)
+    os.environ.update(variables)
+    folder = Path(variables["SIMGPU"])
+    for path in (folder / "libcuda.so.1", *sorted(folder.glob("lib*.so.*"))):
+        ctypes.CDLL(str(path))
+    return variables
+
+
+def counts() -> Counter[str]:
+    """Returns how often each entry was called, and what else happened, in this process so far."""
+    found: Counter[str] = Counter()
+    each = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
+
+    def note(name: bytes, n: int) -> None:
+        found[name.decode()] = n
+
+    ctypes.CDLL("libcuda.so.1").simgpu_each_count(each(note))
+    return found
+
+
+def _after_torch() -> None:
+    """Called by `import torch` at its end, in every process (the group torch.backends)."""
+    if "SIMGPU" not in os.environ:
+        return
+    from simgpu import compiled, launches, operators
+
+    operators.install(Path(os.environ["SIMGPU"]))
+    launches.install()
+    compiled.install()

@@ -1,0 +1,104 @@
+// What the stand-ins share: the state of the simulated GPUs, which libcuda.so.1 holds.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+// Errors have the same numbers in the driver's API and in the runtime's.
+enum SimError {
+  SIM_OK = 0,
+  SIM_INVALID_VALUE = 1,
+  SIM_OUT_OF_MEMORY = 2,
+  SIM_NO_DEVICE = 100,
+  SIM_INVALID_DEVICE = 101,
+  SIM_INVALID_HANDLE = 400,
+  SIM_NOT_FOUND = 500,
+  SIM_NOT_READY = 600,
+  SIM_ILLEGAL_ADDRESS = 700,
+  SIM_ALREADY_PINNED = 712,
+  SIM_NOT_PINNED = 713,
+  SIM_LAUNCH_FAILED = 719,
+  SIM_NOT_SUPPORTED = 801,
+};
+
+extern "C" {
+
+// --- settings, errors and counts (state.cpp)
+
+int simgpu_devices();
+int simgpu_arch();  // 90 for sm_90
+size_t simgpu_capacity();
+int simgpu_multiprocessors();
+int simgpu_attribute(int which);  // numbered as CUdevice_attribute
+/// Says on stderr what went wrong and returns `code`.
+int simgpu_fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+const char* simgpu_error_text(int code);
+void simgpu_count(const char* name);
+/// What a generated stub does: an entry that nobody has written yet fails with its name.
+int simgpu_missing(const char* library, const char* name, int code);
+
+// --- devices and memory (memory.cpp)
+
+int simgpu_current_device();
+int simgpu_set_device(int device);
+size_t simgpu_used(int device);
+int simgpu_allocate(size_t bytes, void** out);  // on the current device
+int simgpu_release(void* pointer);
+int simgpu_owner(const void* pointer);    // the device of an address, -1 for memory of the host
+char* simgpu_host(const void* pointer);   // where the host may touch what is at a device address
+int simgpu_allocation(const void* pointer, void** base, size_t* bytes);
+int simgpu_inside(const void* pointer, size_t bytes, const char* what);  // an error code
+int simgpu_pin(void* pointer, size_t bytes);
+int simgpu_unpin(void* pointer);
+int simgpu_pinned(const void* pointer);
+void simgpu_note_block(uintptr_t address, size_t bytes);  // as torch's allocator hands them out
+void simgpu_drop_block(uintptr_t address);
+int simgpu_block(const void* pointer, uintptr_t* base, size_t* bytes);
+
+// --- streams and events (stream.cpp)
+
+void* simgpu_new_stream(int priority);
+int simgpu_free_stream(void* stream);
+int simgpu_stream_device(void* stream);
+int simgpu_stream_priority(void* stream);
+int simgpu_finish(void* stream);
+int simgpu_finish_all();
+void* simgpu_new_event();
+void simgpu_record(void* event, void* stream);
+void simgpu_stream_wait(void* stream, void* event);
+int simgpu_finish_event(void* event);
+int simgpu_elapsed(float* ms, void* begin, void* end);
+int simgpu_copy(void* to, const void* from, size_t bytes, void* stream, bool asynchronous);
+int simgpu_fill(void* to, unsigned value, int width, size_t count, void* stream);
+
+// --- kernels (driver.cpp)
+
+/// A launch as Python sees it.
+struct SimLaunch {
+  const char* ptx;
+  const char* name;
+  unsigned grid[3], block[3], shared;
+  void** params;
+};
+
+}  // extern "C"
+
+/// An entry of an API: counts its calls, and fails when SIMGPU_FAIL names it (state.cpp).
+class SimEntry {
+ public:
+  explicit SimEntry(const char* name);
+  int enter();
+
+ private:
+  const char* name;
+  std::atomic<long>* calls;
+  long failing = 0;
+  int code = SIM_LAUNCH_FAILED;
+};
+
+/// The first thing in an entry of an API.
+#define SIM_ENTER(result)                                \
+  do {                                                   \
+    static SimEntry entry(__func__);                     \
+    if (int code = entry.enter()) return (result)(code); \
+  } while (0)

@@ -1,0 +1,57 @@
+"""Triton's kernels, by its own launcher and the executor."""
+
+ADD = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, at < n) + tl.load(y + at, at < n), at < n)
+
+x, y = (torch.randn(1000, device="cuda") for _ in range(2))
+out = torch.empty_like(x)
+"""
+
+
+def test_a_kernel_runs(simulated):
+    said = simulated(
+        ADD
+        + """
+from simgpu.launches import launched
+add[(8,)](x, y, out, 1000, BLOCK=128)
+assert torch.equal(out, x + y)
+print(dict(launched))
+"""
+    )
+    assert "{'add': 1}" in said
+
+
+def test_a_kernel_that_leaves_its_tensors_is_an_error(simulated):
+    said = simulated(
+        ADD
+        + """
+add[(9,)](x, y, out, 5000, BLOCK=128)
+""",
+        status=1,
+    )
+    assert "kernel add failed: FaultError" in said
+    assert "outside of every tensor" in said
+
+
+def test_an_assertion_on_the_device_is_an_error(simulated):
+    said = simulated(
+        """
+import os
+os.environ["TRITON_DEBUG"] = "1"
+"""
+        + ADD.replace("    tl.store", "    tl.device_assert(at < 128, 'too far')\n    tl.store")
+        + """
+add[(1,)](x, y, out, 1000, BLOCK=128)
+assert torch.equal(out[:128], (x + y)[:128])
+print("fine", flush=True)
+add[(8,)](x, y, out, 1000, BLOCK=128)
+""",
+        status=1,
+    )
+    assert "fine" in said
+    assert "too far" in said
