@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -69,6 +69,25 @@ $(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
 	$(PYTHON) -m venv $(VENV)
 
 endif
+
+# An environment for simgpu: PyTorch's CUDA build, which === takes where == takes the CPU's, without
+# the nvidia-* wheels that it asks for, and the rest of what it and fastgpt need.
+SIMGPU := build/simgpu
+cuda_build := $(shell sed -n 's/^\(torch\|triton\)==/\1===/p' constraints.txt)
+pip_simgpu := $(SIMGPU)/bin/python -m pip install -q
+
+$(SIMGPU)/.installed: pyproject.toml constraints.txt simgpu/pyproject.toml
+	rm -rf $(SIMGPU)
+	$(PYTHON) -m venv $(SIMGPU)
+	grep -v -E '^(torch|triton)==' constraints.txt >$(SIMGPU)/constraints.txt
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*(d for d in project["dependencies"] if not d.startswith(("torch", "triton"))), sep="\n")' \
+	>$(SIMGPU)/needed.txt
+	$(pip_simgpu) --no-deps $(cuda_build)
+	$(pip_simgpu) -c $(SIMGPU)/constraints.txt -r $(SIMGPU)/needed.txt fsspec networkx sympy \
+	typing-extensions pytest pytest-xdist setuptools
+	$(pip_simgpu) --no-deps --no-build-isolation -e . -e simgpu
+	touch $@
 
 # --- tests -------------------------------------------------------------------------------------
 
@@ -127,6 +146,9 @@ parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their c
 
 parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU; writes the record
 	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
+
+simgpu: $(SIMGPU)/.installed ## run simgpu's tests: the CUDA half on a simulated GPU (its environment: build/simgpu)
+	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m pytest -q simgpu/tests -n 2 --dist worksteal $(ARGS)
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)

@@ -85,6 +85,7 @@ EXEMPT = {
     r"make gpu": "needs a GPU",
     r"make lint": ".ci/run runs it before the tests",
     r"make setup EXTRAS=": "downloads packages",
+    r"make simgpu": "makes an environment of its own, of 2 GB",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
     r"python examples/": "tests/test_examples.py runs them",

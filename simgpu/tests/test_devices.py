@@ -1,5 +1,8 @@
 """Devices, memory, streams and calls that are made to fail."""
 
+import subprocess
+import sys
+
 import pytest
 
 import simgpu
@@ -22,6 +25,18 @@ def test_start_after_torch_is_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", object())
     with pytest.raises(RuntimeError, match="before"):
         simgpu.start()
+
+
+def test_the_form_for_pytest(tmp_path):
+    (tmp_path / "test_it.py").write_text("""
+import torch
+
+def test_it():
+    assert torch.cuda.get_device_capability() == (8, 0)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+""")
+    command = [sys.executable, "-m", "pytest", "--simgpu", "--simgpu-arch", "80", "-q"]
+    subprocess.run([*command, "test_it.py"], cwd=tmp_path, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(("arch", "shared"), [(80, 163), (90, 227), (100, 227)])

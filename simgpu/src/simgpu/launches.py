@@ -55,8 +55,12 @@ def _launch(pointer: Any) -> int:
 
 
 def _execute(launch: Launch) -> None:
-    from fastgpt.kernels.proof.execute.launch import Compiled, built, run_ptx
-    from fastgpt.kernels.proof.execute.memory import Region
+    try:
+        from fastgpt.kernels.proof.execute.launch import Compiled, built, run_ptx
+        from fastgpt.kernels.proof.execute.memory import Region
+    except ImportError as error:
+        what = "fastgpt is not installed: its executor runs the kernels"
+        raise NotImplementedError(what) from error
 
     ptx = launch.ptx.decode()
     if launch.block[1] != 1 or launch.block[2] != 1 or launch.block[0] % 32:

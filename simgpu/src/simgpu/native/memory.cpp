@@ -43,11 +43,14 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 thread_local int current = 0;
 
+/// Bytes of a window: more than there is memory, so that gaps and holes between allocations cost none.
+size_t room() { return 2 * simgpu_capacity(); }
+
 Device& device(int number) {
   Lock lock(memory().mutex);
   Device& d = memory().devices[number];
   if (d.window) return d;
-  size_t bytes = simgpu_capacity();
+  size_t bytes = room();
   void* at = (void*)(FIRST + number * APART);
   d.file = memfd_create("simgpu", MFD_CLOEXEC);
   bool made = d.file >= 0 && !ftruncate(d.file, (off_t)bytes);
@@ -91,7 +94,7 @@ int simgpu_allocate(size_t bytes, void** out) {
     if (at + bytes + GAP <= offset) break;
     at = (offset + size + GAP + round - 1) / round * round;
   }
-  if (at + bytes > simgpu_capacity() || d.used + bytes > simgpu_capacity()) return SIM_OUT_OF_MEMORY;
+  if (at + bytes > room() || d.used + bytes > simgpu_capacity()) return SIM_OUT_OF_MEMORY;
   d.taken[at] = bytes;
   d.used += bytes;
   memset(d.view + at, 0xFF, bytes);
@@ -118,7 +121,7 @@ int simgpu_owner(const void* pointer) {
   auto address = (uintptr_t)pointer;
   if (address < FIRST || address >= FIRST + MOST_DEVICES * APART) return -1;
   int number = (int)((address - FIRST) / APART);
-  return number < simgpu_devices() && (address - FIRST) % APART < simgpu_capacity() ? number : -1;
+  return number < simgpu_devices() && (address - FIRST) % APART < room() ? number : -1;
 }
 
 char* simgpu_host(const void* pointer) {

@@ -1,0 +1,126 @@
+"""Programs of this project and others, whose losses are those of the CPU."""
+
+import json
+from pathlib import Path
+from shlex import split
+
+import pytest
+
+SMALL = split(
+    "baby --model.num-layers 2 --model.dim 64 --model.num-heads 4 --model.context 64 "
+    "--train.batch-tokens 256 --train.micro-batch 2 --steps 3 --train.sample-tokens 0 "
+    "--data.eval-tokens 256 --data.final-eval-tokens 256 --train.precision fp32"
+)
+TORCH = split(
+    "--ops.attention sdpa --ops.norm torch --ops.loss torch --ops.activation torch "
+    "--ops.rotary torch --ops.dropout torch"
+)
+OURS = split(
+    "--ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton "
+    "--ops.rotary triton --ops.dropout torch"
+)
+EAGER, COMPILED = ["--train.compile", "off"], ["--train.compile", "on"]
+
+
+@pytest.fixture
+def train(simulated, tmp_path: Path):
+    """Runs train.py and returns its losses: of steps 1 and 3, and on the validation data."""
+
+    def run(*args: str, device: str = "cuda", flags: str = "", ranks: int = 1) -> list[float]:
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        launch = ["train.py"]
+        if ranks > 1:
+            flags += f" --gpus {ranks} -m"
+            launch = ["torch.distributed.run", f"--nproc_per_node={ranks}", "train.py"]
+        all_ = [*SMALL, "--train.device", device, "--run-dir", str(folder), *args]
+        run.said = simulated(*launch, *all_, flags=flags)
+        run.folder = folder
+        return run.losses()
+
+    def losses() -> list[float]:
+        lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+        return [x for line in lines for x in (line.get("train_loss"), line.get("val_loss")) if x]
+
+    run.losses = losses
+    return run
+
+
+@pytest.fixture(scope="session")
+def cpu():
+    """The losses of the CPU (torch 2.13.0), of PyTorch's ops."""
+    return [5.449749, 5.330202, 5.242012, 5.144387]
+
+
+def test_the_cpu_itself(train, cpu):
+    found = train(*EAGER, *TORCH, device="cpu", flags="--gpus 0")
+    assert found == pytest.approx(cpu, abs=2e-5)
+
+
+def test_eager(train, cpu):
+    assert train(*EAGER, *TORCH) == pytest.approx(cpu, abs=2e-5)
+
+
+def test_our_kernels(train, cpu):
+    assert train(*EAGER, *OURS) == pytest.approx(cpu, abs=1e-4)
+
+
+def test_compiled(train, cpu):
+    assert train(*COMPILED, *TORCH, "--steps", "2")[:2] == pytest.approx(cpu[:2], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp --parallel.tp 2", "ddp --parallel.cp 2"])
+def test_two_ranks(train, cpu, kind):
+    found = train(*EAGER, *TORCH, "--parallel.kind", *kind.split(), ranks=2)
+    assert found == pytest.approx(cpu, abs=1e-4)
+
+
+def test_16_bits_stay_near(train, cpu):
+    assert train(*EAGER, *TORCH, "--train.precision", "fp16") == pytest.approx(cpu, abs=3e-3)
+
+
+def test_a_run_is_resumed_and_sampled_from(train, simulated):
+    whole = train(*EAGER, *TORCH, "--steps", "4")
+    train(*EAGER, *TORCH, "--steps", "2")
+    simulated("train.py", "--resume", str(train.folder), "--steps", "4")
+    assert train.losses()[-1] == pytest.approx(whole[-1], abs=1e-6)
+    said = simulated("fastgpt.sample", str(train.folder), "--tokens", "5", flags="-m")
+    assert said
+
+
+def test_too_little_memory_halves_the_micro_batch(train):
+    few = split("--train.micro-batch 512 --train.batch-tokens 32768 --steps 1")
+    train(*EAGER, *TORCH, *few, flags="--memory 128MiB")
+    assert "--train.micro-batch is 512, for which the GPU's memory is too small" in train.said
+
+
+COUNTS = """
+import sys, torch, simgpu
+from fastgpt.cli import parse
+from fastgpt.train.engine import build_engine
+from simgpu.launches import launched
+engine = build_engine(parse(sys.argv[1:]))
+steps = []
+for _ in range(6):
+    before, blocks, kernels = simgpu.counts(), torch.cuda.memory_stats(), launched.total()
+    engine.train_step()
+    got = simgpu.counts() - before
+    names = ["operator", "copy to the device", "copy to the host", "copy on the device", "wait",
+             "wait in a copy", "cudaMalloc"]
+    steps.append([*(got[name] for name in names), launched.total() - kernels])
+engine.loader.close()
+assert steps[4] == steps[5], steps
+print("COUNTS", *steps[5])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ops", "counts"),
+    [(TORCH, [299, 4, 0, 2, 0, 0, 0, 0]), (OURS, [253, 4, 0, 4, 0, 0, 0, 64])],
+    ids=["torch", "ours"],
+)
+def test_what_a_step_asks_of_the_device(simulated, ops, counts):
+    """Operators, copies to, from and on the device, waits, of these in copies, and allocations by
+    cudaMalloc, launches of Triton's kernels: nothing waits in a step, and nothing is allocated."""
+    said = simulated(COUNTS, *SMALL, "--steps", "9", "--train.device", "cuda", *EAGER, *ops)
+    (line,) = [line for line in said.splitlines() if line.startswith("COUNTS")]
+    assert [*map(int, line.split()[1:])] == counts
