@@ -6,7 +6,7 @@ import traceback
 
 from fastgpt.errors import tell_torchrun
 from fastgpt.faults import failure
-from fastgpt.terminal import one_line
+from fastgpt.terminal import one_line, print_report
 
 SLOW_S = 1800.0
 """Least number of seconds allowed to what has no steps: compiling, a checkpoint, a sample."""
@@ -72,7 +72,7 @@ class Watchdog:
             f"error: rank {self.rank} has made no progress for {idle:.0f} s ({self._what}): all"
             " ranks end; the Python stacks of its threads are above"
         )
-        print(f"{self.stacks()}\n{line}", file=sys.stderr, flush=True)
+        print_report(f"{self.stacks()}\n{line}")
         tell_torchrun(line)
 
     def stacks(self) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fastgpt import display, terminal
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.train import metrics
+from fastgpt.logs import metrics
 
 RECORD = {
     "step": 1234, "train_loss": 2.3456, "tok_per_s": 123456.0, "mfu": 0.2, "epoch": 1.2,

@@ -18,6 +18,7 @@ from fastgpt.logs.metrics import read_records
 from fastgpt.parallel.build import replicate
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
+SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
 # train.py, but each rank says in the end how often it synced.
 COUNTED = """
 import json, os
@@ -133,3 +134,31 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     assert err.count(f"error: torchrun (process {process.pid}) has ended: saving, and ending") == 1
     assert bool(re.search("^stopped after step ", out, re.MULTILINE)) is not hangs
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)
+
+
+@pytest.mark.slow
+def test_headline_command(tmp_path):
+    """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 8:
+        pytest.skip("8 ranks need 8 GPUs where there is one")
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
+    [run] = (tmp_path / "runs").iterdir()
+    assert f"\ndone after step 2: {run}\n" in out
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
+    [saved] = checkpoint.steps_on_disk(run / "checkpoints")
+    assert saved.name == "step_00000002"
+    assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
+
+
+@pytest.mark.slow
+def test_batch_that_ranks_cannot_share(tiny):
+    process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "error: --train.batch-tokens is 48" in err
+    # where torchrun's report of many lines ends
+    assert "traceback : error: --train.batch-tokens is 48" in err.splitlines()[-2]
+    assert "2 ranks" in err

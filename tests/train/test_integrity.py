@@ -74,7 +74,7 @@ def test_checkpoint_that_one_rank_alone_cannot_read_ends_all(fit, tiny, tmp_path
     (tmp_path / "unreadable.py").write_text(UNREADABLE)
     process = torchrun(2, str(tmp_path / "unreadable.py"), *tiny(f"--resume {saved}"))
     _, err = process.communicate(timeout=60)  # gloo would wait for half an hour
-    assert "state.pt cannot be read: seeded fault; there is none before it" in err
+    assert "state.pt cannot be read: seeded fault; there is no valid one before it" in err
 
 
 def test_most_ranks_are_right():
