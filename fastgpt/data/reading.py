@@ -32,6 +32,10 @@ MAX_DOCUMENT = 2**26
 MAX_LINE = 2**28
 """Number of bytes at which a line of JSON is cut: a compressed file may unpack to any size."""
 WORD_ENDS = " \n\r\t"
+CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), 0x7F])
+"""Control characters that texts do not use for white space, colours or overstriking."""
+MOST_CONTROLS = 0.01
+"""The largest share of control characters in a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +162,7 @@ def decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes,
     Yields:
         Each block as bytes of UTF-8, and the characters that it completes.
     Raises:
-        UserError: bytes are invalid in the encoding, or the first block has NUL characters.
+        UserError: bytes are invalid in the encoding, or too many are control characters.
     """
     decoder, offset, block = codecs.getincrementaldecoder(encoding)(), 0, b" "
     while block:
@@ -168,17 +172,25 @@ def decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes,
             text = decoder.decode(block, final=not block)
         except UnicodeError as error:
             data, start = waiting + block, getattr(error, "start", 0)
-            raise UserError(
-                f"{path} is not {encoding.upper()} (byte 0x{data[start]:02X} at offset"
-                f" {offset - len(waiting) + start:,}): if it is text, pass its encoding, such as"
-                " utf-16 or cp1252, with --encoding (train.py: --data.encoding)"
-            ) from error
-        if offset == 0 and "\0" in text:
-            raise UserError(
-                f"{path} is not text (it has NUL characters): only text, JSON lines and Parquet can"
-                " be read"
+            place = f"byte 0x{data[start]:02X} at offset {offset - len(waiting) + start:,}"
+            other = (
+                "utf-16"
+                if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                else "cp1252"
             )
-        yield block if encoding == UTF_8 else text.encode(errors="replace"), text
+            raise UserError(
+                f"{path} is not {encoding.upper()} ({place}): if it is text, pass its encoding,"
+                f" such as --encoding {other} (train.py: --data.encoding {other})"
+            ) from error
+        data = block if encoding == UTF_8 else text.encode(errors="replace")
+        controls = len(data) - len(data.translate(None, CONTROLS))
+        # a short block at the end of a long file may hold a few
+        if controls > MOST_CONTROLS * (max(len(data), CHUNK_BYTES) if offset else len(data)):
+            raise UserError(
+                f"{path} is not text ({controls / len(data):.0%} control characters from offset"
+                f" {offset:,} on): only text, JSON lines and Parquet can be read"
+            )
+        yield data, text
         offset += len(block)
 
 

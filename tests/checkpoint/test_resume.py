@@ -146,10 +146,11 @@ def test_stop_signal_is_answered_before_the_next_forward(
 @pytest.fixture
 def stop():
     """A `StopSignal`, and the lines that it has said."""
-    said = []
+    said, before = [], signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     stop = StopSignal(said.append)
     yield stop, said
     stop.restore()
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_second_signal_ends_the_process(stop):
