@@ -115,6 +115,8 @@ DIRECTED = {
 }
 """Operations that are rounded down, up or towards zero."""
 UNARY = ("not", "neg", "abs", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh")
+IN_F32 = ("fma", "ex2", "lg2", "rcp", "rsqrt", "tanh")
+"""Operations whose result is that of float32."""
 ROUNDINGS = ("rn", "approx", "full", "ftz")
 """Modifiers after which a result is the correctly rounded one; "ftz" also flushes subnormals."""
 
@@ -138,7 +140,7 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
         dtypes = (F32,) * (len(instruction.args) - 1)
         return plain(dtypes, F32, lambda *x: seen(f(*map(seen, x))))(b, instruction)
     table = FLOAT if kind in ("f32", "f64") else INTEGER
-    if name not in table or kind not in TYPES:
+    if name not in table or kind not in TYPES or (kind == "f64" and first in IN_F32):
         raise unknown(instruction)
     f = table[name]
     if "ftz" in mods:

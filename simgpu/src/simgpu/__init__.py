@@ -49,6 +49,11 @@ def environment(
         "SIMGPU_GPUS": str(gpus),
         "SIMGPU_MEMORY": str(size(memory) if isinstance(memory, str) else memory),
         "SIMGPU_FAIL": fail,
+        # a cubin that the real assembler made has no PTX behind it, and the key does not tell them
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(folder / "triton")),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")
+        ),
         "LD_LIBRARY_PATH": ":".join([str(folder), *(p for p in before if p and p != str(folder))]),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_PTXAS_PATH": str(folder / "ptxas"),

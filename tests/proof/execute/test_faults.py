@@ -199,6 +199,7 @@ def test_sound_code_runs(name):
     [
         ("frobnicate.b32 %r10, %r0;", r"^kernel: PTX line \d+ \(.*\): .* not know: frobnicate"),
         ("add.sat.s32 %r10, %r0, %r0;", "does not know: add.sat.s32"),
+        ("fma.rn.f64 %rd1, %rd0, %rd0, %rd0;", "does not know: fma.rn.f64"),
         ("prmt.b32.f4e %r10, %r0, %r0, %r0;", "does not know: prmt.b32.f4e"),
         ("mov.u32 %r10, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "does not know: bar.sync 1, 64"),
