@@ -141,7 +141,9 @@ def test_a_broken_environment_is_made_anew(checkout, damage):
     assert checkout.make("setup") == [VENV, DEV]
 
 
-@pytest.mark.parametrize("target", [*sorted(TARGETS - {"help", "clean", "op", "simgpu"}), "op OP=norm"])
+@pytest.mark.parametrize(
+    "target", [*sorted(TARGETS - {"help", "clean", "op", "simgpu"}), "op OP=norm"]
+)
 def test_venv_and_python_are_honoured(checkout, target):
     checkout.add_op("norm")
     made, _, *work = checkout.make(f"{target} VENV=env")
