@@ -99,7 +99,7 @@ def test_skipped_files_and_tables_are_told_by_every_run(tmp_path, caplog):
     assert (source["files"], source["skipped_files"]) == (1, 1)
     skipped, table, *again = caplog.messages
     assert again == [skipped, table]
-    complaint = f"{tmp_path}/notes/b.txt is not text (it has NUL characters)"
+    complaint = f"{tmp_path}/notes/b.txt is not text (100% control characters"
     assert f"notes: 1 file read, 1 skipped, the first because {complaint}" in skipped
     assert f"{tmp_path}/notes/a.csv is read as plain text, with its commas" in table
 
@@ -107,7 +107,7 @@ def test_skipped_files_and_tables_are_told_by_every_run(tmp_path, caplog):
 def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
     expected = opened(text_file)
     text_file.write_text(TEXT, encoding="utf-16")
-    with pytest.raises(UserError, match=r"pass its encoding, such as utf-16 "):
+    with pytest.raises(UserError, match=r"pass its encoding, such as --encoding utf-16 "):
         opened(text_file)
     assert opened(text_file, encoding="UTF16").identity == expected.identity
     text_file.write_text(TEXT, encoding="latin-1")
