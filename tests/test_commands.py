@@ -117,7 +117,10 @@ def warm():
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """Makes a folder that looks like a checkout, with the files that the commands name."""
-    for name in ("train.py", "Makefile", "pyproject.toml", "fastgpt", "kernels", "tests"):
+    for name in (
+        *("train.py", "Makefile", "pyproject.toml", "constraints.txt"),
+        *("fastgpt", "kernels", "simgpu", "tests"),
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("bench", "docs"):  # commands write there
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
