@@ -10,14 +10,15 @@ import atexit
 import os
 import secrets
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, Pipe, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import cast
 
 import torch.distributed as dist
@@ -32,6 +33,9 @@ makes no progress, for which each rank writes a report."""
 GRACE_S = 2.0
 """Seconds in which a rank may end with a message of its own after another one has failed. torchrun
 notices the first failure within a tenth of a second, and reports that one."""
+HELLO_S = 5
+"""Seconds in which whoever connects to the main rank must say which rank it is."""
+RANK_BYTES = 4
 LOOK_S = 1.0
 """Seconds between two looks at the launcher."""
 ARRIVAL_S = 25.0
@@ -61,20 +65,28 @@ class Lifeline:
         self.links: dict[Connection, int] = {}
         if rank == 0:
             key = secrets.token_bytes(16)
-            with Listener(("", 0), backlog=size, authkey=key) as listener:
-                broadcast_object((listener.address[1], key))
+            with socket.create_server(("", 0), backlog=size) as server:
+                broadcast_object((server.getsockname()[1], key))
                 while len(self.links) < size - 1:
-                    with suppress(AuthenticationError, EOFError, OSError):  # a stranger's
-                        link = listener.accept()
-                        self.links[link] = link.recv()
+                    self._accept(server.accept()[0], key)
         else:
             port, key = broadcast_object(None)
-            link = Client((os.environ["MASTER_ADDR"], port), authkey=key)
-            link.send(rank)
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            link = Connection(peer.detach())
+            link.send_bytes(key + rank.to_bytes(RANK_BYTES))
             self.links[link] = 0
         self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
+
+    def _accept(self, peer: socket.socket, key: bytes) -> None:
+        # a stranger's connection may be silent: its bytes are waited for no longer than this
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_S, 0))
+        link = Connection(peer.detach())
+        with suppress(EOFError, OSError):
+            hello = link.recv_bytes(len(key) + RANK_BYTES)
+            if secrets.compare_digest(hello[: len(key)], key):
+                self.links[link] = int.from_bytes(hello[len(key) :])
 
     def close(self) -> None:
         """Tells the others that this rank is done, and ends the thread.

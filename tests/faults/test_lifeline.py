@@ -8,6 +8,7 @@ from queue import Queue
 
 import pytest
 
+from fastgpt.faults import failure
 from fastgpt.faults.failure import DONE, KILLED, Lifeline
 
 
@@ -15,18 +16,23 @@ from fastgpt.faults.failure import DONE, KILLED, Lifeline
 def ranks(monkeypatch):
     """Two ranks in this process, and what a failure that they noticed was: (rank, word).
 
-    A stranger connects to the main rank before the other one does.
+    Two strangers connect to the main rank before the other one does, of whom one says nothing.
     """
     monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(failure, "HELLO_S", 1)
     noticed, said = [], Queue()
     monkeypatch.setattr(Lifeline, "end_after", lambda _, rank, word: noticed.append((rank, word)))
     with ThreadPoolExecutor(1) as thread:
         main = thread.submit(Lifeline, 0, 2, said.put)
         place = said.get()
-        with socket.create_connection(("localhost", place[0])) as stranger:
+        with (
+            socket.create_connection(("localhost", place[0])) as stranger,
+            socket.create_connection(("localhost", place[0])),
+        ):
             stranger.send(b"GET / HTTP/1.1\r\n\r\n")
-        other = Lifeline(1, 2, lambda _: place)
-        yield main.result(), other, noticed
+            other = Lifeline(1, 2, lambda _: place)
+            started = main.result(timeout=10)
+        yield started, other, noticed
 
 
 def soon(condition, seconds=0.5):
