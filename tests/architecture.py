@@ -39,7 +39,7 @@ CORE = (
     "config/", "model/", "train/", "parallel/", "checkpoint/",
     "data/loader.py", "data/order.py", "data/dataset.py", "data/shards.py",
 )  # fmt: skip
-"""What every run needs, below fastgpt/: its length has a ceiling."""
+"""Folders and files below fastgpt/ that every run needs; their length has a ceiling."""
 CEILING = 7_000
 """Lines of the core: a feature is outside of it, or pays with a deletion."""
 LINES_PER_HOUR = 500

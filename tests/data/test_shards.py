@@ -77,7 +77,7 @@ def test_shard_that_is_cut_while_in_use_is_named(tmp_path):
 
 
 def test_a_shard_stays_open_while_it_is_read(tmp_path, monkeypatch):
-    """As if another thread opened the next shard just before the bytes of this one are read."""
+    """A read gets its own shard, though another thread opens the next one just before."""
     monkeypatch.setattr(shards, "OPEN_FILES", 1)
     tokens = Tokens([write_shard(tmp_path / f"{i}.bin", [i, i]) for i in range(2)])
     before_each(monkeypatch, os, "pread", once(lambda *_: tokens[2:4]))

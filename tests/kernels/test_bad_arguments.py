@@ -1,4 +1,4 @@
-"""What each op refuses by rules of its own; `test_conformance` has wrong dtypes, devices and sizes.
+"""Arguments that single ops refuse; `test_conformance` has wrong dtypes, devices and sizes.
 
 In a message `...` stands for any text.
 """

@@ -96,7 +96,7 @@ class _Segment:
         self.valid = valid
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
         self.atomic: Array | None = None
-        """As `writer`, of atomic accesses; none so far."""
+        """Marks of atomic accesses, in the form of `writer`; None until there is one."""
         self.warps = WarpMarks(count)
 
     def named(self, address: int) -> str:

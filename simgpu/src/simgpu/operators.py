@@ -1,4 +1,4 @@
-"""Which of PyTorch's CUDA kernels are replaced, and by what."""
+"""Replaces PyTorch's CUDA kernels by the CPU's or by PyTorch's decompositions."""
 
 import ctypes
 import re

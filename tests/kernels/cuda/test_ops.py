@@ -1,4 +1,4 @@
-"""What single ops promise on a GPU; `test_conformance` has the promises of every op."""
+"""Promises of single ops on a GPU; `test_conformance` has those of every op."""
 
 import pytest
 import torch
