@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from unittest import mock
 
 import numpy as np
@@ -132,16 +131,26 @@ def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
 def test_waiting_for_a_batch_is_measured(monkeypatch):
     """The seconds spent waiting for a batch are counted; a batch that is ready adds none.
 
-    A read is made to take 0.2 s.
+    By the clock of this test a read lasts 0.2 s, and begins when somebody waits for it.
     """
-    before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.2))
+    clock, waits, more = mock.Mock(now=0.0), threading.Event(), threading.Event()
+
+    def perf_counter():
+        waits.set()
+        return clock.now
+
+    def read(*_):
+        (more if clock.now else waits).wait()
+        clock.now += 0.2
+
+    clock.perf_counter = perf_counter
+    monkeypatch.setattr("fastgpt.data.loader.time", clock)
+    before_each(monkeypatch, Mixture, "take", read)
     with open_loader(global_batch=4, micro_batch=2) as loader:
-        loader.next()
-        assert 0.15 < loader.waited_s < 2
-        waited = loader.waited_s
-        time.sleep(0.1)
-        loader.next()  # the other half of what has been read
-        assert loader.waited_s - waited < 0.05
+        for _ in range(2):  # the second half of what has been read is ready
+            loader.next()
+            assert loader.waited_s == 0.2
+        more.set()
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "forgotten"])
