@@ -32,12 +32,12 @@ NOTES = """
 
 - **ours** is fastgpt's implementation: the kernel on a GPU, and on a CPU the function that the
   model calls there. **eager** is the same computation by PyTorch's own ops, without a compiler. The
-  **best peer** is the fastest implementation other than ours; its name is in bold.
+  **best peer** is the fastest implementation other than ours; its name or ratio is in bold.
 - **x**: the other implementation's time divided by ours, so above 1x ours is faster.
 - A **case** is an op, its sizes and its dtype, as in `attention/gpt2-124m/bf16`, or a training step
   of a recipe, where `B=24` means 24 sequences per step. **fwd** is the forward, **bwd** the
   backward, and **both** is one after the other. A loss may compute its gradient in the forward, so
-  compare `both`.
+  compare `both`; host time, rate, limit and memory of a line are those of `both`, if it was timed.
 - **Share of the limit** (also "of limit"): the time that the measured matmul rate or copy bandwidth
   of that run allows, divided by the time taken. For a training step it is the MFU. On a CPU, whose
   caches are warm, small cases can exceed 100 %.

@@ -63,37 +63,54 @@ def gigabytes(row: Row) -> str:
 # --- sections -------------------------------------------------------------------------------------
 
 
+PASSES = ("fwd", "bwd", "both")
+
+
 def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Formats one op's measurements as a table, case by case and pass by pass, ours first."""
+    """Formats one op's measurements: a line for each case and implementation, ours first.
+
+    Host time, rate, limit and memory are those of the last pass that was timed.
+    """
     lines = []
-    for group in grouped(rows, "case", "pass"):
-        case, which = group[0]["case"], group[0]["pass"]
-        ours, best = ours_and_best_peer(group)
-        for row in group:
-            name = row["implementation"] + (" †" if "inexact" in row else "")
-            ratio = f"{seconds(row) / seconds(ours):.2f}" if ours else ""
-            if row is ours:
-                ratio = f"best peer {seconds(best) / seconds(row):.2f}" if best else ""
+    for group in grouped(rows, "case"):
+        found = {which: [r for r in group if r["pass"] == which] for which in PASSES}
+        leaders = [ours_and_best_peer(found[which]) for which in PASSES]
+        for timed in grouped(group, "implementation"):
+            last = max(timed, key=lambda row: PASSES.index(row["pass"]))
+            ours = leaders[PASSES.index(last["pass"])][0]
+            cells = [
+                next((_against(row, *pair) for row in timed if row["pass"] == name), "")
+                for name, pair in zip(PASSES, leaders, strict=True)
+            ]
             lines.append(
                 (
-                    f"{case.split('/', 1)[1]} {which}", f"**{name}**" if row is best else name,
-                    ms(row["device_s"]), host_us(row), rate(row),
-                    f"{row['share']:.0%} {row['bound']}", ratio, gigabytes(row),
-                    distances(case, which, rows, wanted) if row is ours else "", link(row),
+                    last["case"].split("/", 1)[1],
+                    last["implementation"] + (" †" if "inexact" in last else ""), *cells,
+                    host_us(last), rate(last), f"{last['share']:.0%} {last['bound']}",
+                    gigabytes(last), distances(last["case"], rows, wanted) if last is ours else "",
+                    link(last),
                 )
             )  # fmt: skip
-    header = "case, pass|implementation|ms (p20, p80)|host us|rate|of limit|x ours|peak GB|goals|"
-    return table(header, lines)
+    times = "|".join(f"{name}, ms" for name in PASSES)
+    return table(f"case|implementation|{times}|host us|rate|of limit|peak GB|goals|", lines)
 
 
-def distances(case: str, which: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
-    """Formats the distance of our row from each of its goals, or "none set"."""
+def _against(row: Row, ours: Row | None, best: Row | None) -> str:
+    """Formats a time and its ratio to ours; the best peer's in bold."""
+    if ours is None or row is ours:
+        return ms(row["device_s"])
+    ratio = f"{seconds(row) / seconds(ours):.2f}x"
+    return f"{ms(row['device_s'])} {f'**{ratio}**' if row is best else ratio}"
+
+
+def distances(case: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
+    """Formats the distance of our rows from each goal of a case, or "none set"."""
     said = []
     for goal in wanted:
-        if (goal.case, goal.which) == (case, which):
+        if goal.case == case:
             verdict = goals.judge(goal, rows)
             found = verdict.why if verdict.value is None else f"{verdict.distance:+.0%}"
-            said.append(f"{goal.text}: {found}")
+            said.append(f"{goal.which} {goal.text}: {found}".strip())
     return "; ".join(said) or "none set"
 
 
@@ -117,7 +134,7 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
                     ms(row["seconds"]), f"{row['mfu']:.1%}",
                     f"{seconds(row) / seconds(ours):.2f}" if ours else "",
                     gigabytes(row), first,
-                    distances(case, "", rows, wanted) if row is ours else "", link(row),
+                    distances(case, rows, wanted) if row is ours else "", link(row),
                 )
             )  # fmt: skip
     header = (
