@@ -17,7 +17,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 OURS = __name__.rpartition(".")[0]  # fastgpt.kernels
-HERE = Path(__file__).resolve().parent
 
 
 class _Same(Loader):
@@ -64,7 +63,8 @@ def stand_in(path: list[str]) -> Callable[[str], Any]:
         if name.startswith(f"{OURS}."):
             sys.modules["kernels" + name.removeprefix(OURS)] = module
     sys.meta_path.insert(0, _Finder())
-    elsewhere = [place for place in sys.path if Path(place, "kernels").resolve() != HERE]
+    mine = Path(__file__).name  # which another checkout of ours has, too
+    elsewhere = [place for place in sys.path if not Path(place, "kernels", mine).exists()]
     spec = PathFinder.find_spec("kernels", elsewhere)
     other: ModuleType | None = None
     if spec is not None and spec.loader is not None:

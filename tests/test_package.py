@@ -160,8 +160,10 @@ def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
 @pytest.mark.skipif(
     commands.installed("kernels") is not None, reason="there is another distribution"
 )
-def test_without_another_distribution_an_unknown_name_is_an_attribute_error():
-    assert finish(sys.executable, "-c", ALONE, cwd=ROOT) == "True False\n"
+def test_without_another_distribution_an_unknown_name_is_an_attribute_error(tmp_path):
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")  # a second checkout is none
+    said = finish(sys.executable, "-c", ALONE, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert said == "True False\n"
 
 
 def test_folders_of_a_checkout_may_be_links(tmp_path):
