@@ -52,8 +52,8 @@ def entry(name: str) -> str:
         table = "".join(f"| `{field}` | {what} |\n" for field, what in rows if "." not in field)
         return f"{head}{about}\n\n| field | what it is [default] |\n|---|---|\n{table}"
     first, *rest = re.split(r"^(?=Args:|Returns:|Raises:|>>>)", about, maxsplit=1, flags=re.M)
-    text = f"{head}```\n{name}{signature(thing)}\n```\n\n{first.strip()}\n"
-    return text + (f"\n```text\n{rest[0].strip()}\n```\n" if rest else "")
+    block = "\n\n".join([name + signature(thing), *(part.strip() for part in rest)])
+    return f"{head}{first.strip()}\n\n```text\n{block}\n```\n"
 
 
 def signature(thing: Any) -> str:
