@@ -48,7 +48,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Workload:
     """Settings of the training step that all contenders run; picklable, to be sent to processes."""
 
     config: Config
@@ -60,7 +60,7 @@ class Plan:
     def tokens(self) -> int:
         return self.config.train.batch_tokens
 
-    def in_fp32(self) -> "Plan":
+    def in_fp32(self) -> "Workload":
         train = replace(self.config.train, precision="fp32")
         return replace(self, precision="fp32", config=replace(self.config, train=train))
 
@@ -75,16 +75,16 @@ def write_text(path: Path, vocab: int, tokens: int) -> None:
     path.write_text("".join(letters) + "".join(letters[i] for i in drawn), encoding="utf-8")
 
 
-# --- the contenders: a plan -> (a step, facts for the record) -------------------------------------
+# --- the contenders: a workload -> (a step, facts for the record) ---------------------------------
 
 Built = tuple[Callable[[], None], dict[str, Any]]
 
 
-def _random_batches(plan: Plan) -> Callable[[], tuple[Tensor, Tensor]]:
-    vocab = plan.config.model.vocab_size
+def _random_batches(workload: Workload) -> Callable[[], tuple[Tensor, Tensor]]:
+    vocab = workload.config.model.vocab_size
     assert vocab is not None
-    shape = (2, plan.config.global_batch, plan.config.model.context)
-    x, y = torch.randint(vocab, shape, device=plan.on)
+    shape = (2, workload.config.global_batch, workload.config.model.context)
+    x, y = torch.randint(vocab, shape, device=workload.on)
     return lambda: (x, y)
 
 
@@ -98,8 +98,8 @@ def expect_gpt2(model: ModelConfig) -> None:
         raise UserError(f"the network differs from GPT-2's in {', '.join(others)}")
 
 
-def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
-    config = replace(plan.config, ops=ops)
+def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
+    config = replace(workload.config, ops=ops)
     engine = build_engine(config, warn=lambda _: None)
     if engine.loader.accumulation > 1:
         raise UserError(
@@ -115,7 +115,7 @@ def _fastgpt(plan: Plan, ops: OpsConfig) -> Built:
         "trials": engine.plan.trials,
         "compile": engine.plan.compiled,
         "optimizer": config.optim.kind,
-        "precision": plan.precision,
+        "precision": workload.precision,
     }
 
 
@@ -134,29 +134,33 @@ PLAIN_OPS = _every_op("torch")
 """Options that select PyTorch's own implementation of every op."""
 
 
-def _reference(plan: Plan, *, compiled: bool) -> Built:
-    expect_gpt2(plan.config.model)
-    batches = _random_batches(plan)
-    step = plain_step(plan.config, plan.on, plan.precision, batches, compiled=compiled)
-    return step, {"compile": compiled, "optimizer": "adamw", "precision": plan.precision}
+def _reference(workload: Workload, *, compiled: bool) -> Built:
+    expect_gpt2(workload.config.model)
+    batches = _random_batches(workload)
+    step = plain_step(workload.config, workload.on, workload.precision, batches, compiled=compiled)
+    return step, {"compile": compiled, "optimizer": "adamw", "precision": workload.precision}
 
 
-def _nanogpt(plan: Plan) -> Built:
-    assert plan.nanogpt is not None
-    expect_gpt2(plan.config.model)
-    batches = _random_batches(plan)
-    step = nanogpt_step(plan.config, plan.nanogpt, plan.on, plan.precision, batches)
-    return step, {"compile": plan.on == "cuda", "optimizer": "adamw", "precision": plan.precision}
+def _nanogpt(workload: Workload) -> Built:
+    assert workload.nanogpt is not None
+    expect_gpt2(workload.config.model)
+    batches = _random_batches(workload)
+    step = nanogpt_step(workload.config, workload.nanogpt, workload.on, workload.precision, batches)
+    return step, {
+        "compile": workload.on == "cuda",
+        "optimizer": "adamw",
+        "precision": workload.precision,
+    }
 
 
-CONTENDERS: dict[str, Callable[[Plan], Built]] = {
-    "fastgpt": lambda plan: _fastgpt(plan, plan.config.ops),
-    "fastgpt fp32": lambda plan: _fastgpt(plan.in_fp32(), plan.config.ops),
-    "fastgpt triton": lambda plan: _fastgpt(plan, TRITON_OPS),
-    "eager": lambda plan: _reference(plan, compiled=False),
-    "compiled": lambda plan: _reference(plan, compiled=True),
+CONTENDERS: dict[str, Callable[[Workload], Built]] = {
+    "fastgpt": lambda workload: _fastgpt(workload, workload.config.ops),
+    "fastgpt fp32": lambda workload: _fastgpt(workload.in_fp32(), workload.config.ops),
+    "fastgpt triton": lambda workload: _fastgpt(workload, TRITON_OPS),
+    "eager": lambda workload: _reference(workload, compiled=False),
+    "compiled": lambda workload: _reference(workload, compiled=True),
     "nanogpt": _nanogpt,
-    "nanogpt fp32": lambda plan: _nanogpt(plan.in_fp32()),
+    "nanogpt fp32": lambda workload: _nanogpt(workload.in_fp32()),
 }
 
 
@@ -202,26 +206,26 @@ def _peak(on: str) -> int | None:
     return resident_peak() if Path("/proc/self/status").exists() else None
 
 
-def serve(pipe: Connection, name: str, plan: Plan) -> None:
+def serve(pipe: Connection, name: str, workload: Workload) -> None:
     """Builds the contender and answers commands until it is told to stop."""
-    if plan.on == "cpu" and not name.startswith("nanogpt"):
+    if workload.on == "cpu" and not name.startswith("nanogpt"):
         device.keep_freed_memory()
     try:
         torch.manual_seed(0)
         start = time.perf_counter()
-        step, facts = CONTENDERS[name](plan)
-        _first_step(step, plan.on)
+        step, facts = CONTENDERS[name](workload)
+        _first_step(step, workload.on)
         first = time.perf_counter() - start
-        if plan.on == "cuda":
+        if workload.on == "cuda":
             torch.cuda.empty_cache()
         pipe.send({**facts, "first_step_s": first})
         while word := pipe.recv():
             if word == "turn":
-                pipe.send(_turn(step, plan.on))
+                pipe.send(_turn(step, workload.on))
             elif word == "peak":
-                pipe.send({"peak_bytes": _peak(plan.on)})
+                pipe.send({"peak_bytes": _peak(workload.on)})
             else:
-                pipe.send({"parts": parts.profile(step, plan.on)})
+                pipe.send({"parts": parts.profile(step, workload.on)})
     except torch.OutOfMemoryError:
         pipe.send({"failed": "out of memory"})
     except UserError as error:
@@ -242,8 +246,8 @@ class Contender:
         caches: folder for the caches of torch.compile and Triton; an empty one makes a cold start.
     """
 
-    def __init__(self, name: str, plan: Plan, caches: Path) -> None:
-        self.name, self.plan, self.failed = name, plan, ""
+    def __init__(self, name: str, workload: Workload, caches: Path) -> None:
+        self.name, self.workload, self.failed = name, workload, ""
         self.caches = {key: str(caches / folder) for key, folder in CACHES.items()}
         self.facts: dict[str, Any] = {}
         self.seconds: dict[str, list[float]] = {"device_s": [], "host_s": []}
@@ -252,7 +256,9 @@ class Contender:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(there, self.name, self.plan), daemon=True)
+        self.process = spawn.Process(
+            target=serve, args=(there, self.name, self.workload), daemon=True
+        )
         with mock.patch.dict(os.environ, self.caches):
             self.process.start()
         there.close()  # then recv raises when the process ends
@@ -321,7 +327,7 @@ class Contender:
 
 def take_turns(
     names: tuple[str, ...],
-    plan: Plan,
+    workload: Workload,
     caches: Path,
     *,
     rounds: int,
@@ -340,8 +346,8 @@ def take_turns(
     contenders: list[Contender] = []
     try:
         for name in names:
-            folder = caches / name.replace(" ", "-") / str(plan.config.global_batch)
-            contenders.append(Contender(name, plan, folder))
+            folder = caches / name.replace(" ", "-") / str(workload.config.global_batch)
+            contenders.append(Contender(name, workload, folder))
             if not parallel_start:
                 contenders[-1].begin(starts)
         for contender in contenders if parallel_start else ():

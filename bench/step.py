@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from bench import contenders, parts, records
-from bench.contenders import TINY, Plan
+from bench.contenders import TINY, Workload
 from bench.goals import is_ours
 from bench.timing import Timer, machine_rates, roof_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
@@ -102,10 +102,10 @@ def base_config(bench: StepBench, on: str, text: Path) -> Config:
     return replace(config, model=model, data=data, train=train)
 
 
-def with_batch(plan: Plan, batch: int) -> Plan:
-    tokens = batch * plan.config.model.context
-    train = replace(plan.config.train, batch_tokens=tokens, micro_batch=batch)
-    return replace(plan, config=replace(plan.config, train=train))
+def with_batch(workload: Workload, batch: int) -> Workload:
+    tokens = batch * workload.config.model.context
+    train = replace(workload.config.train, batch_tokens=tokens, micro_batch=batch)
+    return replace(workload, config=replace(workload.config, train=train))
 
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     names = names_of(bench, on)
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
-    plan = Plan(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
+    workload = Workload(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
     both = (precision, "fp32") if on == "cpu" and precision != "fp32" else (precision,)
     rates = machine_rates(Timer(on), both, 0.2 if bench.tiny else 1.0)
     if on == "cuda":
@@ -164,7 +164,7 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
             reason = f"over the budget of {bench.budget:.0f} s"
             yield "missing", {**about, "implementation": "all", "reason": reason}
             continue
-        now = with_batch(plan, batch)
+        now = with_batch(workload, batch)
         yield from _contenders(bench, names, now, rates, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
@@ -175,14 +175,14 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
 
 
 def _contenders(
-    bench: StepBench, names: tuple[str, ...], plan: Plan, rates: dict[str, float],
+    bench: StepBench, names: tuple[str, ...], workload: Workload, rates: dict[str, float],
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yields the measurements of one batch size, each as soon as it is known."""
-    before = records.state(plan.on)
+    before = records.state(workload.on)
     how = {"alternating": True, "first_step_alone": not bench.parallel_start}
     found = contenders.take_turns(
-        names, plan, caches, rounds=bench.rounds, starts=bench.starts,
+        names, workload, caches, rounds=bench.rounds, starts=bench.starts,
         parallel_start=bench.parallel_start,
     )  # fmt: skip
     for name, figures in found:
@@ -190,37 +190,37 @@ def _contenders(
         if "reason" in figures:
             yield "missing", row
             continue
-        state = {"before": before, "after": records.state(plan.on)}
-        yield "step", {**row, **how, **_rates(plan, figures, rates), **state}
+        state = {"before": before, "after": records.state(workload.on)}
+        yield "step", {**row, **how, **_rates(workload, figures, rates), **state}
 
 
-def _rates(plan: Plan, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+def _rates(workload: Workload, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
     """Returns the speed of a row, and its share of the machine's limits for its precision."""
     precision = found["precision"]
     roof = roof_of(rates, precision)
-    tok_per_s = plan.tokens / found["seconds"]["p50"]
-    flops = flops_per_token(plan.config.model)
+    tok_per_s = workload.tokens / found["seconds"]["p50"]
+    flops = flops_per_token(workload.config.model)
     speed: dict[str, Any] = {
         "tok_per_s": tok_per_s, "mfu": tok_per_s * flops / roof["matmul"],
         "mfu_convention": MFU_CONVENTION, "roof": roof,
     }  # fmt: skip
     if "parts" in found:
         size = 4 if precision == "fp32" else 2
-        speed["limits"] = parts.limits(plan.config.model, plan.tokens, size, roof)
+        speed["limits"] = parts.limits(workload.config.model, workload.tokens, size, roof)
     return speed
 
 
 def _llmc(
-    bench: StepBench, plan: Plan, rates: dict[str, float], about: dict[str, Any]
+    bench: StepBench, workload: Workload, rates: dict[str, float], about: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    config, row = plan.config, {**about, "implementation": "llm.c"}
+    config, row = workload.config, {**about, "implementation": "llm.c"}
     assert bench.llmc is not None
     try:
         contenders.expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
             raise UserError(f"needs GPT-2's vocabulary, got {config.model.vocab_size} tokens")
         sizes = {"batch": config.global_batch, "context": config.model.context}
-        if plan.on == "cpu":
+        if workload.on == "cpu":
             if sizes != LLMC_ON_CPU:
                 raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
             found = run_llmc_on_cpu(bench.llmc, config.model, LLMC_STEPS)
@@ -232,9 +232,9 @@ def _llmc(
             )
     except UserError as error:
         return "missing", {**row, "reason": str(error)}
-    precision = "fp32" if plan.on == "cpu" else "bf16"
+    precision = "fp32" if workload.on == "cpu" else "bf16"
     found |= {"optimizer": "adamw", "alternating": False, "precision": precision}
-    return "step", {**row, **found, **_rates(plan, found, rates)}
+    return "step", {**row, **found, **_rates(workload, found, rates)}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from fastgpt import flags
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.config.saved import CONVERTED, saved_config
-from fastgpt.convert.source import Source, read
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun
 from fastgpt.faults import failure
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> Config:
     return parse_with_source(argv)[0]
 
 
-def parse_with_source(argv: Sequence[str]) -> tuple[Config, Source | None]:
+def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     """Parses as `parse` does; also returns the model that --init-from names.
 
     Its architecture decides the defaults of the other flags, so it is opened here, once.
@@ -88,7 +88,7 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, Source | None]:
 
 def _new_run(
     recipe: str, init_from: str | None, given: list[str], asked: list[str]
-) -> tuple[Config, Source | None]:
+) -> tuple[Config, OpenedModel | None]:
     about, default = RECIPES[recipe]
     of = f"recipe {recipe}: {about}"
     init_from = default.init_from if init_from is None else init_from

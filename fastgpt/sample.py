@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     try:
         require_toolchain(asked, on, undecided=())
         found = open_model(config.run)
-        model, tokenizer = found.build(on, asked), found.tokenizer
+        model, tokenizer = found.build_gpt(on, asked), found.tokenizer
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     if tokenizer is None:

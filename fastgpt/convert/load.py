@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fastgpt.config.config import OpsConfig
-from fastgpt.convert.source import Source, read
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.model.gpt import GPT
 from fastgpt.terminal import print_line
@@ -32,10 +32,10 @@ def load(
     torch.Size([1, 5])
     """
     found = open_model(source)
-    return found.build(device, asked), found.tokenizer
+    return found.build_gpt(device, asked), found.tokenizer
 
 
-def open_model(source: str | Path) -> Source:
+def open_model(source: str | Path) -> OpenedModel:
     """Reads a model as `load` does, without building it, and prints its warnings."""
     found = read(str(source))
     for warning in found.complaints():

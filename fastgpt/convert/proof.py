@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint.tensors import octets
-from fastgpt.convert.source import Source, read
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.errors import UserError
 from fastgpt.model.generation import generate
 
@@ -18,7 +18,7 @@ PROMPTS, LENGTH, NEW = 2, 240, 16
 """Number of random prompts, their length, and the tokens by which they are continued."""
 
 
-def prove(source: Source, target: Path, to: str) -> str:
+def prove(source: OpenedModel, target: Path, to: str) -> str:
     """Compares a converted model with its source; returns what was compared.
 
     All bits are compared as fastgpt reads them. If one of both is a folder of Hugging Face,
@@ -61,7 +61,7 @@ def prove(source: Source, target: Path, to: str) -> str:
     )
 
 
-def _same_bits(name: str, *sources: Source) -> bool:
+def _same_bits(name: str, *sources: OpenedModel) -> bool:
     """Returns True if all models have a tensor of that name, with the same dtype and bits."""
     if any(name not in source.weights.plan for source in sources):
         return False
@@ -70,14 +70,14 @@ def _same_bits(name: str, *sources: Source) -> bool:
 
 
 @torch.no_grad()
-def _continued(source: Source) -> tuple[Tensor, Tensor, int]:
+def _continued(source: OpenedModel) -> tuple[Tensor, Tensor, int]:
     """Continues random prompts with the likeliest tokens, in fp32 on the CPU.
 
     Returns:
         tuple[Tensor, Tensor, int]: the text (PROMPTS, T) int64, its logits (PROMPTS, T, V) fp32 and
             the number of new tokens.
     """
-    model, context = source.build(), source.config.context
+    model, context = source.build_gpt(), source.config.context
     assert source.config.vocab_size is not None
     length = max(1, min(LENGTH, context // 2))
     new = min(NEW, context - length)

@@ -40,8 +40,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A model that was read."""
+class OpenedModel:
+    """A model of any format, opened: its settings, weights and tokenizer."""
 
     path: Path
     kind: str
@@ -60,7 +60,7 @@ class Source:
         lacks = f"{self.path} has no tokenizer: the model works on token ids only"
         return [*self.warnings, *[lacks] * (self.tokenizer is None)]
 
-    def build(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
+    def build_gpt(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
         selected = tables.select(asked or OpsConfig(), device, compiled=False)
         model = build_model(self.config, selected)
@@ -71,7 +71,7 @@ class Source:
         return model.to(device).eval()
 
 
-def read(source: str) -> Source:
+def read(source: str) -> OpenedModel:
     """Reads a model, whatever it was written by.
 
     Args:
@@ -90,7 +90,7 @@ def read(source: str) -> Source:
     if path.is_file() and path.suffix in READERS:
         kind, reader = READERS[path.suffix]
         config, weights = reader(path)
-        return _checked(Source(path, kind, config, tensors.in_memory(weights), None))
+        return _checked(OpenedModel(path, kind, config, tensors.in_memory(weights), None))
     if path.exists():
         raise UserError(
             f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
@@ -102,7 +102,7 @@ def read(source: str) -> Source:
 READERS = {".pt": ("nanogpt", read_nanogpt), ".bin": ("llmc", read_llmc)}
 
 
-def _checked(source: Source) -> Source:
+def _checked(source: OpenedModel) -> OpenedModel:
     """Raises `UserError` if a model lacks a tensor, or has another one or another shape."""
     expected = shapes(source.config)
     found = source.weights.plan
@@ -120,11 +120,11 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def _of_run(path: Path) -> Source:
+def _of_run(path: Path) -> OpenedModel:
     found, complaints = checkpoint.find(str(path), state=False)
     saved, others = found.path / "tokenizer.json", found.path / "huggingface.json"
     return _checked(
-        Source(
+        OpenedModel(
             path=found.path,
             kind="run",
             config=saved_config(found.path).model,
@@ -170,7 +170,7 @@ def _downloaded(name: str) -> Path:
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 
-def _of_folder(path: Path) -> Source:
+def _of_folder(path: Path) -> OpenedModel:
     settings = _json(path / "config.json")
     config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
@@ -188,7 +188,7 @@ def _of_folder(path: Path) -> Source:
         if (path / name).is_file():
             with _reading(path / name):
                 sidecars[name] = (path / name).read_text(encoding="utf-8")
-    return Source(path, "hf", config, weights, tokenizer, warnings, sidecars)
+    return OpenedModel(path, "hf", config, weights, tokenizer, warnings, sidecars)
 
 
 def _json(path: Path) -> Settings:

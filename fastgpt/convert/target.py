@@ -15,12 +15,12 @@ from fastgpt.config.saved import CONVERTED
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, settings_for, tensor_maps
 from fastgpt.convert.family import TensorMaps
-from fastgpt.convert.source import SIDECARS, Source, shapes
+from fastgpt.convert.source import SIDECARS, OpenedModel, shapes
 from fastgpt.errors import UserError
 from fastgpt.files import parse_json, write_atomically
 
 
-def write_run(source: Source, target: Path) -> None:
+def write_run(source: OpenedModel, target: Path) -> None:
     """Writes a run whose only checkpoint, of step 0, holds the model.
 
     Raises:
@@ -43,7 +43,7 @@ def write_run(source: Source, target: Path) -> None:
     )
 
 
-def write_folder(source: Source, target: Path, shard_bytes: int) -> None:
+def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     """Writes config.json, safetensors files and tokenizer of Hugging Face.
 
     Args:
@@ -83,7 +83,7 @@ def _renamed(
             yield from tensor_map.theirs(torch.full(sizes[ours], tensor_map.constant, dtype=dtype))
 
 
-def _write_tensors(source: Source, maps: TensorMaps, folder: Path, shard_bytes: int) -> None:
+def _write_tensors(source: OpenedModel, maps: TensorMaps, folder: Path, shard_bytes: int) -> None:
     """Writes one file, or several that an index lists; their names tell how many there are."""
     plan = dict(_renamed(source.weights.plan, maps, source.config))
     shards: list[dict[str, Tensor]] = [{}]

@@ -33,7 +33,7 @@ def non_dp_size(config: ParallelConfig, world: World) -> int:
     return group
 
 
-def shares_weights(config: ParallelConfig, world: World) -> bool:
+def shards_weights(config: ParallelConfig, world: World) -> bool:
     """Returns True if each rank holds only a shard of each weight: fsdp and hsdp, several ranks."""
     return config.kind != "ddp" and world.size > 1
 

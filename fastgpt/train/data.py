@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
-from fastgpt.convert.source import Source
+from fastgpt.convert.source import OpenedModel
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data, open_own
 from fastgpt.data.items import Data, ItemCorpus
@@ -24,7 +24,7 @@ GPT2_TOKENS = 50_257
 def open_for_run(
     config: Config,
     data: Data | None,
-    source: Source | None,
+    source: OpenedModel | None,
     world: World,
     warn: Callable[[str], None],
 ) -> DataSet:
@@ -55,7 +55,7 @@ def open_for_run(
 
 
 def _corpora(
-    config: Config, source: Source | None, world: World, warn: Callable[[str], None]
+    config: Config, source: OpenedModel | None, world: World, warn: Callable[[str], None]
 ) -> DataSet:
     where = resolve_source(config.data.source, warn)
     ends = config.data.align != "none" or config.model.document_mask  # bytes have none
@@ -76,7 +76,7 @@ def _corpora(
     return opened()
 
 
-def _conversations(config: Config, source: Source | None, world: World) -> Data:
+def _conversations(config: Config, source: OpenedModel | None, world: World) -> Data:
     def opened() -> Data:
         kind = init_from.with_tokenizer(config, source).tokenizer
         return open_conversations(
@@ -139,7 +139,7 @@ PREPARED = {
         "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
     ),
 }
-"""Source and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
+"""OpenedModel and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:

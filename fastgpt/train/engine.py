@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.config.config import Config
-from fastgpt.convert.source import Source
+from fastgpt.convert.source import OpenedModel
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches
@@ -30,7 +30,7 @@ from fastgpt.parallel.fsdp import (
 )
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
-from fastgpt.train.build import Parts, build
+from fastgpt.train.parts import Parts, build_parts
 from fastgpt.train.plan import Plan, resolve
 from fastgpt.train.schedule import lr_ratio
 
@@ -231,9 +231,9 @@ def build_engine(
     config: Config,
     warn: Callable[[str], None] = print,
     data: Data | None = None,
-    source: Source | None = None,
+    source: OpenedModel | None = None,
 ) -> Engine:
-    """Builds the engine of a run from its settings: `resolve`, then `build`.
+    """Builds the engine of a run from its settings: `resolve`, then `build_parts`.
 
     Args:
         warn: called on the main rank with each warning, one line long.
@@ -244,7 +244,7 @@ def build_engine(
         UserError: the settings, the data, the device and the checkpoint do not fit together.
     """
     plan = resolve(config, warn, data, source)
-    return Engine(plan, build(plan, warn), warn)
+    return Engine(plan, build_parts(plan, warn), warn)
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

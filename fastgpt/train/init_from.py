@@ -9,7 +9,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import Source, read, read_sidecars
+from fastgpt.convert.source import OpenedModel, read, read_sidecars
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -48,7 +48,7 @@ def check_architecture(config: Config, source: ModelConfig) -> None:
         raise UserError(f"{asked}: expected at most {most}, as {config.init_from} has positions")
 
 
-def source_of(config: Config, opened: Source | None, warn: Warn) -> Source | None:
+def source_of(config: Config, opened: OpenedModel | None, warn: Warn) -> OpenedModel | None:
     """Returns the model that a run starts from; None if there is none, or a checkpoint is resumed.
 
     Args:
@@ -65,7 +65,7 @@ def source_of(config: Config, opened: Source | None, warn: Warn) -> Source | Non
     return source
 
 
-def with_tokenizer(config: Config, source: Source | None) -> DataConfig:
+def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
     """Returns the settings of the data, with the model's tokenizer in place of `auto`.
 
     The model is `source`, or if that is None the checkpoint to resume. Its tokenizer is copied
@@ -104,7 +104,7 @@ def _side_file(resume: Path, name: str) -> Path:
     return next((path for path in paths if path.is_file()), paths[0])
 
 
-def chat_template(config: Config, source: Source | None) -> Template:
+def chat_template(config: Config, source: OpenedModel | None) -> Template:
     """Returns the chat template of a run.
 
     It is that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
@@ -126,7 +126,7 @@ def chat_template(config: Config, source: Source | None) -> Template:
     return template_of(kept) or Template()
 
 
-def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
+def check_vocabulary(source: OpenedModel, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if the data's tokenizer is known not to be the model's."""
     assert source.config.vocab_size is not None
     own, most = source.tokenizer, source.config.vocab_size
@@ -138,7 +138,7 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
         )
 
 
-def load_weights(source: Source, model: GPT) -> None:
+def load_weights(source: OpenedModel, model: GPT) -> None:
     """Loads weights into a model, whose context may be shorter than the source's."""
     weights = dict(source.weights)
     if "wpe.weight" in weights:

@@ -1,7 +1,7 @@
 """Plan of a run: all that its settings leave open is decided here, once, before it is built.
 
 `fastgpt.cli.parse` turns a command line into a `Config`; `resolve` turns that into a `Plan`, and
-`fastgpt.train.build` builds the model, the optimizers and the loader from it. After `resolve` no
+`fastgpt.train.parts` builds the model, the optimizers and the loader from it. After `resolve` no
 setting changes. A run saves its settings as config.json, and the rest of the plan in manifest.json.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import Config
-from fastgpt.convert.source import Source
+from fastgpt.convert.source import OpenedModel
 from fastgpt.data.dataset import DataSet
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
@@ -25,7 +25,7 @@ from fastgpt.ops.protocols import Ops
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
-from fastgpt.parallel.mesh import model_ranks, non_dp_size, shares_weights
+from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
 from fastgpt.train import init_from
 from fastgpt.train.data import check_splits, open_for_run
 from fastgpt.train.micro_batch import largest_micro_batch, least_bytes
@@ -51,7 +51,7 @@ class Plan:
     """Verdicts of `fastgpt.autotune` on the ops that were left to it."""
     micro_batch: int
     """Sequences of a micro-step, if memory does not ask for fewer."""
-    source: Source | None
+    source: OpenedModel | None
     """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
     data: DataSet
     orders: list[SampleOrder]
@@ -68,7 +68,7 @@ class Plan:
 
 
 def resolve(
-    config: Config, warn: Warn = print, data: Data | None = None, source: Source | None = None
+    config: Config, warn: Warn = print, data: Data | None = None, source: OpenedModel | None = None
 ) -> Plan:
     """Decides what a run's settings leave open; a collective operation of the ranks.
 
@@ -86,7 +86,7 @@ def resolve(
     world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
     warn = warn if world.is_main else lambda _: None
     precision = device.pick_precision(config.train.precision, on)
-    sharded = shares_weights(config.parallel, world)
+    sharded = shards_weights(config.parallel, world)
     _check_precision(config, precision, sharded)
     compiled, note = device.pick_compile(config.train.compile, on)
     choose.require_toolchain(config.ops, on)

@@ -15,7 +15,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.async_saver import Saver
 from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.config import Config, to_json
-from fastgpt.convert.source import Source
+from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, short
@@ -62,7 +62,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, data: Data | None = None, source: Source | None = None
+        self, config: Config, data: Data | None = None, source: OpenedModel | None = None
     ) -> None:
         self.display = Display()
         self.world = distributed.start(device.pick_device(config.train.device))

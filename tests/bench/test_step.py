@@ -123,7 +123,7 @@ def script(no_process, monkeypatch):
     return SimpleNamespace(answers=answers, asked=asked)
 
 
-PLAN = contenders.Plan(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
+PLAN = contenders.Workload(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
 
 
 def test_turns_alternate_the_first_does_not_count_and_times_stand_without_parts(script):

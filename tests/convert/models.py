@@ -21,7 +21,7 @@ from fastgpt.checkpoint.tensors import Weights, in_memory, octets
 from fastgpt.cli import parse
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
-from fastgpt.convert.source import Source, read
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
@@ -94,7 +94,7 @@ def saved_run(
     model = GPT.from_config(config)
     moved(model)
     weights = {name: x.detach().to(dtype) for name, x in model.state_dict().items()}
-    write_run(Source(folder, "run", config, in_memory(weights), tokenizer), folder)
+    write_run(OpenedModel(folder, "run", config, in_memory(weights), tokenizer), folder)
     return folder
 
 

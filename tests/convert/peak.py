@@ -15,7 +15,7 @@ import torch
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.load import load
-from fastgpt.convert.source import Source, shapes
+from fastgpt.convert.source import OpenedModel, shapes
 from fastgpt.convert.target import write_run
 from tests.convert.models import converted
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     print(f"weights {sum(sizes):.0f} MB, of which the largest has {max(sizes):.0f} MB")
     with tempfile.TemporaryDirectory() as folder:
         run, hf, again = (Path(folder) / name for name in ("run", "hf", "again"))
-        write_run(Source(run, "run", config, weights, None), run)
+        write_run(OpenedModel(run, "run", config, weights, None), run)
         before = peak()
         steps = {
             "run to hf": lambda: converted(run, hf, "hf", verify=False),

@@ -72,7 +72,11 @@ class Target:
 
 def load_model(path: Path) -> object:
     source = open_model(path)
-    model, tokenizer, template = source.build(), source.tokenizer, template_of(source.hf_sidecars)
+    model, tokenizer, template = (
+        source.build_gpt(),
+        source.tokenizer,
+        template_of(source.hf_sidecars),
+    )
     state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
     return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()

@@ -15,7 +15,7 @@ from torch import nn
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.config import TrainConfig
 from fastgpt.logs.metrics import read_records
-from fastgpt.parallel.build import replicate
+from fastgpt.parallel.parallelize import replicate
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
 
 SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"

@@ -56,7 +56,12 @@ def examples(ranks: int, count: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 6), (3, 2), (4, 4)])
+EVERY_TIME, ALL = ((2, 3), (4, 2)), ((2, 6), (3, 2), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count"), [*EVERY_TIME, *(pytest.param(*x, marks=pytest.mark.slow) for x in ALL)]
+)
 def test_losses_do_not_depend_on_the_ranks(ranks, count, fit, tiny, tmp_path):
     """Relative: 1e-5 after 50 steps; with Muon, whose bf16 products enlarge roundings, 1e-3."""
     always = f"--data.source {prepared(tmp_path / 'data', texts(60))} --steps 50 --eval-every 25"

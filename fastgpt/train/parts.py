@@ -24,9 +24,8 @@ from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
-from fastgpt.parallel.build import build as build_model
-from fastgpt.parallel.build import replicate
 from fastgpt.parallel.fsdp import forget_iteration, load_weights, local_shard, no_sync
+from fastgpt.parallel.parallelize import build_parallel_model, replicate
 from fastgpt.run.directory import resumes
 from fastgpt.train import init_from
 from fastgpt.train.micro_batch import REHEARSED, equal_memory, fitting, rehearse
@@ -75,7 +74,7 @@ class Parts:
     restored: Restored
 
 
-def build(plan: Plan, warn: Warn = print) -> Parts:
+def build_parts(plan: Plan, warn: Warn = print) -> Parts:
     """Builds the parts of a run; a collective operation of the ranks.
 
     Args:
@@ -110,7 +109,9 @@ def build(plan: Plan, warn: Warn = print) -> Parts:
 
 
 def _build_network(plan: Plan) -> Network:
-    model = build_model(plan.config, plan.ops, plan.world, plan.device, compiled=plan.compiled)
+    model = build_parallel_model(
+        plan.config, plan.ops, plan.world, plan.device, compiled=plan.compiled
+    )
     loss: Callable[..., Tensor] = model
     if plan.compiled and not plan.sharded:
         torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets

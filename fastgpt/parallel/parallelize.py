@@ -16,11 +16,13 @@ from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import broadcast_init, shard
-from fastgpt.parallel.mesh import build_mesh, check_context, shares_weights, split_context
+from fastgpt.parallel.mesh import build_mesh, check_context, shards_weights, split_context
 from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
 
-def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool) -> GPT:
+def build_parallel_model(
+    config: Config, ops: Ops, world: World, device: str, *, compiled: bool
+) -> GPT:
     """Builds the model with the numbers of `config.seed`; a collective operation.
 
     Args:
@@ -30,7 +32,7 @@ def build(config: Config, ops: Ops, world: World, device: str, *, compiled: bool
         UserError: the settings do not go together, or with the number of ranks.
     """
     parallel = config.parallel
-    sharded = shares_weights(parallel, world)
+    sharded = shards_weights(parallel, world)
     if sharded:  # a norm would need the bias of a block whose weights are shared out again
         ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
