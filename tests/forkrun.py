@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fastgpt.train import trainer  # noqa: F401 - so that not each rank imports it
+from tests.warm import IMPORTED
 
 
 def run(script: str, *arguments: str) -> None:
@@ -18,6 +18,8 @@ def run(script: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
+    for name in ("fastgpt.train.trainer", *IMPORTED):  # so that not each rank does
+        __import__(name)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     config = LaunchConfig(

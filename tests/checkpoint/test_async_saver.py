@@ -178,7 +178,9 @@ def test_all_ranks_leave_for_an_error_of_the_thread(tiny, tmp_path):
         "checkpoint.save = fails_at(4)\n"
         "train.main()\n"
     )
-    process = torchrun(2, str(tmp_path / "failing.py"), *tiny("--steps 100000 --eval-every 4"))
+    process = torchrun(
+        2, str(tmp_path / "failing.py"), *tiny("--steps 100000 --eval-every 4"), forks=True
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     said = re.findall(r"^error: the checkpoint of step 4 was not saved; .*$", err, re.MULTILINE)

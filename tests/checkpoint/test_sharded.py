@@ -155,7 +155,7 @@ def test_full_disk_of_one_rank_ends_all_with_one_line(tiny, tmp_path):
         "train.main()\n"
     )
     flags = tiny("--parallel.kind fsdp --steps 100000 --eval-every 4")
-    process = torchrun(2, str(tmp_path / "failing.py"), *flags)
+    process = torchrun(2, str(tmp_path / "failing.py"), *flags, forks=True)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     said = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -34,7 +34,7 @@ def test_a_rank_that_sleeps_in_its_data_ends_all_and_the_stacks_of_all_are_there
     script, seen = tmp_path / "sleeps.py", tmp_path / "seen"
     script.write_text(SLEEPS_IN_ITS_DATA)
     flags = "--eval-every 0 --train.micro-batch 2 --train.stall-s 4"
-    process = torchrun(2, str(script), *tiny(flags), SEEN=str(seen))
+    process = torchrun(2, str(script), *tiny(flags), forks=True, SEEN=str(seen))
     _, err = process.communicate(timeout=120)
     assert time.time() - seen.stat().st_mtime < 4 + 20
     assert process.returncode == 1

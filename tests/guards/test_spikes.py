@@ -110,7 +110,7 @@ def test_ranks_that_share_weights_go_back_together(fit, tiny, tmp_path, monkeypa
     (tmp_path / "spike.py").write_text(TWO_RANKS)
     there = tmp_path / "two"
     flags = tiny(FLAGS, f"--parallel.kind fsdp --run-dir {there}")
-    process = torchrun(2, str(tmp_path / "spike.py"), *flags)
+    process = torchrun(2, str(tmp_path / "spike.py"), *flags, forks=True)
     poisoned(monkeypatch, SPIKES)
     run = fit(FLAGS)
     finish(process)

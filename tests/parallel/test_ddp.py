@@ -21,10 +21,10 @@ from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, tor
 SHORT = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
 # train.py, but each rank says in the end how often it synced.
 COUNTED = """
-import json, os
-import torch
+import json, os, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from fastgpt.parallel import parallelize
 
 syncs = []
 
@@ -37,8 +37,7 @@ class Counted(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self.register_comm_hook(None, hook)
 
-torch.nn.parallel.DistributedDataParallel = Counted
-import train
+parallelize.DistributedDataParallel = Counted
 train.main()
 with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
     json.dump({"syncs": len(syncs), "numbers": sum(syncs)}, file)
@@ -53,7 +52,9 @@ def test_two_ranks_give_what_one_gives(fit, tiny, tmp_path):
     (tmp_path / "counted.py").write_text(COUNTED)
     flags = "--train.micro-batch 2 --optim.kind adamw --data.eval-tokens 0"
     argv = tiny(flags, f"--run-dir {tmp_path / 'two'}")
-    process = torchrun(2, str(tmp_path / "counted.py"), *argv, SEEN=str(tmp_path / "rank"))
+    process = torchrun(
+        2, str(tmp_path / "counted.py"), *argv, forks=True, SEEN=str(tmp_path / "rank")
+    )
     finish(process)
     for size in (4, 2):
         one = fit(flags, f"--train.micro-batch {size} --run-dir {tmp_path / f'one-{size}'}")

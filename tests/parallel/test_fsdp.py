@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
 @pytest.mark.parametrize("kind", ["--parallel.kind fsdp", "--parallel.cp 2"])
 def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, tiny, tmp_path):
     flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
-    process = torchrun(2, TRAIN, *tiny(flags, kind))
+    process = torchrun(2, TRAIN, *tiny(flags, kind), forks=True)
     read_until(process, r"^step +20/")
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(ranks[1]), signal.SIGTERM)

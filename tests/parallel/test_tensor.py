@@ -13,14 +13,14 @@ import sys
 import torch
 from fastgpt.cli import parse
 from fastgpt.faults.failure import abort_all_ranks
-from fastgpt.parallel import build
+from fastgpt.parallel import parallelize
 from fastgpt.train.trainer import Trainer
-build_model = build.build_model
+build_model = parallelize.build_model
 def told(*args, **options):
     model = build_model(*args, **options)
     print("built on", model.wte.weight.device.type, flush=True)
     return model
-build.build_model = told
+parallelize.build_model = told
 with abort_all_ranks():
     for run in ("a", "b"):
         trainer = Trainer(parse([*sys.argv[2:], "--run-dir", sys.argv[1] + "/" + run]))

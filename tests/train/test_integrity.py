@@ -46,7 +46,9 @@ train.main()
 def test_flipped_bit_is_named_by_rank_and_tensor(kind, ranks, faulty, said, tiny, tmp_path):
     (tmp_path / "flip.py").write_text(FLIP)
     flags = f"--parallel.kind {kind} --optim.kind adamw --train.verify-every 5 --steps 6"
-    process = torchrun(ranks, str(tmp_path / "flip.py"), *tiny(flags), FAULTY=str(faulty))
+    process = torchrun(
+        ranks, str(tmp_path / "flip.py"), *tiny(flags), forks=True, FAULTY=str(faulty)
+    )
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"error: step 4: the replicas of h.0.mlp.c_fc.weight differ, {said}" in err
@@ -72,7 +74,7 @@ train.main()
 def test_checkpoint_that_one_rank_alone_cannot_read_ends_all(fit, tiny, tmp_path):
     saved = fit("--steps 4") / "checkpoints" / "step_00000004"
     (tmp_path / "unreadable.py").write_text(UNREADABLE)
-    process = torchrun(2, str(tmp_path / "unreadable.py"), *tiny(f"--resume {saved}"))
+    process = torchrun(2, str(tmp_path / "unreadable.py"), *tiny(f"--resume {saved}"), forks=True)
     _, err = process.communicate(timeout=60)  # gloo would wait for half an hour
     assert "state.pt cannot be read: seeded fault; there is no valid one before it" in err
 
