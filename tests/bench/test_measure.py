@@ -188,7 +188,7 @@ def test_a_run_writes_a_record_that_the_report_reads(tmp_path, capsys):
     assert {"before", "after", "device_s", "host_s", "share"} <= set(timed)
     text = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     pages = sorted((tmp_path / "docs" / "benchmarks").glob("*.md"))
-    assert "| tiny/fp32 fwd | ours |" in pages[0].read_text()
+    assert "| tiny/fp32 | ours |" in pages[0].read_text()
     assert "flash-attn-3 | missing | needs CUDA" in text
     (found,) = (tmp_path / "docs" / "benchmarks").glob("*-roofline.png")
     assert found.read_bytes().startswith(b"\x89PNG")
