@@ -102,7 +102,7 @@ def test_a_change_of_the_requirements_installs_again(checkout, name):
     assert checkout.make("setup") == []
 
 
-@pytest.mark.parametrize("before", ["clean", "test"])
+@pytest.mark.parametrize("before", [pytest.param("clean", marks=pytest.mark.slow), "test"])
 @pytest.mark.parametrize("end", ["exit 1", "kill -KILL $PPID $$"])
 @pytest.mark.parametrize(("step", "args"), [("pip", "EXTRAS=data"), ("venv", "PYTHON=new")])
 def test_what_was_cut_short_is_done_again_from_scratch(checkout, step, args, end, before):

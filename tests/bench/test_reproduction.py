@@ -25,9 +25,12 @@ EARLY = {
     "lecture-layernorm": (300, 2.526),
     "lecture-gpt-small": (300, 2.416),
 }
+SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their parts, too
 
 
-@pytest.mark.parametrize("recipe", EARLY)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in EARLY]
+)
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
     engine = build_engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))

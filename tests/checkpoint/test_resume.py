@@ -353,7 +353,9 @@ def start(argv):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGUSR1]
+)
 def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, sent):
     """A stop signal saves the run and prints a resume command that works in a shell.
 

@@ -13,6 +13,7 @@ from tests.faults.chaos import Work, run_work
 from tests.processes import ROOT, python
 
 
+@pytest.mark.slow
 def test_kills_lose_nothing(tmp_path):
     done = python("-m", "tests.faults.chaos", "--tries", len(chaos.WORKS), "--out", tmp_path / "x")
     assert done.returncode == 0, done.stdout + done.stderr

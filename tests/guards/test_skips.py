@@ -72,7 +72,13 @@ def wrong_at_step_3(forward, wrong):
     return forwards
 
 
-@pytest.mark.parametrize("flags", ["--optim.kind muon", "--optim.kind adamw --parallel.kind fsdp"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--optim.kind muon", marks=pytest.mark.slow),
+        "--optim.kind adamw --parallel.kind fsdp",
+    ],
+)
 def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
     (tmp_path / "wrong.py").write_text(ONE_RANK_IS_WRONG)
     optimizer = " ".join(flags.split()[:2])

@@ -20,6 +20,18 @@ def marks(spec, label, dtype):
     return [pytest.mark.brief] * brief + [pytest.mark.quick] * quick
 
 
+LONG = (
+    conformance.compiles_once, conformance.opcheck_passes, conformance.offsets_may_pass_32_bits,
+    conformance.strides_of_gradients_do_not_matter,
+)  # fmt: skip
+"""Checks that take the most time, of an op's wrapper more than of its kernels."""
+
+
+def is_slow(spec, label, check):
+    """Returns True for a long check of any but the first structural problem."""
+    return check in LONG and label != conformance.structural(spec)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
     [
@@ -40,12 +52,15 @@ def test_parity(name, label, dtype, device):
 @pytest.mark.parametrize(
     ("name", "label", "check"),
     [
-        pytest.param(name, label, check, id=f"{name}-{label}-{check.__name__}")
+        pytest.param(
+            name, label, check, id=f"{name}-{label}-{check.__name__}",
+            marks=[pytest.mark.slow] * is_slow(spec, label, check),
+        )
         for name, spec in PROVED.items()
         for label in conformance.structural(spec)
         for check in conformance.checks(spec)
     ],
-)
+)  # fmt: skip
 def test_conforms(name, label, check, device):
     check(PROVED[name], PROVED[name].problems[label], device)
 

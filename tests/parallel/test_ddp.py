@@ -115,7 +115,11 @@ def test_sigusr1_to_one_rank_ends_all_with_the_status_for_the_queue(tiny, tmp_pa
 
 @pytest.mark.parametrize(
     ("sent", "ranks", "hangs"),
-    [(signal.SIGKILL, 2, False), (signal.SIGKILL, 2, True), (signal.SIGUSR1, 1, False)],
+    [
+        pytest.param(signal.SIGKILL, 2, False, marks=pytest.mark.slow),
+        (signal.SIGKILL, 2, True),
+        (signal.SIGUSR1, 1, False),
+    ],
 )
 def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     """Ranks save and end soon after torchrun, and those that cannot save end without."""

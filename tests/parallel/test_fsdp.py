@@ -20,7 +20,10 @@ PACKED = (
 )
 
 
-@pytest.mark.parametrize(("more", "ranks"), [("", 2), (PACKED, 4)], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [pytest.param("", 2, marks=pytest.mark.slow, id="plain"), pytest.param(PACKED, 4, id="packed")],
+)
 def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
     """Steps 1 to 4 on one rank, 5 and 6 on several with other kinds, 7 and 8 on one again.
 
@@ -43,7 +46,9 @@ def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
         assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["--parallel.kind fsdp", "--parallel.cp 2"])
+@pytest.mark.parametrize(
+    "kind", ["--parallel.kind fsdp", pytest.param("--parallel.cp 2", marks=pytest.mark.slow)]
+)
 def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, tiny, tmp_path):
     flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
     process = torchrun(2, TRAIN, *tiny(flags, kind), forks=True)

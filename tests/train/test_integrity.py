@@ -39,9 +39,8 @@ train.main()
     ("kind", "ranks", "faulty", "said"),
     [
         ("ddp", 2, 1, "rank 1 against rank 0"),
-        ("hsdp --parallel.shards 2", 4, 3, "rank 3 against r"),
+        pytest.param("hsdp --parallel.shards 2", 4, 3, "rank 3 against r", marks=pytest.mark.slow),
     ],
-    ids=["ddp", "hsdp"],
 )
 def test_flipped_bit_is_named_by_rank_and_tensor(kind, ranks, faulty, said, tiny, tmp_path):
     (tmp_path / "flip.py").write_text(FLIP)
