@@ -40,7 +40,8 @@ env = .check-python
 
 else
 
-# A target depends on the stamp of the extras that it needs. `.installing` is there from the first
+# A target depends on the stamp of the extras that it needs; simgpu, which executes compiled kernels
+# on the CPU, is installed with any. `.installing` is there from the first
 # write to the last and then becomes the stamp: an install that was cut short leaves no stamp, and
 # a pyproject.toml edited meanwhile is newer than it.
 PY := $(VENV)/bin/python
@@ -52,9 +53,9 @@ asked := $(if $(filter file,$(origin PYTHON)),$(PY),$(PYTHON))
 usable := $(shell { [ -e $(VENV)/pyvenv.cfg ] && [ ! -e $(VENV)/.installing ] && $(PY) -Ic 'import pip' \
 	&& [ "$$($(PY) -V)" = "$$($(asked) -V)" ] && echo yes; } 2>/dev/null)
 
-$(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
+$(call env,%): pyproject.toml constraints.txt simgpu/pyproject.toml $(if $(usable),,.new-venv)
 	@echo $$PPID >$(VENV)/.installing
-	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])'
+	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])' -e ./simgpu
 	@mv $(VENV)/.installing $@ && touch -r $@ $(call env,core)
 
 .new-venv: .check-python
@@ -100,7 +101,7 @@ on_cuda := -rs -n auto --maxprocesses 8 --dist loadgroup -m
 then_on_cuda = $(if $(cuda),; cpu=$$?; $(PY) -m pytest -q $(ARGS) $(on_cuda) $(1); cuda=$$?; \
 	echo "exit status $$cpu without CUDA and $$cuda on it; 0: passed; 5: no test was selected"; \
 	[ $$cpu$$cuda = 00 ] || [ $$cpu$$cuda = 05 ] || [ $$cpu$$cuda = 50 ])
-executed := tests/kernels tests/proof/execute -m "not gpu and not slow" -n auto --maxprocesses 4
+executed := tests/kernels tests/proof/execute simgpu/tests/executor -m "not gpu and not slow" -n auto --maxprocesses 4
 ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
 
@@ -148,7 +149,7 @@ parity-full: $(call env,dev) ## every problem, compiled for every arch, on the C
 	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
 
 simgpu: $(SIMGPU)/.installed ## run simgpu's tests: the CUDA half on a simulated GPU (its environment: build/simgpu)
-	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m pytest -q simgpu/tests -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m pytest -q simgpu/tests/cuda -n 2 --dist worksteal $(ARGS)
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
@@ -181,5 +182,5 @@ fmt: $(call env,dev) ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove caches and build leftovers; environment, data and runs stay
-	rm -rf build fastgpt.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build fastgpt.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name site-packages -prune -o -name __pycache__ -prune -exec rm -rf {} +

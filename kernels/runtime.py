@@ -3,7 +3,7 @@
 An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
 launch through `launch` alone, which counts launches and can hand them to a stand-in for the device:
-`kernels.aot` compiles exactly what is recorded, `kernels.proof.execute` runs it on the CPU. Nothing
+`kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
 here imports triton, which macOS lacks.
 """
 

@@ -74,7 +74,7 @@ def test_every_test_file_is_in_one_part(checkout):
         words = shlex.split(arguments.removeprefix("ARGS="))
         ignored += [x.removeprefix("--ignore=") for x in words if x.startswith("--ignore=")]
         if target.startswith("test"):
-            selected += [word for word in words if word.startswith("tests/")]
+            selected += [word for word in words if word.startswith(("tests/", "simgpu/"))]
     assert sorted(selected) == sorted(ignored)
     assert all((ROOT / name).exists() for name in ignored)
 

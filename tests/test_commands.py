@@ -17,7 +17,6 @@ from fastgpt import cli
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
 from tests.processes import ended
-from tests.proof.execute.test_launch import SCRIPT
 from tests.warm import Warm
 
 pytestmark = pytest.mark.slow
@@ -124,7 +123,7 @@ def checkout(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("bench", "docs"):  # commands write there
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
-    (tmp_path / "yourfile.py").write_text(SCRIPT)
+    (tmp_path / "yourfile.py").symlink_to(ROOT / "simgpu/tests/executor/yourfile.py")
     text = "the cat sat on the mat, and the dog sat on the log.\n"
     (tmp_path / "mybook.txt").write_text(40 * text)
     (tmp_path / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}')

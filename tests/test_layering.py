@@ -1,6 +1,7 @@
 """Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {bench, train.py} <- tests.
 
-The scripts of examples/ import fastgpt alone. Inside of fastgpt, imports go down the floors of
+The scripts of examples/ import fastgpt alone. simgpu imports nothing of these; kernels/proof and
+the tests import its executor. Inside of fastgpt, imports go down the floors of
 `ROOMS`.
 """
 
@@ -16,14 +17,18 @@ from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What each part may import of the project, itself included; the kernels are fastgpt.kernels.
+# What each part may import of the project, itself included; the kernels are fastgpt.kernels. A file
+# belongs to the last part that has it.
 FIRST_PARTY = {
+    "simgpu": {"simgpu"},
+    "simgpu/src/simgpu/executor": {"simgpu.executor"},
     "kernels": {"fastgpt.kernels"},
+    "kernels/proof": {"fastgpt.kernels", "simgpu.executor"},
     "fastgpt": {"fastgpt"},
     "train": {"train", "fastgpt"},
     "bench": {"bench", "fastgpt"},
     "examples": {"fastgpt"},
-    "tests": {"tests", "bench", "train", "fastgpt"},
+    "tests": {"tests", "bench", "train", "fastgpt", "simgpu.executor"},
 }
 # The rooms of fastgpt by floor: each imports of the floors above it in this list, and of itself.
 ROOMS = (
@@ -41,8 +46,9 @@ ROOMS = (
     "cli",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
-PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels"}
-KERNELS_THIRD_PARTY = {"torch", "triton", "numpy"}
+PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels", "simgpu"}
+LEAN = {"simgpu/src/simgpu/executor", "kernels", "kernels/proof"}
+LEAN_THIRD_PARTY = {"torch", "triton", "numpy"}
 
 
 def imported_modules(path: Path, root: Path, names: bool = False) -> Iterator[tuple[int, str]]:
@@ -73,14 +79,18 @@ def allowed(part: str, module: str) -> bool:
     top = module.partition(".")[0]
     if top in PROJECT:
         return any(f"{module}.".startswith(f"{name}.") for name in FIRST_PARTY[part])
-    return part != "kernels" or top in KERNELS_THIRD_PARTY or top in sys.stdlib_module_names
+    return part not in LEAN or top in LEAN_THIRD_PARTY or top in sys.stdlib_module_names
 
 
 def violations(root: Path) -> list[str]:
-    return [
-        f"{path.relative_to(root)}:{line} imports {module}"
+    part_of = {
+        path: part
         for part in FIRST_PARTY
         for path in sorted([*root.glob(f"{part}.py"), *root.glob(f"{part}/**/*.py")])
+    }
+    return [
+        f"{path.relative_to(root)}:{line} imports {module}"
+        for path, part in part_of.items()
         for line, module in imported_modules(path.relative_to(root), root)
         if not allowed(part, module)
     ]
@@ -115,13 +125,14 @@ def test_rooms_import_of_lower_floors_alone():
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
-    """Returns the modules of fastgpt, or of its kernels, that each of them imports."""
+    """Returns the modules of fastgpt, its kernels or simgpu that each of them imports."""
     paths = [p.relative_to(ROOT) for p in sorted((ROOT / package).rglob("*.py"))]
     paths = [p for p in paths if (package == "kernels") == ("kernels" in p.parts)]
     above = "fastgpt." * (package == "kernels")
     modules = {
         above + ".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in paths
     }
+    modules = {name.removeprefix("simgpu.src."): path for name, path in modules.items()}
     return {
         name: {
             other
@@ -133,7 +144,9 @@ def module_graph(package: str) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize(("package", "least"), [("fastgpt", 90), ("kernels", 70)])
+@pytest.mark.parametrize(
+    ("package", "least"), [("fastgpt", 90), ("kernels", 50), ("simgpu/src", 30)]
+)
 def test_no_modules_import_each_other_in_a_circle(package, least):
     graph = module_graph(package)
     graph.pop("fastgpt", None)  # its names are of all rooms
@@ -166,6 +179,11 @@ def test_a_seeded_import_of_a_higher_floor_is_caught(tmp_path, file, source, cau
         ("kernels/a.py", "import fastgpt.model", "fastgpt.model"),
         ("kernels/a.py", "def f():\n    from bench import run", "bench"),
         ("kernels/a.py", "import requests", "requests"),
+        ("kernels/a.py", "import simgpu.executor", "simgpu.executor"),
+        ("kernels/proof/a.py", "import simgpu.operators", "simgpu.operators"),
+        ("simgpu/src/simgpu/a.py", "import fastgpt.kernels", "fastgpt.kernels"),
+        ("simgpu/src/simgpu/executor/a.py", "import simgpu.build", "simgpu.build"),
+        ("simgpu/src/simgpu/executor/a.py", "import requests", "requests"),
         ("kernels/a.py", "from ..model import GPT", "fastgpt.model"),
         ("kernels/a/b.py", "import importlib\nimportlib.import_module('tests.a')", "tests.a"),
         ("fastgpt/a.py", "import os, bench", "bench"),

@@ -32,8 +32,9 @@ echo "$*" >>'{folder}/log'
 [ "$2" != venv ] || touch "$3/pyvenv.cfg"
 """
 PYTHONS = {"python3": (3, 11, 9), "new": (3, 12, 1), "old": (3, 8, 18), "bare": (3, 11, 9)}
+REQUIREMENTS = ("pyproject.toml", "constraints.txt", "simgpu/pyproject.toml")
 VENV, PIP = "-m venv .venv", "-m pip install -c constraints.txt -e "
-CORE, DEV, BOTH = f"{PIP}.", f"{PIP}.[dev]", f"{PIP}.[dev,data]"
+CORE, DEV, BOTH = (f"{PIP}.{extras} -e ./simgpu" for extras in ("", "[dev]", "[dev,data]"))
 TRAIN, TEST = "train.py baby", "-m pytest -q -m not slow -n auto --maxprocesses 4"
 ON_CUDA = "-m pytest -q -rs -n auto --maxprocesses 8 --dist loadgroup -m gpu and not slow"
 TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -44,10 +45,10 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.root, self.bin = folder, folder / "a checkout", folder / "bin"
-        self.root.mkdir()
+        (self.root / "simgpu").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-            os.utime(shutil.copy(ROOT / name, self.root), (1e9, 1e9))
+        for name in ("Makefile", *REQUIREMENTS):
+            os.utime(shutil.copy(ROOT / name, self.root / name), (1e9, 1e9))
         for name, version in PYTHONS.items():
             said = {"version": version, "ensurepip": "None" if name == "bare" else "sys"}
             script = STAND_IN.format(python=sys.executable, folder=folder, **said)
@@ -90,7 +91,7 @@ def test_what_is_there_is_not_installed_again(checkout, steps):
     assert [checkout.make(args) for args, _ in steps] == [calls for _, calls in steps]
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+@pytest.mark.parametrize("name", REQUIREMENTS)
 def test_a_change_of_the_requirements_installs_again(checkout, name):
     checkout.make("setup")
     time.sleep(0.02)  # a kernel's clock for files may tick only every 10 ms

@@ -7,8 +7,8 @@ masks. The counts of a problem of full size follow exactly. They are polynomials
 tiles, since each thread block does the same work but for the number of tiles in its loops. The
 polynomial goes through a few small sizes and must then give every count of every basic block of one
 more size, and the number of thread blocks that the full problem launches; otherwise larger units
-are tried, and then it is an error. What is counted, and how: `execute.counters`. Passes that only
-poll an mbarrier (sm_100) depend on time; here they are those of threads that run in turn.
+are tried, and then it is an error. What is counted, and how: `simgpu.executor.counters`. Passes
+that only poll an mbarrier (sm_100) depend on time; here they are those of threads that run in turn.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from ..runtime import INTERPRETING, Launch, executing, family
 from ..spec import Problem, Spec
 from ..specs import SPECS
 from .compile import Config, specialised
-from .execute import Counters, compile_launch, execute
-from .execute.counters import NAMES
-from .execute.launch import built
+from .fenced import NAMES, Counters, built, compile_launch, execute
 from .sass import DEVICES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -17,10 +17,10 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
 from fastgpt.kernels.proof.compile import Case
-from fastgpt.kernels.proof.execute import FaultError
 from fastgpt.kernels.rows import as_rows
 from fastgpt.kernels.runtime import autocast_dtype, define_op, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
+from simgpu.executor import FaultError
 from tests.kernels import conformance
 
 FAULTS: set[str] = set()

@@ -6,6 +6,10 @@ import traceback
 from collections import Counter
 from typing import Any
 
+from simgpu.executor import Compiled, FaultError, UnknownPtxError, run_ptx
+from simgpu.executor.launch import built
+from simgpu.executor.memory import Region
+
 LAUNCH_FAILED = 719
 
 
@@ -47,7 +51,7 @@ def _launch(pointer: Any) -> int:
         _execute(launch)
     except BaseException as error:
         what = f"{type(error).__name__}: {error}"
-        if type(error).__name__ not in ("FaultError", "UnknownPtxError"):
+        if not isinstance(error, FaultError | UnknownPtxError):
             what = traceback.format_exc()
         print(f"simgpu: kernel {name} failed: {what}", file=sys.stderr, flush=True)
         return LAUNCH_FAILED
@@ -55,13 +59,6 @@ def _launch(pointer: Any) -> int:
 
 
 def _execute(launch: Launch) -> None:
-    try:
-        from fastgpt.kernels.proof.execute.launch import Compiled, built, run_ptx
-        from fastgpt.kernels.proof.execute.memory import Region
-    except ImportError as error:
-        what = "fastgpt is not installed: its executor runs the kernels"
-        raise NotImplementedError(what) from error
-
     ptx = launch.ptx.decode()
     if launch.block[1] != 1 or launch.block[2] != 1 or launch.block[0] % 32:
         raise NotImplementedError(f"thread blocks of {list(launch.block)} are not executed")

@@ -24,9 +24,10 @@ from fastgpt.kernels import runtime
 from fastgpt.kernels.attention.spec import SHAPES
 from fastgpt.kernels.cross_entropy.spec import EVERY_OPTION, variants_of
 from fastgpt.kernels.proof.compile import Case, collect
-from fastgpt.kernels.proof.execute import Launch, compile_launch, run_launch
-from fastgpt.kernels.proof.execute.launch import built
+from fastgpt.kernels.proof.fenced import compile_launch, run_launch
 from fastgpt.kernels.specs import SPECS
+from simgpu.executor import Launch
+from simgpu.executor.launch import built
 
 ENOUGH = 0.95
 SIZES: dict[str, tuple[dict[int, int], ...]] = {

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fastgpt.kernels.fences import fenced
-from fastgpt.kernels.proof.execute import FaultError, Launch, compile_launch, run_launch
+from simgpu.executor import FaultError, Launch, compile_launch, run_launch
 
 SIZE, TILES = 64, 5
 

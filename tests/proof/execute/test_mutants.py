@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fastgpt.kernels import runtime
-from fastgpt.kernels.proof.execute import FaultError, Launch, compile_launch, run_launch
+from fastgpt.kernels.proof.fenced import compile_launch, run_launch
 from fastgpt.kernels.spec import Make, Problem, Spec
 from fastgpt.kernels.specs import SPECS
+from simgpu.executor import FaultError, Launch
 from tests.kernels import conformance
 from tests.processes import printed_by
 

@@ -1,0 +1,17 @@
+"""The executor of `simgpu`, which compiles our kernels as they are launched: with the fences."""
+
+from .. import fences
+
+try:
+    import simgpu.executor as executor
+    from simgpu.executor.counters import NAMES, Counters
+    from simgpu.executor.launch import built, compile_launch, execute, run_launch
+except ImportError as error:
+    raise ImportError(
+        "compiled kernels are executed by simgpu.executor, which is not installed:"
+        " pip install ./simgpu in a checkout of fastgpt"
+    ) from error
+
+__all__ = ["NAMES", "Counters", "built", "compile_launch", "execute", "executor", "run_launch"]
+
+executor.around_compilation.append(fences.added)

@@ -1,0 +1,38 @@
+"""Executes the PTX of compiled Triton kernels on a CPU, and finds the faults in it.
+
+Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
+Triton. From the bottom up: `ptx` (parser), `counters` (a profile), `state` (the lanes' registers),
+`memory` (global), `shared`, `flight` (copies, products and registers under way), `tensor_memory`,
+`machine` (thread blocks in lockstep), `unwritten`, `build` (instructions to steps), `formats`
+(numbers), `lanes` (one function for all threads); the instructions in `arithmetic`, `moves`,
+`warp`, `tensor` (fragments, descriptors), `groups` (cp.async, wgmma), `mbarrier` and `tcgen05`; and
+`launch` (compiling, binding, running).
+
+Kernels of yours, whatever launches them:
+
+    from simgpu.executor import executed_on_cpu
+
+    x, y = torch.randn(1000), torch.empty(1000)
+    with executed_on_cpu(arch=90):
+        double_kernel[(4,)](x, y, 1000, BLOCK=256)
+
+Here y holds the result, or a `FaultError` says what is wrong and in which thread and line.
+"""
+
+from simgpu.executor.counters import Counters
+from simgpu.executor.errors import FaultError, UnknownPtxError
+from simgpu.executor.launch import (
+    Compiled,
+    Launch,
+    around_compilation,
+    compile_launch,
+    execute,
+    executed_on_cpu,
+    run_launch,
+    run_ptx,
+)
+
+__all__ = [
+    "Compiled", "Counters", "FaultError", "Launch", "UnknownPtxError", "around_compilation",
+    "compile_launch", "execute", "executed_on_cpu", "run_launch", "run_ptx",
+]  # fmt: skip

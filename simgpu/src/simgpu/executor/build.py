@@ -1,0 +1,212 @@
+"""From instructions to steps: closures that do on all lanes what one instruction says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from simgpu.executor.errors import LaneError, UnknownPtxError
+from simgpu.executor.machine import Machine, Step
+from simgpu.executor.ptx import (
+    BOOL,
+    Address,
+    Immediate,
+    Instruction,
+    Name,
+    Operand,
+    Program,
+    Vector,
+)
+from simgpu.executor.state import Mask
+from simgpu.executor.unwritten import suspects, watched
+
+Builder = Callable[["Build", Instruction], Step]
+TABLE: dict[str, Builder] = {}
+"""Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
+
+STRINGS = 1 << 62
+"""Address of the first of a program's strings, the next one further each: no memory is there."""
+
+
+def opcode(*names: str) -> Callable[[Builder], Builder]:
+    """Registers a builder for opcodes that begin with one of `names`."""
+
+    def register(builder: Builder) -> Builder:
+        TABLE.update(dict.fromkeys(names, builder))
+        return builder
+
+    return register
+
+
+class Build:
+    """Makes the steps of a program; numbers in the text become slots that hold them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.suspects = suspects(program)
+        self.constants: dict[tuple[int, Any], int] = {}
+        self.here = 0
+        """Number of the basic block that is being built."""
+        self.blocks: list[list[Step]] = []
+        for self.here, block in enumerate(program.blocks):
+            steps = [self._step(instruction) for instruction in block]
+            if not block or not ends(block[-1]):
+                steps.append(lambda m, mask, after=self.here + 1: m.go(after, mask))
+            self.blocks.append(steps)
+
+    def registers(self) -> list[Any]:
+        """Slot -> value before the first instruction: None, but for constants."""
+        values: list[Any] = [None] * len(self.program.dtypes)
+        for (value, dtype), slot in self.constants.items():
+            values[slot] = np.dtype(dtype).type(value)
+        return values
+
+    def slot(self, operand: Any, dtype: Any) -> int:
+        """Slot of a register, or of a number of the given dtype."""
+        if isinstance(operand, int):
+            return operand
+        if isinstance(operand, Name) and operand.text == "global_smem":
+            operand = Immediate(0)
+        if isinstance(operand, Name) and operand.text in self.program.strings:
+            operand = Immediate(STRINGS + list(self.program.strings).index(operand.text))
+        if not isinstance(operand, Immediate):
+            raise UnknownPtxError(f"operand {operand}")
+        dtype = np.dtype(dtype)
+        dtype = dtype if dtype == BOOL else np.dtype(f"u{dtype.itemsize}")
+        bits = 1 if dtype == BOOL else 8 * dtype.itemsize
+        value = abs(operand.value) % 2 if dtype == BOOL else operand.value % (1 << bits)
+        key = (value, dtype.str)
+        if key not in self.constants:
+            self.constants[key] = len(self.program.dtypes)
+            self.program.dtypes.append(dtype)
+        return self.constants[key]
+
+    def vector(self, operand: Operand, dtype: Any) -> list[int | None]:
+        """Slots of a list in braces, or of one register alone."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [None if item is None else self.slot(item, dtype) for item in items]
+
+    def _step(self, instruction: Instruction) -> Step:
+        parts = instruction.op.split(".")
+        for length in range(len(parts), 0, -1):
+            builder = TABLE.get(".".join(parts[:length]))
+            if builder is not None:
+                break
+        else:
+            raise unknown(instruction)
+        step = builder(self, instruction)
+        if instruction.guard is not None and parts[0] != "bra":
+            step = _guarded(step, instruction.guard, instruction.negated)
+        if self.suspects.isdisjoint(instruction.reads):
+            return step
+        return watched(step, instruction, self.suspects)
+
+
+def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tuple[int, Any]:
+    """Returns (register slot, offset) of a memory operand [register + offset]."""
+    assert isinstance(operand, Address), operand
+    base = b.slot(Immediate(0), dtype) if operand.base is None else operand.base
+    dtype = b.program.dtypes[base].type
+    return base, dtype(operand.offset % (1 << 8 * np.dtype(dtype).itemsize))
+
+
+def unknown(instruction: Instruction) -> UnknownPtxError:
+    atomic = instruction.op.startswith(("atom", "red."))
+    what = (
+        "the executor does not know this form of atomics"
+        if atomic
+        else "the executor does not know"
+    )
+    line = f"PTX line {instruction.line} ({instruction.source})"
+    return UnknownPtxError(f"{line}: {what}: {instruction.text[:100]}")
+
+
+def ends(instruction: Instruction) -> bool:
+    """True if an instruction says itself where its threads go next."""
+    first, *rest = instruction.op.split(".")
+    return first in ("bra", "ret", "exit", "trap", "barrier") or (
+        first == "bar" and rest[0] != "warp"
+    )
+
+
+def _guarded(inner: Step, guard: int, negated: bool) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        any_, lanes = m.active(mask, guard, negated)
+        if any_:
+            inner(m, lanes)
+
+    return step
+
+
+# --- control flow ---------------------------------------------------------------------------------
+
+
+@opcode("bra")
+def _bra(b: Build, instruction: Instruction) -> Step:
+    target, after = b.program.target(instruction), b.here + 1
+    guard, negated = instruction.guard, instruction.negated
+
+    if guard is None:
+        return lambda m, mask: m.go(target, mask)
+
+    def branch(m: Machine, mask: Mask) -> None:
+        any_, lanes = m.active(mask, guard, negated)
+        if any_:
+            m.go(target, lanes)
+            if lanes is mask or lanes is None:
+                return
+        assert lanes is not None or not any_
+        rest = mask if lanes is None or not any_ else ~lanes if mask is None else mask & ~lanes
+        if rest is None or rest.any():
+            m.go(after, rest)
+
+    return branch
+
+
+@opcode("ret", "exit")
+def _ret(b: Build, instruction: Instruction) -> Step:
+    if instruction.guard is not None:
+        raise unknown(instruction)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.exited[m.index(mask)] = True
+
+    return step
+
+
+@opcode("trap")
+def _trap(b: Build, instruction: Instruction) -> Step:
+    """Ends the kernel with a fault; compilers also put it where nothing should ever come."""
+
+    def step(m: Machine, mask: Mask) -> None:
+        raise LaneError(m.index(mask)[0], "trap")
+
+    return step
+
+
+@opcode("call.uni")
+def _call(b: Build, instruction: Instruction) -> Step:
+    """A call of __assertfail, the only function that is known: a fault with the message."""
+    if Name("__assertfail") not in instruction.args:
+        raise unknown(instruction)
+    texts = list(b.program.strings.values())
+
+    def step(m: Machine, mask: Mask) -> None:
+        lane = m.index(mask)[0]
+        message, file, line = (m.outgoing.get(f"param{i}", -1) for i in range(3))
+        what, where = (
+            texts[x - STRINGS].strip("\0") if 0 <= x - STRINGS < len(texts) else "?"
+            for x in (message, file)
+        )
+        raise LaneError(lane, f"the assertion {what!r} of {where}:{line} failed")
+
+    return step
+
+
+@opcode("bar.sync", "barrier.sync")
+def _barrier(b: Build, instruction: Instruction) -> Step:
+    """bar.sync 0 (9.7.14.1): all threads of the block wait for each other."""
+    if instruction.args != [Immediate(0)] or instruction.guard is not None:
+        raise unknown(instruction)
+    after = b.here + 1
+    return lambda m, mask: m.arrive(mask, after)

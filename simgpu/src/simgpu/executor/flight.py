@@ -1,0 +1,220 @@
+"""Asynchronous work: copies to shared memory, products, registers that will be written later.
+
+Nothing asynchronous happens before something waits for it, as late as the ISA allows. Code that
+waits too little meets memory that is still being copied to, or registers that hold NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from simgpu.executor.errors import LaneError
+from simgpu.executor.ptx import Array
+from simgpu.executor.shared import COMING, SharedMemory
+from simgpu.executor.state import LaneState, Mask
+
+NAN = np.uint32(0x7FFF_FFFF)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Copy:
+    """One cp.async: bytes that will arrive in shared memory."""
+
+    lanes: Array
+    offset: Array
+    """Byte offset of each lane's destination."""
+    data: Array
+    """(lanes, bytes)."""
+    group: Array
+    """Number of the commit group of each lane."""
+
+    def part(self, chosen: Array) -> "Copy":
+        """The copies of some of the lanes."""
+        parts = (self.lanes, self.offset, self.data, self.group)
+        return Copy(*(part[chosen] for part in parts))
+
+
+class Copies:
+    """All copies under way in a machine."""
+
+    def __init__(self, m: LaneState, shared: SharedMemory) -> None:
+        self.m, self.shared = m, shared
+        self.pending: list[Copy] = []
+        self.group = np.zeros(m.size, np.int32)
+        """Number of groups that each lane has committed."""
+
+    def start(self, lanes: Array, offset: Array, data: Array) -> None:
+        """Bytes (lanes, bytes) are on their way to shared memory."""
+        shared = self.shared
+        units = shared.units(offset, data.shape[1])
+        shared.refuse_clashes(lanes, units, "copies to")
+        shared.state[units] = COMING
+        self.pending.append(Copy(lanes, offset, data, self.group[lanes]))
+
+    def wait(self, lanes: Array, allowed: int) -> None:
+        """Copies arrive, but for those of the last `allowed` groups of these lanes."""
+        waiting = np.zeros(self.m.size, bool)
+        waiting[lanes] = True
+        limit, left, shared = self.group - allowed, [], self.shared
+        for copy in self.pending:
+            done = waiting[copy.lanes] & (copy.group < limit[copy.lanes])
+            if done.any():
+                arriving = copy.part(done)
+                size = arriving.data.shape[1]
+                shared.data[arriving.offset[:, None] + np.arange(size)] = arriving.data
+                shared.written(arriving.lanes, shared.units(arriving.offset, size))
+            if not done.all():
+                left.append(copy.part(~done))
+        self.pending = left
+
+
+# --- registers ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Late:
+    """A register that an instruction under way will write."""
+
+    value: Array
+    group: Array
+    """Number of the commit group of each lane; -1 where nothing is under way."""
+
+
+class LateRegisters:
+    """All such registers of a machine; until they are written they hold NaN."""
+
+    def __init__(self, m: LaneState) -> None:
+        self.m = m
+        self.slots: dict[int, Late] = {}
+
+    def defer(self, slots: list[int | None], rows: Array, lanes: Array, group: Array) -> None:
+        """Registers will have the values (registers, lanes) when their groups are waited for."""
+        for slot, row in zip(slots, rows):
+            if slot is None:
+                continue
+            new = Late(np.zeros(self.m.size, np.uint32), np.full(self.m.size, -1))
+            late = self.slots.setdefault(slot, new)
+            late.value[lanes] = row
+            late.group[lanes] = group
+            before = self.m.R[slot]
+            whole = np.full(self.m.size, NAN if before is None else before)
+            whole[lanes] = NAN
+            self.m.R[slot] = whole
+
+    def newest(self, slots: list[int | None], mask: Mask) -> Array:
+        """Registers as the next product in line will find them (registers, lanes)."""
+        lanes = self.m.index(mask)
+        if all(slot is not None and self.m.R[slot] is None for slot in slots):
+            return np.zeros((len(slots), len(lanes)), np.uint32)  # a first product ignores them
+        rows = self.m.rows(slots, mask)
+        for row, slot in zip(rows, slots):
+            late = None if slot is None else self.slots.get(slot)
+            if late is not None:
+                row[:] = np.where(late.group[lanes] >= 0, late.value[lanes], row)
+        return rows
+
+    def settle(self, lanes: Array, limit: Array) -> None:
+        """Registers of groups below `limit` (lanes,) are written."""
+        for slot, late in list(self.slots.items()):
+            group = late.group[lanes]
+            done = lanes[(group >= 0) & (group < limit)]
+            if len(done):
+                whole = self.m.full(slot).copy()
+                whole[done] = late.value[done]
+                self.m.R[slot] = whole
+                late.group[done] = -1
+            if (late.group < 0).all():
+                del self.slots[slot]
+
+    def follow(self, to: int, slots: list[int], f: Callable[..., Any], lanes: Array) -> None:
+        """Moves registers under way by f to `to`, which is written when they are.
+
+        By the ISA nothing may read them before the wait (9.7.16.8.3). LLVM packs pairs of them
+        ahead of it; ptxas makes one register of both, so that no instruction reads them there.
+        """
+        parts, group = [], np.full(self.m.size, -1)
+        for slot in slots:
+            part, late = self.m.full(slot), self.slots.get(slot)
+            if late is not None:
+                part = np.where(late.group >= 0, late.value, part)
+                group = np.maximum(group, late.group)
+            parts.append(part)
+        value = f(*parts)
+        group[np.isin(self.m.lanes, lanes, invert=True)] = -1
+        self.slots[to] = Late(value, group)
+        self.m.R[to] = np.where(group >= 0, value.dtype.type(2**63 - 1), value)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+class WarpGroups:
+    """The products under way in a machine; their results are in `late`."""
+
+    def __init__(self, m: LaneState, shared: SharedMemory, late: LateRegisters) -> None:
+        self.m, self.shared, self.late = m, shared, late
+        self.group = np.zeros(m.size, np.int32)
+        """Number of groups that each lane has committed."""
+        self.pins: list[tuple[Array, Array, Array]] = []
+        """(first lanes of warp groups, units, commit groups): what products under way read."""
+
+    def read(self, lanes: Array, units: Array) -> None:
+        """Products that the lanes asked for read units of shared memory, until they are done."""
+        self.shared.async_reads(lanes, units, "wgmma")
+        self.shared.pinned[units] += 1  # once, however often one product reads it
+        self.pins.append((lanes, units, self.group[lanes]))
+
+    def wait(self, lanes: Array, allowed: int) -> None:
+        """Products are done, but for those of the last `allowed` groups of these lanes."""
+        limit = self.group[lanes] - allowed
+        self.late.settle(lanes, limit)
+        bound = np.full(self.m.size, -1)
+        bound[lanes] = limit
+        left = []
+        for firsts, units, group in self.pins:
+            done = bound[firsts] > group
+            self.shared.pinned[units[..., done]] -= 1
+            if not done.all():
+                left.append((firsts[~done], units[..., ~done], group[~done]))
+        self.pins = left
+
+
+# --- mbarriers ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Mbarrier:
+    """One object; a phase is complete when as many have arrived as were expected."""
+
+    expected: int
+    phase: int = 0
+    """Number of phases that are complete."""
+    arrived: int = 0
+
+
+class Mbarriers:
+    """All mbarriers of a machine, by thread block and address."""
+
+    def __init__(self, m: LaneState) -> None:
+        self.m = m
+        self.objects: dict[tuple[int, int], Mbarrier] = {}
+
+    def get(self, lane: int, address: int) -> Mbarrier:
+        """The object at an address of the lane's block; a fault if there is none."""
+        found = self.objects.get((int(self.m.block[lane]), address))
+        if found is None:
+            raise LaneError(lane, f"uses shared memory at {address}, which is no mbarrier")
+        return found
+
+    def arrive(self, lane: int, address: int) -> None:
+        """One arrival."""
+        barrier = self.get(lane, address)
+        barrier.arrived += 1
+        if barrier.arrived == barrier.expected:
+            barrier.phase, barrier.arrived = barrier.phase + 1, 0
+            self.m.spinning[:] = False

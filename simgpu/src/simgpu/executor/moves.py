@@ -1,0 +1,175 @@
+"""Moves and conversions (9.7.9): mov, packing, cvt, parameters, loads and stores."""
+
+import functools
+from collections.abc import Callable
+from operator import or_
+from typing import Any
+
+import numpy as np
+
+from simgpu.executor.build import Build, address_of, opcode, unknown
+from simgpu.executor.formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
+from simgpu.executor.lanes import TYPES, moving, plain
+from simgpu.executor.machine import Machine, Step
+from simgpu.executor.ptx import CLASSES, U32, Instruction, Name, Vector
+from simgpu.executor.state import Mask
+
+
+@opcode("mov")
+def _mov(b: Build, instruction: Instruction) -> Step:
+    """A move, or packing and unpacking by braces (9.7.9.5)."""
+    to, source = instruction.args
+    dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
+    if isinstance(to, Vector):
+        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
+    assert isinstance(to, int)
+    if isinstance(source, Vector):
+        return _pack(b, to, source, dtype)
+    if isinstance(source, Name) and source.text not in ("global_smem", *b.program.strings):
+        raise unknown(instruction)
+    slot = b.slot(source, dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        value = m.R[slot]
+        if value is None:
+            raise TypeError
+        m.put(to, value, mask)
+
+    return step
+
+
+def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
+    slots = [b.slot(item, part) for item in source.items]
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def packed(*x: Any) -> Any:
+        return functools.reduce(or_, (y.astype(dtype) << shift for y, shift in zip(x, shifts)))
+
+    return moving(to, slots, packed)
+
+
+def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
+    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
+    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+
+    def step(m: Machine, mask: Mask) -> None:
+        for slot, shift in zip(slots, shifts):
+            if slot is not None:
+                m.put(slot, (m.R[source] >> shift).astype(part), mask)
+
+    return step
+
+
+@opcode("cvt")
+def _cvt(b: Build, instruction: Instruction) -> Step:
+    """Conversions (9.7.9.21)."""
+    _, *mods, to, of = instruction.mods
+    if to in ("bf16x2", "f16x2") and of == "f32" and mods == ["rn"]:
+        f = lambda high, low: joined(to_half(low, to), to_half(high, to))  # noqa: E731
+        return plain((F32, F32), U32, f)(b, instruction)
+    return plain((TYPES[of],), TYPES[to], _conversion(instruction, mods, to, of))(b, instruction)
+
+
+ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _conversion(
+    instruction: Instruction, mods: list[str], to: str, of: str
+) -> Callable[[Any], Any]:
+    floats = ("f16", "bf16", "f32", "f64")
+    rest = [mod for mod in mods if mod not in ("rn", "ftz", "sat", *ROUND)]
+    if rest or ("sat" in mods and (to, of) != ("f32", "f32")):
+        raise unknown(instruction)
+    if "sat" in mods:  # to [0, 1]; NaN becomes 0 (9.7.9.21)
+        seen = flushed if "ftz" in mods else lambda x: x
+        return lambda x: np.fmin(np.fmax(seen(x), F32.type(0)), F32.type(1)) + F32.type(0)
+    widen: Callable[[Any], Any] = from_bf16 if of == "bf16" else lambda x: x
+    if to == "bf16":
+        return lambda x: to_bf16(widen(x).astype(F32))
+    dtype = TYPES[to]
+    if to in floats or of not in floats:
+        return lambda x: widen(x).astype(dtype)
+    rounding = ROUND[next(mod for mod in mods if mod in ROUND)]
+    limits = np.iinfo(dtype)
+
+    def saturated(x: Any) -> Any:
+        wide = np.nan_to_num(rounding(widen(x).astype(F64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
+        return np.clip(wide, float(limits.min), float(limits.max)).astype(dtype)
+
+    return saturated
+
+
+@opcode("ld.param")
+def _ld_param(b: Build, instruction: Instruction) -> Step:
+    to, name = instruction.args
+    if not isinstance(name, Name) or not isinstance(to, int):
+        raise unknown(instruction)
+    dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
+    if kind.itemsize != dict(b.program.params)[name.text].itemsize:
+        raise unknown(instruction)
+
+    return lambda m, mask: m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
+
+
+@opcode("cvta.global", "cvta.to.global")
+def _cvta(b: Build, instruction: Instruction) -> Step:
+    """cvta (9.7.9.20): a global address is its own generic address."""
+    to, source = instruction.args
+    assert isinstance(to, int)
+    slot = b.slot(source, np.uint64)
+    return lambda m, mask: m.put(to, m.full(slot), mask)
+
+
+@opcode("st.param")
+def _st_param(b: Build, i: Instruction) -> Step:
+    """A parameter of a call; what is called is known to end the kernel."""
+    name, slot = i.args[0], b.slot(i.args[1], CLASSES[i.type])
+    assert isinstance(name, Name)
+
+    def step(m: Machine, mask: Mask) -> None:
+        m.outgoing[name.text] = int(m.full(slot)[m.index(mask)[0]])
+
+    return step
+
+
+@opcode("createpolicy")
+def _policy(b: Build, instruction: Instruction) -> Step:
+    """Executes createpolicy as a dummy value, since a cache policy changes no result."""
+    to = instruction.args[0]
+    assert isinstance(to, int)
+    return lambda m, mask: m.put(to, np.uint64(0), mask)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@opcode("ld.global", "ld.shared", "ld.shared::cta")
+def _ld(b: Build, i: Instruction) -> Step:
+    """ld (9.7.9.8); cache operators and hints change no result."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slots = b.vector(i.args[0], dtype)
+    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
+    if i.type.startswith("s"):  # a wider register has the sign extended
+        dtype = np.dtype(f"i{dtype.itemsize}")
+
+    def step(m: Machine, mask: Mask) -> None:
+        load = functools.partial(m.memory.load, m) if in_global else m.shared.load
+        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
+        m.put_rows(slots, rows, mask)
+
+    return step
+
+
+@opcode("st.global", "st.shared", "st.shared::cta")
+def _st(b: Build, i: Instruction) -> Step:
+    """st (9.7.9.11)."""
+    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
+    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
+    slots = b.vector(i.args[1], dtype)
+
+    def step(m: Machine, mask: Mask) -> None:
+        store = functools.partial(m.memory.store, m) if in_global else m.shared.store
+        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
+
+    return step

@@ -1,0 +1,155 @@
+"""Registers that were never written, in some lanes or in all, and what may be done with them.
+
+LLVM leaves undefined what no result depends on: one half of a pair, or what a predicated load did
+not fetch. Such values may be moved and computed with; an address, a branch, a store or a matrix
+product that depends on one is a fault.
+
+`suspects` finds before the run the few registers that may hold any: those that are not written on
+every path to a use, and what is computed from them. Only instructions that read one are watched.
+"""
+
+import numpy as np
+
+from simgpu.executor.errors import LaneError
+from simgpu.executor.machine import Machine, Step
+from simgpu.executor.ptx import SPECIAL, Array, Instruction, Program, Vector
+from simgpu.executor.state import BITS, BOTH, Mask
+
+COMPUTES = ("mov", "selp", "shfl", "redux", "cvt", "add", "sub", "mul", "mad", "fma", "max",
+            "min", "neg", "abs", "and", "or", "xor", "not", "shl", "shr", "bfe", "prmt", "ex2",
+            "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp", "cvta")  # fmt: skip
+"""Instructions that hand undefined values on."""
+
+
+def suspects(program: Program) -> set[int]:
+    """Slots that may hold what was never written, where an instruction reads them."""
+    found: set[int] = set()
+    for block, defined in zip(program.blocks, _defined(program)):
+        for i in block if defined is not None else ():
+            assert defined is not None
+            found.update(slot for slot in i.reads if slot not in defined)
+            if i.guard is None:
+                defined.update(i.writes)
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for i in program.instructions:
+            if i.mods[0] in COMPUTES and not found.isdisjoint(i.reads):
+                found.update(i.writes)
+    return found
+
+
+def _defined(program: Program) -> list[set[int] | None]:
+    """Slots written on every path to each basic block; None for a block that is never reached."""
+    written = [
+        {slot for i in block if i.guard is None for slot in i.writes} for block in program.blocks
+    ]
+    before: list[set[int] | None] = [None] * len(program.blocks)
+    before[0] = {program.slots[name] for name in SPECIAL}
+    todo = [0]
+    while todo:
+        number = todo.pop()
+        now = before[number]
+        assert now is not None
+        now = now | written[number]
+        for successor in _successors(program, number):
+            old = before[successor]
+            new = now if old is None else old & now
+            if new != old:
+                before[successor] = new
+                todo.append(successor)
+    return [None if slots is None else set(slots) for slots in before]
+
+
+def _successors(program: Program, number: int) -> list[int]:
+    last = program.blocks[number][-1] if program.blocks[number] else None
+    if last is not None and last.mods[0] in ("ret", "exit", "trap"):
+        return []
+    after = [number + 1] if number + 1 < len(program.blocks) else []
+    if last is None or last.mods[0] != "bra":
+        return after
+    return [program.target(last), *(after if last.guard is not None else [])]
+
+
+def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
+    """The step, with what it reads and writes checked for values that were never written."""
+    of = [slot for slot in dict.fromkeys(i.reads) if slot in suspicious]
+    hands_on = i.mods[0] in COMPUTES and i.guard is None
+
+    def checked(m: Machine, mask: Mask) -> None:
+        for slot in of:
+            if m.R[slot] is None:
+                m.R[slot] = m.program.dtypes[slot].type(BITS[m.program.dtypes[slot].itemsize])
+                m.unwritten[slot] = np.full(m.size, BOTH)
+        if not any(slot in m.unwritten for slot in of):
+            step(m, mask)
+        elif hands_on:
+            marks = _handed_on(m, mask, step, i)
+            step(m, mask)
+            for slot in i.writes:
+                _mark(m, mask, slot, marks[slot])
+        else:
+            if i.guard in of:
+                _refuse(m, mask, [i.guard])
+            some, lanes = (True, mask) if i.guard is None else m.active(mask, i.guard, i.negated)
+            if some:
+                _refuse(m, lanes, of)
+            step(m, mask)
+
+    return checked
+
+
+def _refuse(m: Machine, mask: Mask, slots: list[int]) -> None:
+    for slot in slots:
+        holes = m.unwritten.get(slot, np.zeros(m.size, np.uint8))
+        wrong = np.flatnonzero(holes if mask is None else holes * mask)
+        if len(wrong):
+            names = {number: name for name, number in m.program.slots.items()}
+            raise LaneError(wrong[0], f"depends on {names[slot]}, which was never written")
+
+
+def _mark(m: Machine, mask: Mask, slot: int, marks: Array) -> None:
+    if mask is not None:
+        marks = np.where(mask, marks, m.unwritten.get(slot, np.uint8(0)))
+    if marks.any():
+        m.unwritten[slot] = marks
+    else:
+        m.unwritten.pop(slot, None)
+
+
+def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, Array]:
+    """Slot -> marks of what an instruction writes, given those of what it reads."""
+    to, *args = i.args
+    none = np.zeros(m.size, np.uint8)
+    marks = {slot: m.unwritten.get(slot, none) for slot in i.reads}
+    both = np.bitwise_or.reduce(list(marks.values()))
+    halves = (both & 1) * BOTH, (both >> 1) * BOTH
+    if isinstance(to, Vector):  # a register taken apart, or a predicate for each half
+        return {slot: half for slot, half in zip(to.items, halves) if isinstance(slot, int)}
+    assert isinstance(to, int)
+    if i.op == "cvt.u32.u64":
+        return {to: halves[0]}
+    if i.mods[0] == "mov" and isinstance(args[0], Vector):  # two put together
+        low, high = (marks[x] if isinstance(x, int) else none for x in args[0].items)
+        return {to: (low != 0) * np.uint8(1) | (high != 0) * np.uint8(2)}
+    if i.mods[0] == "selp":
+        first, second, predicate = (marks[x] if isinstance(x, int) else none for x in args)
+        assert isinstance(args[2], int)
+        chosen = np.where(np.broadcast_to(m.R[args[2]], m.size), first, second)
+        return {to: chosen | predicate}
+    if i.mods[0] in ("shfl", "redux"):
+        return {to: _moved(m, mask, step, to, args[0], marks)}
+    return {to: both if i.type.endswith("x2") else (both != 0) * BOTH}
+
+
+def _moved(
+    m: Machine, mask: Mask, step: Step, to: int, of: object, marks: dict[int, Array]
+) -> Array:
+    """Marks that go the way of the values: the instruction itself is run on them."""
+    assert isinstance(of, int)
+    value, result = m.R[of], m.R[to]
+    m.R[of] = np.where(marks[of] != 0, np.float32(1), np.float32(0)).view(np.uint32)
+    step(m, mask)
+    moved = m.full(to)
+    m.R[of], m.R[to] = value, result
+    return (moved != 0) * BOTH

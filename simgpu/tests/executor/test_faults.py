@@ -1,0 +1,246 @@
+"""Each fault that the executor knows is found in the smallest kernel that has it, and named."""
+
+import numpy as np
+import pytest
+
+from executor.ptx import aligned, run
+from simgpu.executor.errors import FaultError, UnknownPtxError
+
+ADDRESS = """
+    mad.wide.u32 %rd20, %r0, 4, %rd0;
+    shl.b32 %r20, %r0, 2;
+    mov.b32 %r21, global_smem;
+    add.s32 %r20, %r20, %r21;
+    mov.b32 %r30, 7;
+"""
+"""%rd20: a word of p0 for each thread; %r20: one of shared memory."""
+POLLED = """
+    setp.eq.u32 %p2, %r0, 0; @%p2 mbarrier.init.shared::cta.b64 [%r21], 1; bar.sync 0;
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r21], 1;
+"""
+"""All threads have polled an mbarrier."""
+COLUMNS = """
+    setp.lt.u32 %p3, %r0, 32;
+    @%p3 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r21], 32;
+    bar.sync 0; ld.shared.b32 %r40, [global_smem];
+    and.b32 %r41, %r0, 32; shl.b32 %r41, %r41, 16; add.u32 %r41, %r41, %r40;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r41], {%r30};
+"""
+"""Each of two warps stores to lanes of tensor memory."""
+FREED = "@%p3 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r40, 32;"
+OTHER = """
+    xor.b32 %r22, %r0, 32; mad.wide.u32 %rd22, %r22, 4, %rd0; setp.eq.u32 %p5, %r1, 0;
+"""
+"""%rd22: the word of p0 of a thread of the other warp; %p5: in the first block."""
+FAULTS = {
+    "reads past the tensor": (
+        "ld.global.b32 %r10, [%rd20+4];",
+        r"reads 4 bytes outside of every tensor, p0\+256 bytes; block 0, thread 63, PTX line \d+",
+    ),
+    "writes before the tensor": ("st.global.b32 [%rd20+-4], %r30;", "writes 4 bytes outside"),
+    "a misaligned address": ("ld.global.b32 %r10, [%rd20+2];", "misaligned address, p0.2 bytes"),
+    "a register that nobody wrote": ("st.global.b32 [%rd20], %r99;", "depends on %r99, which was"),
+    "shared memory that nobody wrote": ("ld.shared.b32 %r10, [%r20];", "memory that nobody wrote"),
+    "past shared memory": ("st.shared.b32 [%r20+260], %r30;", "outside of the 512 bytes"),
+    "two warps without a barrier": (
+        "st.shared.b32 [%r20], %r30; xor.b32 %r22, %r20, 128; ld.shared.b32 %r10, [%r22];",
+        "race: reads what another warp writes in shared memory",
+    ),
+    "a write after another warp's read": (
+        """st.shared.b32 [%r20], %r30; bar.sync 0; xor.b32 %r22, %r20, 128;
+        ld.shared.b32 %r10, [%r22]; add.s32 %r10, %r10, 1; st.shared.b32 [%r20], %r10;""",
+        "race: writes what another warp reads or writes",
+    ),
+    "two threads at one place": (
+        "st.shared.b32 [%r21], %r0;", "race: writes what another thread writes in the same instruc",
+    ),
+    "two threads of a warp at one place": (
+        """and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; cvt.rn.f32.u32 %r23, %r0;
+        st.shared.b32 [%r22], %r23;""",
+        "race: writes what another thread writes in the same instruc",
+    ),
+    "another warp's store to global memory": (
+        f"{OTHER} @%p5 st.global.b32 [%rd20], %r0; @%p5 ld.global.b32 %r10, [%rd22];",
+        "race: reads what another warp writes, without a barrier between, p0",
+    ),
+    "a store to global memory that another warp read": (
+        f"{OTHER} @%p5 ld.global.b32 %r10, [%rd22]; @%p5 st.global.b32 [%rd20], %r30;",
+        "race: writes what another warp reads or writes, without a barrier between, p0",
+    ),
+    "two blocks at one place": ("st.global.b32 [%rd20], %r1;", "what thread 0 of block 1 writes"),
+    "two blocks' same number": ("st.global.b32 [%rd20], %r30;", "what thread 0 of block 1 writes"),
+    "a read of what another block wrote": (
+        f"{OTHER} @%p5 st.global.b32 [%rd20], %r0; @!%p5 ld.global.b32 %r10, [%rd20];",
+        "race: reads what block 0 writes, p0.0 bytes; block 1, thread 0",
+    ),
+    "a write of what another block read": (
+        f"{OTHER} @%p5 ld.global.b32 %r10, [%rd20]; @!%p5 st.global.b32 [%rd20], %r0;",
+        "race: writes what block 0 reads, p0.0 bytes; block 1, thread 0",
+    ),
+    "a copy that nobody waited for": (
+        """cp.async.ca.shared.global [%r20], [%rd20], 4; cp.async.commit_group;
+        bar.sync 0; ld.shared.b32 %r10, [%r20];""",
+        "is still being copied",
+    ),
+    "a wait that is one group short": (
+        """cp.async.ca.shared.global [%r20], [%rd20], 4; cp.async.commit_group;
+        cp.async.wait_group 1; ld.shared.b32 %r10, [%r20];""",
+        "is still being copied",
+    ),
+    "a copy that only its own warp waited for": (
+        """cp.async.ca.shared.global [%r20], [%rd20], 4; cp.async.commit_group;
+        cp.async.wait_group 0; xor.b32 %r22, %r20, 128; ld.shared.b32 %r10, [%r22];""",
+        "race: reads what another warp writes",
+    ),
+    "a barrier in a branch": (
+        "setp.lt.u32 %p1, %r0, 16;\n@%p1 bra $L_skip;\nbar.sync 0;\n$L_skip:",
+        "divergent barrier: only 16 of 32 threads",
+    ),
+    "a warp that never comes": (
+        "setp.lt.u32 %p1, %r0, 32;\n@%p1 bra $L_skip;\nbar.sync 0;\n$L_skip:",
+        "deadlock in block 0: warp 0 has exited, warp 1 waits at a barrier",
+    ),
+    "a shuffle of half a warp": (
+        """setp.lt.u32 %p1, %r0, 16; @%p1 bra $L_skip;
+        shfl.sync.idx.b32 %r10, %r0, 0, 31, -1;
+        $L_skip:""",
+        "shfl.sync: only 16 of 32 threads",
+    ),
+    "no mbarrier": (
+        "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r21], 0;", "which is no mbarrier",
+    ),
+    "an mbarrier that others may still poll": (
+        f"{POLLED} @%p2 mbarrier.inval.shared::cta.b64 [%r21];",
+        "race: mbarrier.inval changes what another warp reads or writes",
+    ),
+    "a store to tensor memory that nobody waited for": (
+        f"{COLUMNS} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41];",
+        "tcgen05.ld reads tensor memory before tcgen05.wait::st",
+    ),
+    "tensor memory that others may still use": (
+        f"{COLUMNS} tcgen05.wait::st.sync.aligned; {FREED}",
+        "tcgen05.dealloc of what another warp uses, without a barrier",
+    ),
+    "an mbarrier that nobody arrives at": (
+        """setp.eq.u32 %p2, %r0, 0; @%p2 mbarrier.init.shared::cta.b64 [%r21], 1; bar.sync 0;
+        $L_wait:
+        mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r21], 0;
+        @!%p1 bra.uni $L_wait;""",
+        "deadlock in block 0: warp 0 polls an mbarrier, warp 1 polls an mbarrier",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_named(name):
+    body, said = FAULTS[name]
+    x = aligned(64, np.uint32)
+    with pytest.raises(FaultError, match=said) as found:
+        run(ADDRESS + body, x, warps=2, blocks=2, shared=512)
+    assert str(found.value).startswith("kernel: ")
+
+
+SOUND = {
+    "a barrier between": """
+        st.shared.b32 [%r20], %r0; bar.sync 0; xor.b32 %r22, %r20, 128;
+        ld.shared.b32 %r10, [%r22]; xor.b32 %r10, %r10, 32;""",
+    "a barrier between in global memory": """
+        st.global.b32 [%rd22], %r0; bar.sync 0; xor.b32 %r22, %r0, 32;
+        mad.wide.u32 %rd23, %r1, 256, %rd0; mad.wide.u32 %rd23, %r22, 4, %rd23;
+        ld.global.b32 %r10, [%rd23]; bar.sync 0; xor.b32 %r10, %r10, 32;""",
+    "an mbarrier at its end": f"""
+        {POLLED} bar.sync 0; @%p2 mbarrier.inval.shared::cta.b64 [%r21]; mov.b32 %r10, %r0;""",
+    "tensor memory at its end": f"""
+        {COLUMNS} tcgen05.wait::st.sync.aligned;
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41]; tcgen05.wait::ld.sync.aligned;
+        bar.sync 0; {FREED} sub.u32 %r10, %r42, %r30; add.u32 %r10, %r10, %r0;""",
+    "a copy, a wait and a barrier": """
+        cp.async.ca.shared.global [%r20], [%rd21], 4; cp.async.commit_group;
+        cp.async.wait_group 0; bar.sync 0; xor.b32 %r22, %r20, 128; ld.shared.b32 %r10, [%r22];
+        xor.b32 %r10, %r10, 32;""",
+    "two warps that write the same": """
+        and.b32 %r23, %r0, 31; shl.b32 %r24, %r23, 2; add.s32 %r24, %r24, %r21;
+        st.shared.b32 [%r24], %r23; bar.sync 0; ld.shared.b32 %r10, [%r24];
+        and.b32 %r25, %r0, 32; add.s32 %r10, %r10, %r25;""",
+    "two threads of a warp that round differently": """
+        and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
+        add.s32 %r23, %r23, 0x3f800000; st.shared.b32 [%r22], %r23; mov.b32 %r10, %r0;""",
+    "a loop of other lengths for other threads": """
+        mov.b32 %r10, 0;
+        $L_loop:
+        setp.ge.u32 %p1, %r10, %r0;
+        @%p1 bra $L_done;
+        add.s32 %r10, %r10, 1;
+        bra $L_loop;
+        $L_done:
+        bar.sync 0;""",
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_code_runs(name):
+    """The nearest code without a fault: each thread writes its number."""
+    out, numbers = aligned(128, np.uint32), aligned(64, np.uint32)
+    numbers[:] = np.arange(64)
+    body = f"""
+        mad.wide.u32 %rd21, %r0, 4, %rd1;
+        mad.wide.u32 %rd22, %r1, 256, %rd0;
+        mad.wide.u32 %rd22, %r0, 4, %rd22;
+        {ADDRESS}
+        {SOUND[name]}
+        st.global.b32 [%rd22], %r10;
+    """
+    run(body, out, numbers, warps=2, blocks=2, shared=512)
+    assert out.tolist() == [*range(64), *range(64)]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("frobnicate.b32 %r10, %r0;", r"^kernel: PTX line \d+ \(.*\): .* not know: frobnicate"),
+        ("add.sat.s32 %r10, %r0, %r0;", "does not know: add.sat.s32"),
+        ("fma.rn.f64 %rd1, %rd0, %rd0, %rd0;", "does not know: fma.rn.f64"),
+        ("prmt.b32.f4e %r10, %r0, %r0, %r0;", "does not know: prmt.b32.f4e"),
+        ("mov.u32 %r10, %clock;", "special register %clock"),
+        ("bar.sync 1, 64;", "does not know: bar.sync 1, 64"),
+        ("atom.global.inc.u32 %r10, [%rd0], 1;", r"kernel: .* form of atomics: atom\.global\.inc"),
+    ],
+)
+def test_what_it_does_not_know_is_named(body, said):
+    with pytest.raises(UnknownPtxError, match=said):
+        run(body, aligned(64, np.uint32), warps=2)
+
+
+PARTLY = "setp.lt.u32 %p1, %r0, 16; @%p1 ld.global.b32 %r10, [%rd20];"
+"""%r10 is written by 16 threads alone."""
+
+
+@pytest.mark.parametrize(
+    ("use", "depends"),
+    [
+        ("st.global.b32 [%rd20], %r10;", "%r10"),
+        ("add.s32 %r11, %r10, 1; xor.b32 %r12, %r11, %r0; st.global.b32 [%rd20], %r12;", "%r12"),
+        ("mad.wide.u32 %rd22, %r10, 4, %rd0; ld.global.b32 %r11, [%rd22];", "%rd22"),
+        ("setp.eq.s32 %p2, %r10, 0; @%p2 st.global.b32 [%rd20], %r0;", "%p2"),
+        ("mov.b64 %rd9, {%r10, %r0}; mov.b64 {%r9, _}, %rd9; st.global.b32 [%rd20], %r9;", "%r9"),
+        ("shfl.sync.idx.b32 %r11, %r10, 20, 31, -1; @%p1 st.global.b32 [%rd20], %r11;", "%r11"),
+    ],
+)  # fmt: skip
+def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
+    with pytest.raises(FaultError, match=f"depends on {depends}, which was never written"):
+        run(ADDRESS + PARTLY + use, aligned(64, np.uint32), warps=2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "@%p1 st.global.b32 [%rd20], %r10;",
+        "selp.b32 %r11, %r10, %r0, %p1; st.global.b32 [%rd20], %r11;",
+        "mov.b64 %rd21, {%r10, %r0}; mov.b64 {_, %r11}, %rd21; st.global.b32 [%rd20], %r11;",
+        "mov.b64 %rd21, {%r0, %r10}; cvt.u32.u64 %r11, %rd21; st.global.b32 [%rd20], %r11;",
+        "shfl.sync.idx.b32 %r11, %r10, 3, 31, -1; @%p1 st.global.b32 [%rd20], %r11;",
+        "add.s32 %r11, %r10, 1; @%p1 st.global.b32 [%rd20], %r11;",
+    ],
+)  # fmt: skip
+def test_what_does_not_depend_on_it_is_none(use):
+    run(ADDRESS + PARTLY + use, aligned(64, np.uint32), warps=2)

@@ -1,0 +1,146 @@
+"""Instructions that kernels of others have: directed rounding, saturation, assertions."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from executor.ptx import aligned, apply, run
+from simgpu.executor.errors import FaultError, UnknownPtxError
+from simgpu.executor.launch import Compiled, run_ptx
+
+
+def floats():
+    """Bits of floats of every kind: sums cancel, overflow and are subnormal."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 3000, dtype=np.uint32)
+    near = rng.integers(0x3F80_0000, 0x4080_0000, 3000, dtype=np.uint32)
+    edges = np.array([0, 2**31, 1, 0x7F7F_FFFF, 0xFF7F_FFFF, 0x0080_0000, 0x3F80_0000], np.uint32)
+    return np.concatenate([bits[np.isfinite(bits.view(np.float32))], near, np.repeat(edges, 20)])
+
+
+def exact(bits):
+    return Fraction(float(np.uint32(bits).view(np.float32)))
+
+
+@pytest.mark.parametrize("mode", ["rm", "rp", "rz"])
+@pytest.mark.parametrize("operation", ["fma", "add", "sub"])
+def test_directed_rounding(operation, mode):
+    x = floats()
+    operands = [np.roll(x, shift) for shift in range(3 if operation == "fma" else 2)]
+    form = ", ".join(["{}"] * (len(operands) + 1))
+    got = apply(f"{operation}.{mode}.f32 {form};", np.uint32, *operands).view(np.float32)
+    for result, *of in zip(got, *operands):
+        a, b, *c = map(exact, of)
+        want = a * b + c[0] if c else a + b if operation == "add" else a - b
+        down = mode == "rm" or (mode == "rz" and want > 0)
+        if np.isinf(result):  # overflow goes to infinity only where that is the direction
+            assert abs(want) > exact(0x7F7F_FFFF)
+            assert mode != "rz"
+            assert down == (result < 0)
+            continue
+        with np.errstate(over="ignore"):
+            beyond = np.nextafter(result, np.float32(np.inf if down else -np.inf))
+        inside = Fraction(float(result)) - want
+        assert inside <= 0 if down else inside >= 0
+        if np.isfinite(beyond):
+            assert Fraction(float(beyond)) > want if down else Fraction(float(beyond)) < want
+
+
+def test_a_sum_that_cancels_is_minus_zero_only_when_rounded_down():
+    one, minus = (np.array([x], np.float32).view(np.uint32) for x in (1, -1))
+    assert apply("add.rm.f32 {}, {}, {};", np.uint32, one, minus).tolist() == [0x8000_0000]
+    assert apply("add.rp.f32 {}, {}, {};", np.uint32, one, minus).tolist() == [0]
+    zero = np.zeros(1, np.uint32)
+    assert apply("add.rm.f32 {}, {}, {};", np.uint32, zero, zero).tolist() == [0]
+
+
+def test_ftz_flushes_operands_and_results():
+    tiny, one = np.array([1], np.uint32), np.array([1], np.float32).view(np.uint32)
+    got = apply("fma.rm.ftz.f32 {}, {}, {}, {};", np.uint32, tiny, one, tiny)
+    assert got.tolist() == [0]
+
+
+@pytest.mark.parametrize("ftz", ["", ".ftz"])
+def test_saturation(ftz):
+    x = np.array([-1, 0, 0.25, 1, 7, np.inf, -np.inf, np.nan], np.float32).view(np.uint32)
+    got = apply(f"cvt{ftz}.sat.f32.f32 {{}}, {{}};", np.uint32, x).view(np.float32)
+    assert got.tolist() == [0, 0, 0.25, 1, 1, 1, 0, 0]
+    assert not np.signbit(got).any()
+    tiny = apply(f"cvt{ftz}.sat.f32.f32 {{}}, {{}};", np.uint32, np.array([1], np.uint32))
+    assert tiny.tolist() == [0 if ftz else 1]
+
+
+def test_another_saturation_is_not_known():
+    with pytest.raises(UnknownPtxError, match="does not know: cvt"):
+        apply("cvt.sat.s8.s32 {}, {};", np.uint32, np.zeros(1, np.uint32))
+
+
+def test_shared_memory_by_its_long_name():
+    x = aligned(32, np.uint32)
+    run(
+        """shl.b32 %r20, %r0, 2; st.shared::cta.b32 [%r20], %r0; ld.shared::cta.b32 %r21, [%r20];
+        mad.wide.u32 %rd20, %r0, 4, %rd0; st.global.b32 [%rd20], %r21;""",
+        x, shared=128,
+    )  # fmt: skip
+    assert x.tolist() == list(range(32))
+
+
+def test_a_trap_ends_the_kernel():
+    run("setp.eq.u32 %p1, %r0, 99; @!%p1 bra $L_end; trap;\n$L_end:")
+    with pytest.raises(FaultError, match=r"trap; block 0, thread 7"):
+        run("setp.eq.u32 %p1, %r0, 7; @!%p1 bra $L_end; trap;\n$L_end:")
+
+
+ASSERTION = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.extern .func __assertfail (.param .b64 p0, .param .b64 p1, .param .b32 p2) .noreturn;
+.global .align 1 .b8 message[8] = {116, 111, 111, 32, 102, 97, 114};
+.global .align 1 .b8 file[5] = {97, 46, 112, 121};
+.visible .entry kernel(.param .u32 n)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<4>;
+    .reg .b64 %rd<4>;
+    ld.param.b32 %r2, [n];
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, %r2;
+    @%p1 bra $L_good;
+    { // callseq 0, 0
+    .param .b64 param0;
+    .param .b64 param1;
+    .param .b32 param2;
+    mov.b64 %rd1, message;
+    cvta.global.u64 %rd2, %rd1;
+    st.param.b64 [param0], %rd2;
+    mov.b64 %rd1, file;
+    cvta.global.u64 %rd2, %rd1;
+    st.param.b64 [param1], %rd2;
+    st.param.b32 [param2], 8;
+    call.uni
+    __assertfail,
+    (
+    param0,
+    param1,
+    param2
+    );
+    } // callseq 0
+    trap;
+$L_good:
+    ret;
+}
+"""
+
+
+def test_an_assertion_says_what_failed_and_where():
+    kernel = Compiled(ASSERTION, 1, 0)
+    run_ptx(kernel, (1,), [32])
+    with pytest.raises(FaultError, match=r"the assertion 'too far' of a.py:8 failed; block 0, thr"):
+        run_ptx(kernel, (1,), [31])
+
+
+def test_another_function_is_not_known():
+    with pytest.raises(UnknownPtxError, match=r"does not know: call\.uni"):
+        run_ptx(Compiled(ASSERTION.replace("__assertfail", "printf"), 1, 0), (1,), [32])
