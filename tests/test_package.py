@@ -50,6 +50,16 @@ assert fastgpt.kernels.proof.compile.__spec__.name == "fastgpt.kernels.proof.com
 assert not hasattr(ours, "get_kernel")
 print(hasattr(kernels, "nothing"), fastgpt.__file__)
 """
+WITHOUT_SIMGPU = """
+import runpy, sys
+sys.modules["simgpu"] = None
+import fastgpt.kernels.aot
+try:
+    from fastgpt.kernels.proof.execute import executed_on_cpu
+except ImportError as error:
+    print(error, file=sys.stderr)
+runpy.run_module("fastgpt.kernels.proof.execute", run_name="__main__")
+"""
 TRANSFORMERS = """
 import fastgpt.kernels
 import transformers.modeling_utils
@@ -139,6 +149,13 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
     assert answer == ["False", str(source / "fastgpt" / "__init__.py")]
     module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
     assert module.startswith("usage: python -m kernels.aot")
+
+
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
+def test_without_simgpu_an_error_says_how_to_get_the_executor(installed, tmp_path):
+    done = ended(installed / "python", "-c", WITHOUT_SIMGPU, cwd=tmp_path, PYTHONPATH="")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("is not installed: pip install ./simgpu") == 2
 
 
 def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
