@@ -94,7 +94,8 @@ def picture() -> str:
         text += "  end\n"
     for name, found in imports.items():
         beyond = {far for near in found for far in reached(near, imports) - {near}}
-        text += "".join(f"  {key(name)} --> {key(x)}\n" for x in LISTED if x in found - beyond)
+        if near := [key(x) for x in LISTED if x in found - beyond]:
+            text += f"  {key(name)} --> {' & '.join(near)}\n"
     return f"{text}```\n"
 
 
