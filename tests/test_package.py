@@ -77,9 +77,13 @@ LINKED = "import kernels\nprint(kernels.rotary.__module__, hasattr(kernels, '__a
 ALONE = "import kernels\nprint(hasattr(kernels, 'rotary'), hasattr(kernels, 'get_kernel'))"
 
 
+# An environment made here sees that simgpu is installed, and not where an editable one is.
+ELSEWHERE = {"PYTHONPATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
     """Returns the output of a process that starts in `cwd` and must succeed."""
-    done = ended(*command, cwd=cwd, **{"PYTHONPATH": "", **env})
+    done = ended(*command, cwd=cwd, **{**ELSEWHERE, **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -153,7 +157,7 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
 
 @pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 def test_without_simgpu_an_error_says_how_to_get_the_executor(installed, tmp_path):
-    done = ended(installed / "python", "-c", WITHOUT_SIMGPU, cwd=tmp_path, PYTHONPATH="")
+    done = ended(installed / "python", "-c", WITHOUT_SIMGPU, cwd=tmp_path, **ELSEWHERE)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("is not installed: pip install ./simgpu") == 2
 
