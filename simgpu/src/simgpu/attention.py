@@ -1,6 +1,7 @@
 """The three kernels of scaled_dot_product_attention, from the CPU's flash attention.
 
 Each gets the results in the layout that its CUDA kernel leaves them in, which compiled code checks.
+With dropout they are computed plainly, because the CPU's kernel has none.
 """
 
 from typing import Any
@@ -15,57 +16,86 @@ def _host(x: Tensor | None) -> Tensor | None:
     return x if x is None or not x.is_cuda else simgpu.host(x)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
+def _probabilities(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, (B, H, T, D) in memory of (B, T, H, D), and the log-sum-exp (B, H, T)."""
-    arguments = [_host(x) for x in (q, k, v)]
-    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        *arguments, p, causal, attn_mask=_host(bias), scale=scale
-    )
+    """Returns the softmax of the scores and their log-sum-exp, in fp32."""
+    scores = q.float() @ k.float().mT * scale
+    if bias is not None:
+        scores = scores + bias.float()
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    logsumexp = scores.logsumexp(-1)
+    return (scores - logsumexp[..., None]).exp(), logsumexp
+
+
+def _dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Drops out elements of x, those that `seed` draws."""
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(seed))) >= p
+    return x * kept / (1 - p)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
+    seed and offset of dropout's random numbers.
+    """
+    inputs = [_host(x) for x in (q, k, v)]
+    seed = torch.randint(2**62 if p else 1, (), device=q.device)
+    if p:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        weights, logsumexp = _probabilities(*inputs[:2], _host(bias), causal, scale)
+        out = (_dropout(weights, p, _host(seed)) @ inputs[2].float()).to(q.dtype)
+    else:
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            *inputs, p, causal, attn_mask=_host(bias), scale=scale
+        )
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return simgpu.device(out, q), simgpu.device(logsumexp.contiguous(), q)
+    out, logsumexp = (simgpu.device(x, q) for x in (out, logsumexp.contiguous()))
+    return out, logsumexp, seed, torch.zeros_like(seed)
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    bias: Tensor | None, p: float, causal: bool, scale: float | None,
+    bias: Tensor | None, seed: Tensor, p: float, causal: bool, scale: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    arguments = [_host(x) for x in (dout, q, k, v, out, logsumexp)]
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *arguments, p, causal, attn_mask=_host(bias), scale=scale
-    )
+    dout, *inputs = (_host(x) for x in (dout, q, k, v))
+    if p:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        weights, _ = _probabilities(*inputs[:2], _host(bias), causal, scale)
+        dv = _dropout(weights, p, _host(seed)).mT @ dout.float()
+        ds = weights * _dropout(dout.float() @ inputs[2].float().mT, p, _host(seed))
+        ds = (ds - weights * ds.sum(-1, keepdim=True)) * scale
+        dq, dk = ds @ inputs[1].float(), ds.mT @ inputs[0].float()
+        grads = [dx.to(q.dtype) for dx in (dq, dk, dv)]
+    else:
+        saved = _host(out), _host(logsumexp)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, *inputs, *saved, p, causal, attn_mask=_host(bias), scale=scale
+        )
     return tuple(simgpu.device(grad, q) for grad in grads)
-
-
-def _numbers(q: Tensor) -> list[Tensor]:
-    """The seed and the offset of dropout's random numbers, which are not drawn here."""
-    return [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
 
 
 def flash(q, k, v, p=0.0, causal=False, debug=False, *, scale=None) -> Any:
     """_scaled_dot_product_flash_attention."""
-    out, logsumexp = _forward(q, k, v, None, p, causal, scale)
+    out, logsumexp, *numbers = _forward(q, k, v, None, p, causal, scale)
     mask = torch.empty(0, dtype=q.dtype, device=q.device)
-    return out, logsumexp, None, None, q.shape[2], k.shape[2], *_numbers(q), mask
+    return out, logsumexp, None, None, q.shape[2], k.shape[2], *numbers, mask
 
 
 def flash_backward(
     dout, q, k, v, out, lse, cq, ck, mq, mk, p, causal, seed, offset, *, scale=None
 ) -> Any:
     """_scaled_dot_product_flash_attention_backward."""
-    return _backward(dout, q, k, v, out, lse, None, p, causal, scale)
+    return _backward(dout, q, k, v, out, lse, None, seed, p, causal, scale)
 
 
 def efficient(q, k, v, bias, want_lse, p=0.0, causal=False, *, scale=None) -> Any:
     """_scaled_dot_product_efficient_attention."""
-    return *_forward(q, k, v, bias, p, causal, scale), *_numbers(q)
+    return _forward(q, k, v, bias, p, causal, scale)
 
 
 def efficient_backward(
@@ -74,21 +104,21 @@ def efficient_backward(
     """_scaled_dot_product_efficient_attention_backward; a bias that wants a gradient is refused."""
     if needed[3]:
         raise NotImplementedError("simgpu: the gradient of attention's bias is not simulated")
-    return *_backward(dout, q, k, v, out, lse, bias, p, causal, scale), None
+    return *_backward(dout, q, k, v, out, lse, bias, seed, p, causal, scale), None
 
 
 def cudnn(q, k, v, bias, want_lse, p=0.0, causal=False, debug=False, *, scale=None) -> Any:
     """_scaled_dot_product_cudnn_attention."""
-    out, logsumexp = _forward(q, k, v, bias, p, causal, scale)
+    out, logsumexp, *numbers = _forward(q, k, v, bias, p, causal, scale)
     mask = torch.empty(0, dtype=q.dtype, device=q.device)
-    return out, logsumexp.unsqueeze(-1), None, None, q.shape[2], k.shape[2], *_numbers(q), mask
+    return out, logsumexp.unsqueeze(-1), None, None, q.shape[2], k.shape[2], *numbers, mask
 
 
 def cudnn_backward(
     dout, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, p, causal, *, scale=None
 ) -> Any:
     """_scaled_dot_product_cudnn_attention_backward."""
-    return _backward(dout, q, k, v, out, lse.squeeze(-1), bias, p, causal, scale)
+    return _backward(dout, q, k, v, out, lse.squeeze(-1), bias, seed, p, causal, scale)
 
 
 KERNELS = {

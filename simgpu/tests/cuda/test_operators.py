@@ -65,6 +65,30 @@ for backend in backends:
     )
 
 
+def test_dropout_of_attention_has_one_mask_forward_and_backward(simulated):
+    """With values of 1 per key the output shows the mask, with which autograd then agrees."""
+    simulated(
+        """
+import torch, torch.nn.functional as F
+q, k = (torch.randn(2, 3, 8, 16, device="cuda").requires_grad_() for _ in range(2))
+v = torch.eye(8, 16, device="cuda").expand(2, 3, 8, 16).clone().requires_grad_()
+upstream = torch.randn(2, 3, 8, 16, device="cuda")
+for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+        half = [x.to(torch.bfloat16) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*half, is_causal=True, dropout_p=0.25).float()
+    kept = out[..., :8] != 0
+    assert 0.55 < kept.float().sum() / (2 * 3 * 36) < 0.95
+    scores = (q @ k.mT / 4).masked_fill(torch.ones(8, 8, device="cuda").triu(1).bool(), -torch.inf)
+    want = (scores.softmax(-1) * kept / 0.75) @ v
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    for x in (q, k, v):
+        got, true = (torch.autograd.grad(y, x, upstream, retain_graph=True)[0] for y in (out, want))
+        assert (got - true).norm() < 0.03 * true.norm()
+"""
+    )
+
+
 def test_16_bits(simulated):
     simulated(
         CASES
