@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -86,7 +86,7 @@ $(SIMGPU)/.installed: pyproject.toml constraints.txt simgpu/pyproject.toml
 	>$(SIMGPU)/needed.txt
 	$(pip_simgpu) --no-deps $(cuda_build)
 	$(pip_simgpu) -c $(SIMGPU)/constraints.txt -r $(SIMGPU)/needed.txt fsspec networkx sympy \
-	typing-extensions pytest pytest-xdist setuptools
+	typing-extensions hypothesis pytest pytest-xdist setuptools
 	$(pip_simgpu) --no-deps --no-build-isolation -e . -e simgpu
 	touch $@
 
@@ -104,6 +104,8 @@ then_on_cuda = $(if $(cuda),; cpu=$$?; $(PY) -m pytest -q $(ARGS) $(on_cuda) $(1
 executed := tests/kernels tests/proof/execute simgpu/tests/executor -m "not gpu and not slow" -n auto --maxprocesses 4
 ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
+SIMGPU_ARCHS ?= 80 90 100
+SIMGPU_RECORD ?= simgpu/record.jsonl
 
 ops := $(patsubst kernels/%/spec.py,%,$(wildcard kernels/*/spec.py))
 conformance := -m pytest -q tests/kernels/test_conformance.py --op $(OP) -n auto --maxprocesses 4
@@ -150,6 +152,12 @@ parity-full: $(call env,dev) ## every problem, compiled for every arch, on the C
 
 simgpu: $(SIMGPU)/.installed ## run simgpu's tests: the CUDA half on a simulated GPU (its environment: build/simgpu)
 	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m pytest -q simgpu/tests/cuda -n 2 --dist worksteal $(ARGS)
+
+simgpu-full: $(SIMGPU)/.installed ## run all tests that need CUDA on simulated GPUs: hours; writes the record
+	rm -f $(SIMGPU_RECORD)
+	for arch in $(SIMGPU_ARCHS); do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -q -m gpu \
+	--simgpu --simgpu-arch $$arch --simgpu-record $(SIMGPU_RECORD) tests/train/test_cuda.py tests/kernels/cuda -n 2 --dist worksteal $(ARGS) \
+	|| failed=1; done; [ -z "$$failed" ]
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
