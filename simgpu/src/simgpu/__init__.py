@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["counts", "environment", "size", "start"]
+__all__ = ["counts", "environment", "size", "start", "waits"]
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -95,12 +95,23 @@ def counts() -> Counter[str]:
     return found
 
 
+def waits() -> Counter[str]:
+    """Returns how often this process waited for a device so far, by "file:line in function".
+
+    That is the line nearest to the call that is neither PyTorch's nor Triton's.
+    """
+    from simgpu import lines
+
+    return lines.waits()
+
+
 def _after_torch() -> None:
     """Called by `import torch` at its end, in every process (the group torch.backends)."""
     if "SIMGPU" not in os.environ:
         return
-    from simgpu import compiled, launches, operators
+    from simgpu import compiled, launches, lines, operators
 
+    lines.install()
     operators.install(Path(os.environ["SIMGPU"]))
     launches.install()
     compiled.install()

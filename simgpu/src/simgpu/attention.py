@@ -4,6 +4,7 @@ Each gets the results in the layout that its CUDA kernel leaves them in, which c
 With dropout they are computed plainly, because the CPU's kernel has none.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,15 +13,19 @@ Tensor = torch.Tensor
 aten, simgpu = torch.ops.aten, torch.ops.simgpu
 
 
-def _host(x: Tensor | None) -> Tensor | None:
+def _host(x: Any) -> Any:
     return x if x is None or not x.is_cuda else simgpu.host(x)
 
 
+def _factor(q: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
 def _probabilities(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the softmax of the scores and their log-sum-exp, in fp32."""
-    scores = q.float() @ k.float().mT * scale
+    scores = q.float() @ k.float().mT * _factor(q, scale)
     if bias is not None:
         scores = scores + bias.float()
     if causal:
@@ -43,15 +48,14 @@ def _forward(
     """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
     seed and offset of dropout's random numbers.
     """
-    inputs = [_host(x) for x in (q, k, v)]
+    hq, hk, hv = (_host(x) for x in (q, k, v))
     seed = torch.randint(2**62 if p else 1, (), device=q.device)
     if p:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        weights, logsumexp = _probabilities(*inputs[:2], _host(bias), causal, scale)
-        out = (_dropout(weights, p, _host(seed)) @ inputs[2].float()).to(q.dtype)
+        weights, logsumexp = _probabilities(hq, hk, _host(bias), causal, scale)
+        out = (_dropout(weights, p, _host(seed)) @ hv.float()).to(q.dtype)
     else:
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            *inputs, p, causal, attn_mask=_host(bias), scale=scale
+            hq, hk, hv, p, causal, attn_mask=_host(bias), scale=scale
         )
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     out, logsumexp = (simgpu.device(x, q) for x in (out, logsumexp.contiguous()))
@@ -62,19 +66,18 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     bias: Tensor | None, seed: Tensor, p: float, causal: bool, scale: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    dout, *inputs = (_host(x) for x in (dout, q, k, v))
+    dout, hq, hk, hv = (_host(x) for x in (dout, q, k, v))
     if p:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        weights, _ = _probabilities(*inputs[:2], _host(bias), causal, scale)
+        weights, _ = _probabilities(hq, hk, _host(bias), causal, scale)
         dv = _dropout(weights, p, _host(seed)).mT @ dout.float()
-        ds = weights * _dropout(dout.float() @ inputs[2].float().mT, p, _host(seed))
-        ds = (ds - weights * ds.sum(-1, keepdim=True)) * scale
-        dq, dk = ds @ inputs[1].float(), ds.mT @ inputs[0].float()
+        ds = weights * _dropout(dout.float() @ hv.float().mT, p, _host(seed))
+        ds = (ds - weights * ds.sum(-1, keepdim=True)) * _factor(q, scale)
+        dq, dk = ds @ hk.float(), ds.mT @ hq.float()
         grads = [dx.to(q.dtype) for dx in (dq, dk, dv)]
     else:
         saved = _host(out), _host(logsumexp)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *inputs, *saved, p, causal, attn_mask=_host(bias), scale=scale
+            dout, hq, hk, hv, *saved, p, causal, attn_mask=_host(bias), scale=scale
         )
     return tuple(simgpu.device(grad, q) for grad in grads)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = {
-    "libcuda": ["state.cpp", "memory.cpp", "stream.cpp", "driver.cpp"],
+    "libcuda": ["state.cpp", "memory.cpp", "stream.cpp", "order.cpp", "driver.cpp"],
     "libcudart": ["runtime.cpp"],
     "libcudnn": ["cudnn.cpp"],
-    "libnccl": ["nccl.cpp"],
+    "libnccl": ["nccl.cpp", "reduce.cpp"],
 }
 PREFIXES = {
     "cublasLt": "libcublasLt", "cublas": "libcublas", "cudnn": "libcudnn", "cuda": "libcudart",
@@ -136,7 +136,7 @@ def _build(folder: Path, torch: Path, triton: Path) -> None:
         f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-ltorch_cuda",
         "-Wl,--allow-shlib-undefined", *ours,
     ]  # fmt: skip
-    key = _key(NATIVE / "dispatch.cpp", NATIVE / "sim.h")
+    key = _key(NATIVE / "dispatch.cpp", *sorted(NATIVE.glob("*.h")))
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(_make, folder / "libsimgpu.so", key, "g++", *dispatch)]
         for soname, symbols in found.items():
@@ -165,7 +165,7 @@ def _library(
     sources = [NATIVE / name for name in SOURCES.get(base, [])]
     numbers = [f"-DSIMGPU_{name.upper()}={_version(name)}" for name in ("nccl", "cudnn")]
     _make(
-        folder / soname, _key(stubs, script, NATIVE / "sim.h", *sources),
+        folder / soname, _key(stubs, script, *sorted(NATIVE.glob("*.h")), *sources),
         "g++", *CXX, "-shared", stubs, *sources, f"-I{NATIVE}", f"-I{include}", *numbers,
         f"-Wl,-soname,{soname}", *([f"-Wl,--version-script={script}"] if versions else []),
         *libraries,

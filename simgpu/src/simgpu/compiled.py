@@ -20,7 +20,6 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != BENCHMARKING:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         assert spec is not None
         assert spec.loader is not None

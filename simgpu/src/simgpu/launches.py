@@ -1,10 +1,15 @@
 """Launches of compiled Triton kernels: their PTX is executed, on the memory of the device."""
 
 import ctypes
+import re
 import sys
+import threading
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from simgpu.executor import Compiled, FaultError, UnknownPtxError, run_ptx
 from simgpu.executor.launch import built
@@ -19,13 +24,23 @@ class Launch(ctypes.Structure):
     _fields_ = [
         ("ptx", ctypes.c_char_p), ("name", ctypes.c_char_p), ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
-        ("params", ctypes.POINTER(ctypes.c_void_p)),
+        ("params", ctypes.POINTER(ctypes.c_void_p)), ("stream", ctypes.c_void_p),
     ]  # fmt: skip
 
 
+READS, WRITES, COVERS = range(3)
+"""What work does to memory, as SimRange in native/sim.h has it."""
+MOST_RANGES = 256
+"""Of one argument; what is beyond them is not checked."""
+INDUCTOR = re.compile(rb"triton_(poi|red|per|for|tem|mix)_")
+"""Kernels in which all warps may read what one of them changes, if they have the same elements: the
+others do not use what they made of it. Their warps are not held to be ordered."""
 SIZES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 launched: Counter[str] = Counter()
 """How often each kernel was launched in this process."""
+_names: dict[bytes, bytes] = {}
+"""Names of kernels, whose memory the stand-ins keep."""
+_one_at_a_time = threading.RLock()
 _cuda: Any = None
 _callback: Any = None
 
@@ -38,6 +53,7 @@ def install() -> None:
     _cuda.simgpu_host.argtypes, _cuda.simgpu_host.restype = [ctypes.c_void_p], ctypes.c_void_p
     size = ctypes.POINTER(ctypes.c_size_t)
     _cuda.simgpu_block.argtypes = [ctypes.c_void_p, size, size]
+    _cuda.simgpu_work.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int]
     _callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Launch))(_launch)
     _cuda.simgpu_set_launcher(_callback)
 
@@ -48,29 +64,55 @@ def _launch(pointer: Any) -> int:
     name = launch.name.decode()
     launched[name] += 1
     try:
-        _execute(launch)
+        return _execute(launch)
     except BaseException as error:
         what = f"{type(error).__name__}: {error}"
         if not isinstance(error, FaultError | UnknownPtxError):
             what = traceback.format_exc()
         print(f"simgpu: kernel {name} failed: {what}", file=sys.stderr, flush=True)
         return LAUNCH_FAILED
-    return 0
 
 
-def _execute(launch: Launch) -> None:
+def _execute(launch: Launch) -> int:
     ptx = launch.ptx.decode()
     if launch.block[1] != 1 or launch.block[2] != 1 or launch.block[0] % 32:
         raise NotImplementedError(f"thread blocks of {list(launch.block)} are not executed")
-    values, regions = [], []
+    values, regions, moved = [], [], []
     for number, (name, dtype) in enumerate(built(ptx).program.params):
         value = SIZES[dtype.itemsize].from_address(launch.params[number]).value
         if dtype.itemsize == 8 and _cuda.simgpu_owner(value) >= 0:
             base, size = ctypes.c_size_t(), ctypes.c_size_t()
-            if _cuda.simgpu_block(value, ctypes.byref(base), ctypes.byref(size)):
-                at = _cuda.simgpu_host(base.value)
-                regions.append(Region(name, at, (size.value,), (1,), 1, (at, size.value)))
+            if not _cuda.simgpu_block(value, ctypes.byref(base), ctypes.byref(size)):
+                raise FaultError(f"{name} points to memory that was freed or never allocated")
+            at = _cuda.simgpu_host(base.value)
+            regions.append(Region(name, at, (size.value,), (1,), 1, (at, size.value)))
+            moved.append(base.value - at)
             value = _cuda.simgpu_host(value)
         values.append(value)
     compiled = Compiled(ptx, launch.block[0] // 32, launch.shared)
-    run_ptx(compiled, list(launch.grid), values, regions=regions)
+    with _one_at_a_time:
+        memory = run_ptx(
+            compiled, list(launch.grid), values, regions=regions,
+            warp_races=not INDUCTOR.match(launch.name),
+        )  # fmt: skip
+    bases = {region.storage[0]: by for region, by in zip(regions, moved)}
+    used = [r for s in memory.segments for r in _used(s, memory.unit, bases[s.base])]
+    name = _names.setdefault(launch.name, launch.name)
+    ranges = np.array(used, np.uint64)
+    return _cuda.simgpu_work(launch.stream, name, ranges.ctypes.data, len(used))
+
+
+def _used(segment: Any, unit: int, moved: int) -> Iterator[tuple[int, int, int]]:
+    """The bytes that a launch has read and written of a storage, as ranges of the device."""
+    writes = [segment.writer, *([] if segment.atomic is None else [segment.atomic])]
+    for access, marks in ((READS, [segment.reader]), (WRITES, writes)):
+        touched = np.flatnonzero(np.bitwise_or.reduce(marks))
+        if not len(touched):
+            continue
+        holes = np.flatnonzero(np.diff(touched) > 1)
+        first, last = touched[[0, *(holes + 1)]], touched[[*holes, -1]] + 1
+        for begin, end in zip(first[:MOST_RANGES].tolist(), last[:MOST_RANGES].tolist()):
+            end = min(end * unit, segment.bytes)
+            yield segment.base + moved + begin * unit, end - begin * unit, access
+        if access == WRITES and len(first) > MOST_RANGES:
+            yield segment.base + moved, segment.bytes, COVERS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from simgpu import attention
+from simgpu import attention, lines
 
 KEPT = re.compile(
     r"aten::(empty|empty_strided|as_strided|view|view_as_real|view_as_complex|_reshape_alias|"
@@ -50,6 +50,15 @@ def install(folder: Path) -> None:
             native.simgpu_watch_allocator()
 
     torch.cuda._lazy_init = initialize_and_watch
+    query, wait = torch.cuda.Event.query, torch.cuda.Event.synchronize
+    tell = ctypes.CDLL("libcuda.so.1").simgpu_tell  # the program may hand this on to its threads
+    torch.cuda.Event.query = lambda self: query(self) and tell() == 0  # type: ignore[method-assign]
+
+    def note_and_wait(self: torch.cuda.Event) -> None:
+        lines.here(1)
+        wait(self)
+
+    torch.cuda.Event.synchronize = note_and_wait  # type: ignore[method-assign]
 
 
 def _overload(name: str) -> Any:

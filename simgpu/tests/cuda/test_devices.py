@@ -103,6 +103,7 @@ def test_a_copy_to_pinned_memory_arrives_when_it_is_waited_for(simulated):
 import torch
 x, host = torch.ones(4, device="cuda"), torch.zeros(4).pin_memory()
 side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side):
     host.copy_(x, non_blocking=True)
     event = side.record_event()

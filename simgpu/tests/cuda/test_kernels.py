@@ -55,3 +55,15 @@ add[(8,)](x, y, out, 1000, BLOCK=128)
     )
     assert "fine" in said
     assert "too far" in said
+
+
+def test_a_kernel_of_inductors_may_change_what_all_its_warps_read(simulated):
+    simulated(
+        """
+import torch
+x = torch.randn(4, 16)
+y = x.cuda()
+torch.compile(lambda x: x.copy_(x.softmax(-1)))(y)
+torch.testing.assert_close(y.cpu(), x.softmax(-1))
+"""
+    )

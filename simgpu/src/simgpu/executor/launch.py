@@ -55,7 +55,8 @@ def run_ptx(
     regions: Sequence[Region] = (),
     lanes: int = LANES,
     counters: Counters | None = None,
-) -> None:
+    warp_races: bool = True,
+) -> GlobalMemory:
     """Executes a launch of compiled PTX; tensors are changed in place.
 
     Args:
@@ -66,6 +67,10 @@ def run_ptx(
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
         counters: what the launch's instructions and memory accesses are added to.
+        warp_races: whether it is a fault that warps of a block use the same memory unordered.
+
+    Returns:
+        GlobalMemory: with the marks of what was read and written.
 
     Raises:
         FaultError: the code does what it must not.
@@ -79,7 +84,7 @@ def run_ptx(
     params = {name: _bits(value, dtype) for (name, dtype), value in zip(program.params, given)}
     whole = (*map(int, grid), 1, 1)[:3]
     blocks = int(np.prod(whole))
-    memory = GlobalMemory(regions, smallest_access(program, "global"))
+    memory = GlobalMemory(regions, smallest_access(program, "global"), warp_races)
     threads = 32 * kernel.warps
     at_once = max(1, lanes // threads)
     if counters is not None:
@@ -102,6 +107,7 @@ def run_ptx(
             machine.run()
     if counters is not None:
         counters.finish(memory.touched())
+    return memory
 
 
 def _bits(value: Any, dtype: np.dtype) -> Any:

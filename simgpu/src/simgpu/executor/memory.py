@@ -81,10 +81,19 @@ class WarpMarks:
         return written | read
 
 
+class UnorderedWarps(WarpMarks):
+    """Marks of warps that may read and write the same without a barrier between."""
+
+    def read(self, mine: Array, units: Array) -> Array:
+        return np.zeros(units.shape, bool)
+
+    clashes = read
+
+
 class _Segment:
     """One storage; `unit` bytes share a mark."""
 
-    def __init__(self, regions: list[Region], unit: int) -> None:
+    def __init__(self, regions: list[Region], unit: int, warps: type[WarpMarks]) -> None:
         self.base, self.bytes = regions[0].storage
         self.regions = regions
         self.data = np.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self.base))
@@ -97,7 +106,7 @@ class _Segment:
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
         self.atomic: Array | None = None
         """Marks of atomic accesses, in the form of `writer`; None until there is one."""
-        self.warps = WarpMarks(count)
+        self.warps = warps(count)
 
     def named(self, address: int) -> str:
         """The tensor nearest to an address, and where that is."""
@@ -108,13 +117,14 @@ class _Segment:
 class GlobalMemory:
     """All memory of one launch."""
 
-    def __init__(self, regions: Iterable[Region], unit: int) -> None:
+    def __init__(self, regions: Iterable[Region], unit: int, warp_races: bool = True) -> None:
         self.unit = unit
+        warps = WarpMarks if warp_races else UnorderedWarps
         by_storage: dict[tuple[int, int], list[Region]] = {}
         for region in regions:
             if region.storage[1]:
                 by_storage.setdefault(region.storage, []).append(region)
-        self.segments = [_Segment(rs, unit) for _, rs in sorted(by_storage.items())]
+        self.segments = [_Segment(rs, unit, warps) for _, rs in sorted(by_storage.items())]
         self.bases = np.array([s.base for s in self.segments], np.uint64)
 
     def load(

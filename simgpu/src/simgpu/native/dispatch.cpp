@@ -6,33 +6,29 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <random>
 #include <string>
 #include <vector>
 
-#include "sim.h"
+#include "uses.h"
 
 namespace {
-
-using at::Tensor;
-using c10::IValue;
-
-void finish_current(c10::Device device) {
-  int code = simgpu_finish(c10::cuda::getCurrentCUDAStream(device.index()).stream());
-  TORCH_CHECK(!code, "simgpu: ", simgpu_error_text(code));
-}
 
 /// The host's views of the tensors of one call; tensors that share memory share it here, too.
 struct Views {
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages;
-  std::vector<std::pair<Tensor, Tensor>> tensors;  // the view, the CUDA tensor
+  std::vector<Viewed> tensors;
+  const char* name;
+  bool written = false;  // by the operator: what is asked for next
+
+  explicit Views(const char* of) : name(of) {}
 
   c10::Storage storage(const Tensor& x) {
     auto* impl = x.storage().unsafeGetStorageImpl();
@@ -48,15 +44,19 @@ struct Views {
 
   Tensor of(const Tensor& x) {
     if (!x.defined() || !x.is_cuda()) return x;
-    for (auto& [mine, theirs] : tensors)
-      if (theirs.is_same(x)) return mine;
+    for (auto& it : tensors) {
+      if (!it.theirs.is_same(x)) continue;
+      it.written |= written;
+      return it.mine;
+    }
+    require_live(name, x);
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(storage(x), c10::DispatchKeySet(c10::DispatchKey::CPU), x.dtype());
     auto* impl = made.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
     made._set_conj(x.is_conj());
     made._set_neg(x.is_neg());
     if (x.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-    tensors.emplace_back(made, x);
+    tensors.push_back({made, x, written});
     return made;
   }
 
@@ -93,17 +93,19 @@ Tensor on_device(const Tensor& made, c10::Device device) {
 /// What a kernel returned, on CUDA: one of its arguments, a view of one, or a new tensor.
 Tensor returned(Views& views, const Tensor& made, c10::Device device) {
   if (!made.defined() || !made.device().is_cpu()) return made;
-  for (auto& [mine, theirs] : views.tensors)
+  for (auto& [mine, theirs, _] : views.tensors)
     if (mine.is_same(made)) return theirs;
-  for (auto& [mine, theirs] : views.tensors)
+  for (auto& [mine, theirs, _] : views.tensors)
     if (made.storage().nbytes() && mine.storage().unsafeGetStorageImpl() == made.storage().unsafeGetStorageImpl())
       return at::empty({0}, theirs.options().dtype(made.dtype())).set_(theirs.storage(), made.storage_offset(), made.sizes(), made.strides());
-  return on_device(made, device);
+  Tensor out = on_device(made, device);
+  views.tensors.push_back({made, out, true});
+  return out;
 }
 
 /// Arguments that the CPU's kernel gave another size or other memory get them on CUDA, too.
 void follow_sizes(Views& views) {
-  for (auto& [mine, theirs] : views.tensors) {
+  for (auto& [mine, theirs, _] : views.tensors) {
     bool moved = mine.storage().data() != simgpu_host(theirs.storage().data());
     if (!moved && mine.sizes() == theirs.sizes() && mine.strides() == theirs.strides()) continue;
     theirs.resize_(mine.sizes());
@@ -176,11 +178,14 @@ void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* sta
   simgpu_count(name.c_str());
   size_t first = stack->size() - schema.arguments().size();
   c10::Device device = device_of(*stack, first);
+  c10::cuda::CUDAGuard on(device);
   finish_current(device);  // what copies bring is there
   BelowAutograd guards;
-  Views views;
+  Views views(name.c_str());
   c10::Stack arguments;
   for (size_t i = first; i < stack->size(); ++i) {
+    auto* alias = schema.arguments()[i - first].alias_info();
+    views.written = alias && alias->isWrite();
     if (schema.arguments()[i - first].name() == "generator")
       arguments.emplace_back(host_generator((*stack)[i], device));
     else
@@ -188,6 +193,7 @@ void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* sta
   }
   stack->resize(first);
   refuse_huge(name, arguments);
+  if (asks_the_device(op, arguments)) check(simgpu_synchronize(stream_of(device), false));
   auto narrow = widened(name, arguments);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
   follow_sizes(views);
@@ -203,6 +209,8 @@ void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* sta
       stack->push_back(value);
     }
   }
+  if (stack->size() > first && (*stack)[first].isTensor()) require_written(name, views.tensors, (*stack)[first].toTensor());
+  note(name.c_str(), device, views.tensors);
 }
 
 void unknown(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack*) {
@@ -217,17 +225,33 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (alike || self.device() != from.device()) return at::native::copy_(self, from, non_blocking);
   simgpu_count("operator");
   finish_current(self.device());
-  Views views;
-  views.of(self).copy_(views.of(from));
+  Views views("aten::copy_");
+  Tensor source = views.of(from);
+  views.written = true;
+  views.of(self).copy_(source);
+  note("aten::copy_", self.device(), views.tensors);
   return self;
+}
+
+at::Scalar local_scalar_dense(const Tensor& x) {
+  c10::cuda::CUDAGuard on(x.device());
+  check(simgpu_written(x.const_data_ptr(), x.nbytes(), "item"));
+  return at::native::_local_scalar_dense_cuda(x);
 }
 
 /// The host's view of a CUDA tensor: no copy, and nothing waits.
 Tensor host(const Tensor& x) {
   finish_current(x.device());
-  return Views().of(x);
+  Views views("attention");
+  Tensor mine = views.of(x);
+  note("attention", x.device(), views.tensors);
+  return mine;
 }
-Tensor to_device(const Tensor& made, const Tensor& like) { return on_device(made, like.device()); }
+Tensor to_device(const Tensor& made, const Tensor& like) {
+  Tensor out = on_device(made, like.device());
+  note("attention", out.device(), {{made, out, true}});
+  return out;
+}
 
 TORCH_LIBRARY(simgpu, m) {
   m.def("host(Tensor x) -> Tensor");
@@ -264,6 +288,7 @@ void simgpu_replace(const char* by_host, const char* by_error) {
   lines(by_host, [](const std::string& name) { library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_host>()); });
   lines(by_error, [](const std::string& name) { library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&unknown>()); });
   library->impl("copy_", TORCH_FN(copy_));
+  library->impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
 }
 
 /// Notes the blocks of PyTorch's allocator, so that a kernel is held to the tensors it was given.

@@ -57,7 +57,7 @@ API cuCtxSetCurrent(CUcontext c) {
   return said(c ? simgpu_set_device(c->device) : SIM_OK);
 }
 API cuCtxGetDevice(CUdevice* d) { ENTER; *d = simgpu_current_device(); return said(SIM_OK); }
-API cuCtxSynchronize() { ENTER; return said(simgpu_finish_all()); }
+API cuCtxSynchronize() { ENTER; simgpu_count("wait"); simgpu_where(true); return said(simgpu_synchronize_device()); }
 API cuCtxGetLimit(size_t* v, CUlimit) { ENTER; *v = 1 << 20; return said(SIM_OK); }
 API cuCtxSetLimit(CUlimit, size_t) { ENTER; return said(SIM_OK); }
 
@@ -184,7 +184,7 @@ API cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned
   if ((int)shared > function->dynamic) return said(simgpu_fail(SIM_INVALID_VALUE, "%s: %u bytes of shared memory, %d allowed", name, shared, function->dynamic));
   if (extra || !launcher) return said(simgpu_fail(SIM_NOT_SUPPORTED, "%s: launched without Python or with packed parameters", name));
   if (int code = simgpu_finish(s)) return said(code);
-  SimLaunch it{function->module->ptx.c_str(), name, {gx, gy, gz}, {bx, by, bz}, shared, params};
+  SimLaunch it{function->module->ptx.c_str(), name, {gx, gy, gz}, {bx, by, bz}, shared, params, s};
   return said(launcher(&it));
 }
 API cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void** params, void** extra) {
@@ -199,7 +199,7 @@ API cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned g
 
 // --- streams and events, as far as others than the runtime ask for them
 
-API cuStreamSynchronize(CUstream s) { ENTER; simgpu_count("wait"); return said(simgpu_finish(s)); }
+API cuStreamSynchronize(CUstream s) { ENTER; return said(simgpu_synchronize(s, false)); }
 API cuStreamGetCtx(CUstream s, CUcontext* c) { ENTER; *c = context(simgpu_stream_device(s)); return said(SIM_OK); }
 API cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* v) { ENTER; *v = CU_STREAM_CAPTURE_STATUS_NONE; return said(SIM_OK); }
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "sim.h"
 
@@ -34,6 +35,7 @@ struct Memory {
   std::recursive_mutex mutex;
   Device devices[MOST_DEVICES];
   std::map<uintptr_t, size_t> pinned, blocks;
+  std::set<void*> divided;  // allocations that torch's allocator hands out in blocks
 };
 Memory& memory() {
   static auto* it = new Memory;
@@ -104,7 +106,7 @@ int simgpu_allocate(size_t bytes, void** out) {
 
 int simgpu_release(void* pointer) {
   if (!pointer) return SIM_OK;
-  Lock lock(memory().mutex);
+  std::unique_lock lock(memory().mutex);
   int number = simgpu_owner(pointer);
   if (number < 0) return simgpu_fail(SIM_INVALID_VALUE, "%p is freed, which is no device memory", pointer);
   Device& d = device(number);
@@ -113,7 +115,11 @@ int simgpu_release(void* pointer) {
   size_t page = 4096, from = (it->first + page - 1) / page * page, to = (it->first + it->second) / page * page;
   if (to > from) fallocate(d.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(to - from));
   d.used -= it->second;
+  memory().divided.erase(pointer);
+  size_t bytes = it->second;
   d.taken.erase(it);
+  lock.unlock();  // the one of streams comes before it
+  simgpu_forget((uintptr_t)pointer, bytes);
   return SIM_OK;
 }
 
@@ -144,10 +150,12 @@ int simgpu_allocation(const void* pointer, void** base, size_t* bytes) {
 }
 
 int simgpu_inside(const void* pointer, size_t bytes, const char* what) {
-  void* base;
-  size_t size;
+  Lock lock(memory().mutex);
   if (simgpu_owner(pointer) < 0) return SIM_OK;
-  if (simgpu_allocation(pointer, &base, &size) && (char*)pointer + bytes <= (char*)base + size) return SIM_OK;
+  uintptr_t base;
+  size_t size;
+  if (!simgpu_block(pointer, &base, &size)) return simgpu_fail(SIM_ILLEGAL_ADDRESS, "%s uses %p, which was freed or never allocated", what, pointer);
+  if ((uintptr_t)pointer + bytes <= base + size) return SIM_OK;
   return simgpu_fail(SIM_ILLEGAL_ADDRESS, "%s of %zu bytes at %p leaves the allocation there", what, bytes, pointer);
 }
 
@@ -165,17 +173,27 @@ int simgpu_pinned(const void* pointer) {
 }
 
 void simgpu_note_block(uintptr_t address, size_t bytes) {
+  simgpu_given_out(address, bytes);
   Lock lock(memory().mutex);
   memory().blocks[address] = bytes;
+  void* base;
+  size_t size;
+  if (simgpu_allocation((void*)address, &base, &size)) memory().divided.insert(base);
 }
 void simgpu_drop_block(uintptr_t address) {
-  Lock lock(memory().mutex);
+  std::unique_lock lock(memory().mutex);
+  size_t bytes = memory().blocks[address];
   memory().blocks.erase(address);
+  lock.unlock();
+  simgpu_given_back(address, bytes);
 }
 int simgpu_block(const void* pointer, uintptr_t* base, size_t* bytes) {
   Lock lock(memory().mutex);
   auto it = around(memory().blocks, (uintptr_t)pointer);
-  if (it == memory().blocks.end()) return simgpu_allocation(pointer, (void**)base, bytes);
+  if (it == memory().blocks.end()) {
+    bool whole = simgpu_allocation(pointer, (void**)base, bytes);
+    return whole && !memory().divided.count((void*)*base);
+  }
   *base = it->first;
   *bytes = it->second;
   return 1;

@@ -4,12 +4,10 @@
 // A rank that has died is noticed: its process is looked for while the others wait.
 #include <fcntl.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
@@ -17,16 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "sim.h"
+#include "nccl.h"
 
 namespace {
-
-constexpr size_t SLOT = 1 << 20;  // bytes that travel at a time
-constexpr int RANKS = 16;
-
-enum Result { OK = 0, SYSTEM = 2, ARGUMENT = 4, USAGE = 5, REMOTE = 6 };
-enum Op { SUM, PRODUCT, MAX, MIN, AVERAGE, OPS };
-enum Type { I8, U8, I32, U32, I64, U64, F16, F32, F64, BF16, FP8A, FP8B };
 
 struct Shared {
   std::atomic<int> arrived, aborted;
@@ -34,120 +25,98 @@ struct Shared {
   std::atomic<int> process[RANKS];
   std::atomic<int> color[RANKS], key[RANKS];                     // of ncclCommSplit
   std::atomic<unsigned long> sent[RANKS][RANKS], taken[RANKS][RANKS];  // messages from, to
+  Call calls[2][RANKS];  // of the last two collectives: a rank may be one ahead of those that compare
 };
 
 struct Id { char text[128]; };
+
+/// A process that has ended and whose parent has not noticed counts as gone.
+bool lives(int process) {
+  FILE* file = fopen(("/proc/" + std::to_string(process) + "/stat").c_str(), "r");
+  if (!file) return false;
+  char state = 0;
+  bool ended = fscanf(file, "%*d (%*[^)]) %c", &state) == 1 && state == 'Z';
+  fclose(file);
+  return !ended;
+}
 
 struct Comm {
   Shared* shared;
   char* slots;
   std::string path;
   int rank, size, device, splits = 0;
+  unsigned called = 0;
+  Call now{"ncclCommInitRank", ""};
   std::atomic<int> error{OK};
 
   char* slot(int of) { return slots + of * SLOT; }
   char* mail(int from, int to) { return slots + (size_t)(RANKS + from * size + to) * SLOT; }
 
-  bool broken() {
-    if (shared->aborted || error) return true;
-    for (int r = 0; r < size; ++r) {
-      int process = shared->process[r];
-      if (!process || !kill(process, 0) || errno != ESRCH) continue;
-      simgpu_fail(0, "rank %d of %d is gone in the middle of a collective", r, size);
-      error = REMOTE;
-      return true;
-    }
-    return false;
+  /// Why this cannot go on; empty if it can.
+  std::string broken() {
+    if (shared->aborted || error) return "was aborted";
+    for (int r = 0; r < size; ++r)
+      if (int process = shared->process[r]; process && !lives(process)) return "rank " + std::to_string(r) + " is gone";
+    return "";
+  }
+  int give_up(const std::string& why) {
+    error = REMOTE;
+    return simgpu_fail(REMOTE, "rank %d of %d waits in %s, but %s\n    %s", rank, size, now.what, why.c_str(), now.line);
   }
 
   /// Waits until every rank is here.
-  bool meet() {
+  int meet() {
     unsigned round = shared->round;
     if (shared->arrived.fetch_add(1) + 1 == size) {
       shared->arrived = 0;
       ++shared->round;
-      return true;
+      return OK;
     }
     for (long i = 1; shared->round == round; ++i) {
       if (i > 200) usleep(50);
       else sched_yield();
-      if (i % 1000 == 0 && broken()) return false;
+      if (i % 1000) continue;
+      std::string why = broken();
+      if (!why.empty() && shared->round == round) return give_up(why);  // who was the last may have left
     }
-    return true;
+    return OK;
+  }
+
+  /// Whether all ranks ask for the same: none goes on otherwise.
+  int agree(const Call& mine) {
+    now = mine;
+    Call* calls = shared->calls[called++ % 2];
+    calls[rank] = mine;
+    if (int code = meet()) return code;
+    for (int r = 0; r < size; ++r)
+      if (strcmp(calls[r].what, mine.what))
+        return simgpu_fail(USAGE, "rank %d of %d calls %s, but rank %d calls %s\n    rank %d: %s\n    rank %d: %s", rank, size,
+                           mine.what, r, calls[r].what, rank, mine.line, r, calls[r].line);
+    return OK;
   }
 };
-
-size_t width(int type) {
-  static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return bytes[type];
-}
-
-struct Half {
-  using Wide = float;
-  _Float16 bits;
-  operator float() const { return (float)bits; }
-  Half& operator=(float x) { return bits = (_Float16)x, *this; }
-};
-struct BFloat {
-  using Wide = float;
-  uint16_t bits;
-  operator float() const {
-    uint32_t whole = (uint32_t)bits << 16;
-    float x;
-    return memcpy(&x, &whole, 4), x;
-  }
-  BFloat& operator=(float x) {
-    uint32_t whole;
-    memcpy(&whole, &x, 4);
-    bits = x != x ? 0x7FFF : (uint16_t)((whole + 0x7FFF + (whole >> 16 & 1)) >> 16);
-    return *this;
-  }
-};
-
-/// Reduces what all ranks have put into their slots; 16 bits are summed in float.
-template <class T, class Wide>
-void reduce_as(Comm* c, void* out, size_t n, int op) {
-  for (size_t i = 0; i < n; ++i) {
-    Wide all = (Wide)((T*)c->slot(0))[i];
-    for (int r = 1; r < c->size; ++r) {
-      Wide next = (Wide)((T*)c->slot(r))[i];
-      switch (op) {
-        case PRODUCT: all = all * next; break;
-        case MAX: all = std::max(all, next); break;
-        case MIN: all = std::min(all, next); break;
-        default: all = all + next;
-      }
-    }
-    ((T*)out)[i] = op == AVERAGE ? all / (Wide)c->size : all;
-  }
-}
-
-int reduce(Comm* c, void* out, size_t n, int type, int op) {
-  if (op >= OPS) return simgpu_fail(USAGE, "NCCL's reduction %d is not simulated", op);
-  switch (type) {
-    case I8: reduce_as<int8_t, int8_t>(c, out, n, op); return OK;
-    case U8: reduce_as<uint8_t, uint8_t>(c, out, n, op); return OK;
-    case I32: reduce_as<int32_t, int32_t>(c, out, n, op); return OK;
-    case U32: reduce_as<uint32_t, uint32_t>(c, out, n, op); return OK;
-    case I64: reduce_as<int64_t, int64_t>(c, out, n, op); return OK;
-    case U64: reduce_as<uint64_t, uint64_t>(c, out, n, op); return OK;
-    case F16: reduce_as<Half, float>(c, out, n, op); return OK;
-    case F32: reduce_as<float, float>(c, out, n, op); return OK;
-    case F64: reduce_as<double, double>(c, out, n, op); return OK;
-    case BF16: reduce_as<BFloat, float>(c, out, n, op); return OK;
-  }
-  return simgpu_fail(ARGUMENT, "NCCL's reduction of type %d is not simulated", type);
-}
 
 // Between ncclGroupStart and ncclGroupEnd calls only say what is to be done.
 thread_local int depth = 0;
 thread_local std::vector<std::function<int()>> queued;
 
-int do_or_queue(void* stream, std::function<int()> work) {
+using Work = std::function<int()>;
+
+/// Does a collective or queues it: `name` of n elements, in memory that it reads and writes.
+int collective(Comm* c, const char* name, size_t n, int type, const char* how, int number, void* stream,
+               std::initializer_list<SimRange> ranges, Work work) {
+  static const char* types[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8", "float8"};
   simgpu_count("collective");
-  if (simgpu_finish(stream)) return SYSTEM;
-  if (!depth) return work();
-  queued.push_back(std::move(work));
+  if (simgpu_finish(stream) || simgpu_work(stream, name, ranges.begin(), (int)ranges.size())) return SYSTEM;
+  Call call{};
+  snprintf(call.what, sizeof call.what, "%s of %zu %s, %s %d", name, n, types[type], how, number);
+  snprintf(call.line, sizeof call.line, "%s", simgpu_where_text(simgpu_where(false)));
+  auto whole = [=] {
+    int code = c->agree(call);
+    return code ? code : work();
+  };
+  if (!depth) return whole();
+  queued.push_back(whole);
   return OK;
 }
 
@@ -156,9 +125,9 @@ int in_parts(Comm* c, const char* from, size_t bytes, bool gives, const std::fun
   for (size_t at = 0; at < bytes; at += SLOT) {
     size_t some = std::min(SLOT, bytes - at);
     if (gives) memcpy(c->slot(c->rank), from + at, some);
-    if (!c->meet()) return REMOTE;
+    if (int code = c->meet()) return code;
     if (int code = work(at, some)) return code;
-    if (!c->meet()) return REMOTE;
+    if (int code = c->meet()) return code;
   }
   return OK;
 }
@@ -187,23 +156,29 @@ thread_local std::vector<Message> messages;
 int exchange() {
   std::vector<Message> open = std::move(messages);
   messages.clear();
-  for (long idle = 0;;) {
+  std::string why;
+  for (long idle = 1;; ++idle) {
     bool busy = false, moved = false;
     for (auto& m : open)
       if (m.done < m.bytes) busy = true, moved |= m.move();
     if (!busy) return OK;
     if (moved) continue;
     usleep(20);
-    if (++idle % 1000 == 0)
-      for (auto& m : open)
-        if (m.comm->broken()) return REMOTE;
+    if (!why.empty()) return open[0].comm->give_up(why);
+    if (idle % 1000) continue;
+    for (auto& m : open)
+      if (why.empty()) why = m.comm->broken();  // what has come before that is taken first
   }
 }
 
 int message(bool sends, const void* x, size_t n, int type, int peer, Comm* c, void* stream) {
   simgpu_count("message");
-  if (simgpu_finish(stream)) return SYSTEM;
-  messages.push_back({sends, simgpu_host(x), n * width(type), 0, peer, c});
+  const char* name = sends ? "ncclSend" : "ncclRecv";
+  SimRange range{x, n * width(type), sends ? SIM_READS : SIM_WRITES};
+  if (simgpu_finish(stream) || simgpu_work(stream, name, &range, 1)) return SYSTEM;
+  snprintf(c->now.what, sizeof c->now.what, "%s of %zu bytes, peer %d", name, range.bytes, peer);
+  snprintf(c->now.line, sizeof c->now.line, "%s", simgpu_where_text(simgpu_where(false)));
+  messages.push_back({sends, simgpu_host(x), range.bytes, 0, peer, c});
   return depth ? OK : exchange();
 }
 
@@ -223,10 +198,10 @@ int join(Comm** out, const std::string& path, int size, int rank) {
   c->size = size;
   c->device = simgpu_current_device();
   c->shared->process[rank] = getpid();
-  bool whole = c->meet();
+  int code = c->meet();
   unlink(path.c_str());
   *out = c;
-  return whole ? OK : REMOTE;
+  return code;
 }
 
 char* host(const void* p) { return simgpu_host(p); }
@@ -250,7 +225,7 @@ API ncclCommSplit(Comm* c, int color, int key, Comm** out, void*) {
   SIM_ENTER(int);
   c->shared->color[c->rank] = color;
   c->shared->key[c->rank] = key;
-  if (!c->meet()) return REMOTE;
+  if (int code = c->meet()) return code;
   int size = 0, rank = 0;
   for (int r = 0; r < c->size; ++r) {
     if (c->shared->color[r] != color) continue;
@@ -258,14 +233,14 @@ API ncclCommSplit(Comm* c, int color, int key, Comm** out, void*) {
     ++size;
     rank += theirs < key || (theirs == key && r < c->rank);
   }
-  if (!c->meet()) return REMOTE;
+  if (int code = c->meet()) return code;
   std::string path = c->path + "-" + std::to_string(c->splits++) + "-" + std::to_string(color);
   *out = nullptr;
   return color < 0 ? OK : join(out, path, size, rank);
 }
 API ncclCommFinalize(Comm*) { return OK; }
 API ncclCommDestroy(Comm* c) {
-  if (c) c->shared->process[c->rank] = 0;  // it may end now
+  if (c) c->shared->process[c->rank] = -1;
   return OK;
 }
 API ncclCommAbort(Comm* c) {
@@ -283,7 +258,7 @@ API ncclMemFree(void* p) { SIM_ENTER(int); return simgpu_release(p) ? SYSTEM : O
 extern "C" const char* ncclGetErrorString(int e) {
   return e == OK ? "no error" : e == REMOTE ? "remote process exited or there was a network error" : "unhandled system error";
 }
-extern "C" const char* ncclGetLastError(Comm*) { return ""; }
+extern "C" const char* ncclGetLastError(Comm*) { return simgpu_last_failure(); }
 
 API ncclGroupStart() { ++depth; return OK; }
 API ncclGroupEnd() {
@@ -297,52 +272,64 @@ API ncclGroupEnd() {
 API ncclSend(const void* x, size_t n, int type, int peer, Comm* c, void* s) { SIM_ENTER(int); return message(true, x, n, type, peer, c, s); }
 API ncclRecv(void* x, size_t n, int type, int peer, Comm* c, void* s) { SIM_ENTER(int); return message(false, x, n, type, peer, c, s); }
 
+/// Reduces parts that all ranks gave, at the ranks where it is wanted.
+static Work reduction(Comm* c, const void* in, void* out, size_t n, int type, int op, bool wanted) {
+  return [=] {
+    return in_parts(c, host(in), n * width(type), true, [=](size_t at, size_t some) {
+      return wanted ? reduce(c->slots, c->size, host(out) + at, some / width(type), type, op) : (int)OK;
+    });
+  };
+}
 API ncclAllReduce(const void* in, void* out, size_t n, int type, int op, Comm* c, void* s) {
   SIM_ENTER(int);
-  return do_or_queue(s, [=] {
-    return in_parts(c, host(in), n * width(type), true, [=](size_t at, size_t some) { return reduce(c, host(out) + at, some / width(type), type, op); });
-  });
+  size_t bytes = n * width(type);
+  return collective(c, "ncclAllReduce", n, type, "reduction", op, s, {{in, bytes, SIM_READS}, {out, bytes, SIM_WRITES}},
+                    reduction(c, in, out, n, type, op, true));
 }
 API ncclReduce(const void* in, void* out, size_t n, int type, int op, int root, Comm* c, void* s) {
   SIM_ENTER(int);
-  return do_or_queue(s, [=] {
-    return in_parts(c, host(in), n * width(type), true, [=](size_t at, size_t some) {
-      return c->rank == root ? reduce(c, host(out) + at, some / width(type), type, op) : (int)OK;
-    });
-  });
+  bool wanted = c->rank == root;
+  size_t bytes = n * width(type);
+  return collective(c, "ncclReduce", n, type, "root", root, s, {{in, bytes, SIM_READS}, {out, wanted ? bytes : 0, SIM_WRITES}},
+                    reduction(c, in, out, n, type, op, wanted));
 }
 API ncclReduceScatter(const void* in, void* out, size_t n, int type, int op, Comm* c, void* s) {
   SIM_ENTER(int);
-  return do_or_queue(s, [=] {
-    size_t whole = n * width(type);
+  size_t whole = n * width(type);
+  auto work = [=] {
     std::vector<char> mine(whole);  // the input may overlap the output
     for (int owner = 0; owner < c->size; ++owner) {
       int code = in_parts(c, host(in) + owner * whole, whole, true, [&](size_t at, size_t some) {
-        return owner == c->rank ? reduce(c, mine.data() + at, some / width(type), type, op) : (int)OK;
+        return owner == c->rank ? reduce(c->slots, c->size, mine.data() + at, some / width(type), type, op) : (int)OK;
       });
       if (code) return code;
     }
     memcpy(host(out), mine.data(), whole);
     return (int)OK;
-  });
+  };
+  return collective(c, "ncclReduceScatter", n, type, "reduction", op, s, {{in, c->size * whole, SIM_READS}, {out, whole, SIM_WRITES}}, work);
 }
 API ncclAllGather(const void* in, void* out, size_t n, int type, Comm* c, void* s) {
   SIM_ENTER(int);
-  return do_or_queue(s, [=] {
-    size_t whole = n * width(type);
+  size_t whole = n * width(type);
+  auto work = [=] {
     return in_parts(c, host(in), whole, true, [=](size_t at, size_t some) {
       for (int r = 0; r < c->size; ++r) memcpy(host(out) + r * whole + at, c->slot(r), some);
       return (int)OK;
     });
-  });
+  };
+  return collective(c, "ncclAllGather", n, type, "ranks", c->size, s, {{in, whole, SIM_READS}, {out, c->size * whole, SIM_WRITES}}, work);
 }
 API ncclBroadcast(const void* in, void* out, size_t n, int type, int root, Comm* c, void* s) {
   SIM_ENTER(int);
-  return do_or_queue(s, [=] {
-    return in_parts(c, host(in), n * width(type), c->rank == root, [=](size_t at, size_t some) {
+  size_t bytes = n * width(type);
+  bool gives = c->rank == root;
+  auto work = [=] {
+    return in_parts(c, host(in), bytes, gives, [=](size_t at, size_t some) {
       memcpy(host(out) + at, c->slot(root), some);
       return (int)OK;
     });
-  });
+  };
+  return collective(c, "ncclBroadcast", n, type, "root", root, s, {{in, gives ? bytes : 0, SIM_READS}, {out, bytes, SIM_WRITES}}, work);
 }
 API ncclBcast(void* x, size_t n, int type, int root, Comm* c, void* s) { SIM_ENTER(int); return ncclBroadcast(x, x, n, type, root, c, s); }

@@ -26,7 +26,7 @@ static cudaError_t said(int code) {
 API cudaGetDeviceCount(int* n) { ENTER; *n = simgpu_devices(); return said(*n ? SIM_OK : SIM_NO_DEVICE); }
 API cudaGetDevice(int* d) { *d = simgpu_current_device(); return cudaSuccess; }
 API cudaSetDevice(int d) { ENTER; return said(simgpu_set_device(d)); }
-API cudaDeviceSynchronize() { ENTER; simgpu_count("wait"); return said(simgpu_finish_all()); }
+API cudaDeviceSynchronize() { ENTER; simgpu_count("wait"); simgpu_where(true); return said(simgpu_synchronize_device()); }
 API cudaDriverGetVersion(int* v) { ENTER; *v = CUDART_VERSION; return cudaSuccess; }
 API cudaRuntimeGetVersion(int* v) { ENTER; *v = CUDART_VERSION; return cudaSuccess; }
 API cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) { ENTER; *v = simgpu_attribute(a); return cudaSuccess; }
@@ -83,7 +83,7 @@ extern "C" const char* CUDARTAPI cudaGetErrorName(cudaError_t e) { return simgpu
 API cudaMalloc(void** p, size_t n) { ENTER; return said(simgpu_allocate(n, p)); }
 API cudaFree(void* p) {
   ENTER;
-  int code = simgpu_finish_all();
+  int code = simgpu_synchronize_device();
   return said(code ? code : simgpu_release(p));
 }
 API cudaHostAlloc(void** p, size_t n, unsigned) {
@@ -93,7 +93,7 @@ API cudaHostAlloc(void** p, size_t n, unsigned) {
 }
 API cudaFreeHost(void* p) {
   ENTER;
-  simgpu_finish_all();
+  simgpu_synchronize_device();
   int code = simgpu_unpin(p);
   if (!code) free(p);
   return said(code);
@@ -120,13 +120,13 @@ API cudaMemsetAsync(void* d, int v, size_t n, cudaStream_t t) { ENTER; return sa
 
 // --- streams and events
 
-API cudaStreamCreate(cudaStream_t* s) { ENTER; *s = (cudaStream_t)simgpu_new_stream(0); return cudaSuccess; }
-API cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { ENTER; *s = (cudaStream_t)simgpu_new_stream(0); return cudaSuccess; }
-API cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int p) { ENTER; *s = (cudaStream_t)simgpu_new_stream(p); return cudaSuccess; }
+API cudaStreamCreate(cudaStream_t* s) { ENTER; *s = (cudaStream_t)simgpu_new_stream(0, true); return cudaSuccess; }
+API cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) { ENTER; *s = (cudaStream_t)simgpu_new_stream(0, !(flags & cudaStreamNonBlocking)); return cudaSuccess; }
+API cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int p) { ENTER; *s = (cudaStream_t)simgpu_new_stream(p, !(flags & cudaStreamNonBlocking)); return cudaSuccess; }
 API cudaStreamDestroy(cudaStream_t s) { ENTER; return said(simgpu_free_stream(s)); }
 API cudaStreamGetPriority(cudaStream_t s, int* p) { ENTER; *p = simgpu_stream_priority(s); return cudaSuccess; }
-API cudaStreamSynchronize(cudaStream_t s) { ENTER; simgpu_count("wait"); return said(simgpu_finish(s)); }
-API cudaStreamQuery(cudaStream_t s) { ENTER; return said(simgpu_finish(s)); }
+API cudaStreamSynchronize(cudaStream_t s) { ENTER; return said(simgpu_synchronize(s, false)); }
+API cudaStreamQuery(cudaStream_t s) { ENTER; return said(simgpu_synchronize(s, true)); }
 API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { ENTER; simgpu_stream_wait(s, e); return cudaSuccess; }
 API cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* data) {
   ENTER;
@@ -139,8 +139,8 @@ API cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { ENTER; *e = (cudaEvent_
 API cudaEventDestroy(cudaEvent_t) { ENTER; return cudaSuccess; }  // it is small, and streams may wait for it
 API cudaEventRecord(cudaEvent_t e, cudaStream_t s) { ENTER; simgpu_record(e, s); return cudaSuccess; }
 API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { ENTER; simgpu_record(e, s); return cudaSuccess; }
-API cudaEventQuery(cudaEvent_t e) { ENTER; return said(simgpu_finish_event(e)); }
-API cudaEventSynchronize(cudaEvent_t e) { ENTER; simgpu_count("wait"); return said(simgpu_finish_event(e)); }
+API cudaEventQuery(cudaEvent_t e) { ENTER; return said(simgpu_event_ready(e)); }
+API cudaEventSynchronize(cudaEvent_t e) { ENTER; return said(simgpu_event_wait(e)); }
 API cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { ENTER; return said(simgpu_elapsed(ms, a, b)); }
 
 // --- graphs: to begin a capture is not simulated, so none is ever under way

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -52,6 +53,8 @@ int shared_memory() {
   if (arch == 80 || arch == 87) return 163 << 10;
   return arch / 10 == 9 || arch / 10 == 10 ? 227 << 10 : 99 << 10;
 }
+
+thread_local std::string said;
 
 }  // namespace
 
@@ -101,13 +104,28 @@ int simgpu_multiprocessors() {
 }
 
 int simgpu_fail(int code, const char* format, ...) {
-  char text[1024];
+  char text[4096];
   va_list args;
   va_start(args, format);
   vsnprintf(text, sizeof text, format, args);
   va_end(args);
   fprintf(stderr, "simgpu: %s\n", text);
+  said = text;
   return code;
+}
+const char* simgpu_last_failure() { return said.c_str(); }
+
+static int (*here)(int) = nullptr;
+static auto& places = *new std::deque<std::string>{"(no Python)"};
+void simgpu_set_lines(int (*number)(int)) { here = number; }
+void simgpu_note_place(const char* text) {
+  std::lock_guard lock(mutex());
+  places.emplace_back(text);
+}
+int simgpu_where(bool waits) { return here ? here(waits) : 0; }
+const char* simgpu_where_text(int where) {
+  std::lock_guard lock(mutex());
+  return places[where].c_str();
 }
 
 const char* simgpu_error_text(int code) {
@@ -133,10 +151,14 @@ const char* simgpu_error_text(int code) {
 
 void simgpu_count(const char* name) { counter(name)->fetch_add(1); }
 
-/// Calls `each` with every count so far.
+/// Calls `each`, which is Python's, with every count so far.
 void simgpu_each_count(void (*each)(const char* name, long n)) {
-  std::lock_guard lock(mutex());
-  for (auto& [name, n] : counts()) each(name.c_str(), n);
+  std::map<const char*, long> now;  // who has Python's lock may wait for ours
+  {
+    std::lock_guard lock(mutex());
+    for (auto& [name, n] : counts()) now[name.c_str()] = n;
+  }
+  for (auto [name, n] : now) each(name, n);
 }
 
 int simgpu_missing(const char* library, const char* name, int code) {

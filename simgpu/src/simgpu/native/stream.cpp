@@ -4,58 +4,35 @@
 // when somebody waits for it, and pinned memory that a copy reads must stay as it is until then.
 #include <cstring>
 #include <ctime>
-#include <deque>
-#include <functional>
-#include <map>
-#include <mutex>
-#include <set>
-#include <vector>
+#include <list>
+#include <string>
+#include <utility>
 
-#include "sim.h"
+#include "order.h"
 
 namespace {
-
-struct Pending {
-  unsigned long number;
-  std::function<int()> settle;  // what its being waited for means to the host
-};
-
-struct Stream {
-  int device = 0, priority = 0;
-  unsigned long queued = 0;
-  std::deque<Pending> pending;
-};
 
 struct Event {
   Stream* stream = nullptr;
   unsigned long number = 0;
   double ms = 0;
+  Clock clock;
+  int asked = 0;
 };
 
-struct State {
-  std::recursive_mutex mutex;
-  std::set<Stream*> streams;
-  std::map<int, Stream*> defaults;
+/// A copy between pinned memory and a device that nobody has waited for yet.
+struct Flight {
+  char* host;
+  std::vector<char> was, brings;  // what the host has there; empty unless the copy goes there
+  int where;                      // the line that asked for it
 };
-State& state() {
-  static auto* it = new State;
-  return *it;
-}
-using Lock = std::lock_guard<std::recursive_mutex>;
+auto& flights = *new std::list<Flight>;
 
-Stream* named(void* handle) {
-  if ((uintptr_t)handle > 2) return (Stream*)handle;  // 0 to 2 mean the device's own stream
-  Lock lock(state().mutex);
-  Stream*& s = state().defaults[simgpu_current_device()];
-  if (!s) {
-    s = new Stream;
-    s->device = simgpu_current_device();
-  }
-  return s;
-}
+/// What this thread has found to be over by asking: no other thread's work is ordered by that.
+thread_local Clock& asked = *new Clock;  // not destroyed: other libraries ask until a thread's very end
 
 int settle(Stream* s, unsigned long until) {
-  Lock lock(state().mutex);
+  Lock lock(streams.mutex);
   int code = SIM_OK;
   while (!s->pending.empty() && s->pending.front().number <= until) {
     Pending next = std::move(s->pending.front());
@@ -69,6 +46,22 @@ void when_waited_for(Stream* s, std::function<int()> work) {
   s->pending.push_back({++s->queued, std::move(work)});
 }
 
+/// What pinned memory is to the host when a copy from or to it has been waited for.
+int land(std::list<Flight>::iterator f) {
+  bool changed = memcmp(f->host, f->was.data(), f->was.size());
+  bool down = !f->brings.empty();
+  std::copy(f->brings.begin(), f->brings.end(), f->host);
+  for (Flight& other : flights) {  // whose memory the host has not changed by this
+    char *begin = std::max(f->host, other.host), *end = std::min(f->host + f->brings.size(), other.host + other.was.size());
+    if (begin < end) std::copy(begin, end, other.was.begin() + (begin - other.host));
+  }
+  Flight it = std::move(*f);
+  flights.erase(f);
+  if (!changed) return SIM_OK;
+  return simgpu_fail(SIM_ILLEGAL_ADDRESS, "race: the pinned memory at %p changed before the copy %s it was waited for\n    copy %s",
+                     it.host, down ? "to" : "from", simgpu_where_text(it.where));
+}
+
 double now_ms() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -77,51 +70,117 @@ double now_ms() {
 
 }  // namespace
 
+Streams& streams = *new Streams;
+
+Stream* named(void* handle) {
+  if ((uintptr_t)handle > 2) return (Stream*)handle;  // 0 to 2 mean the device's own stream
+  Lock lock(streams.mutex);
+  Stream*& s = streams.defaults[simgpu_current_device()];
+  if (!s) {
+    s = new Stream;
+    s->device = simgpu_current_device();
+    s->own = true;
+  }
+  return s;
+}
+
+Clock known() {
+  Clock it = streams.host;
+  it.join(asked);
+  return it;
+}
+
+Clock& caught_up(Stream* s) {
+  Lock lock(streams.mutex);
+  s->clock.join(streams.host);
+  s->clock.join(asked);
+  if (s->own) {
+    for (Stream* other : streams.all)
+      if (other->blocking && other->device == s->device) s->clock.join(other->clock);
+  } else if (s->blocking && streams.defaults.count(s->device)) {
+    s->clock.join(streams.defaults[s->device]->clock);
+  }
+  return s->clock;
+}
+
 extern "C" {
 
-void* simgpu_new_stream(int priority) {
-  Lock lock(state().mutex);
+void* simgpu_new_stream(int priority, bool blocking) {
+  Lock lock(streams.mutex);
   auto* s = new Stream;
   s->device = simgpu_current_device();
   s->priority = priority;
-  state().streams.insert(s);
+  s->blocking = blocking;
+  streams.all.insert(s);
   return s;
 }
 int simgpu_free_stream(void* handle) {
-  Lock lock(state().mutex);
-  if (!state().streams.count((Stream*)handle)) return SIM_INVALID_HANDLE;
+  Lock lock(streams.mutex);
+  if (!streams.all.count((Stream*)handle)) return SIM_INVALID_HANDLE;
   int code = settle((Stream*)handle, ~0ul);
-  state().streams.erase((Stream*)handle);
+  streams.all.erase((Stream*)handle);
   return code;  // the memory stays: events may name it
 }
 int simgpu_stream_device(void* stream) { return named(stream)->device; }
 int simgpu_stream_priority(void* stream) { return named(stream)->priority; }
 int simgpu_finish(void* stream) { return settle(named(stream), ~0ul); }
-int simgpu_finish_all() {
-  Lock lock(state().mutex);
+int simgpu_synchronize(void* stream, bool only_asks) {
+  if (!only_asks) simgpu_count("wait");
+  Stream* s = named(stream);
+  std::unique_lock lock(streams.mutex);
+  const Clock& all = caught_up(s);
+  bool waits = !only_asks && !known().covers(all) && !std::exchange(s->staged, false);
+  streams.host.join(all);
+  lock.unlock();
+  if (waits) simgpu_where(true);
+  return settle(s, ~0ul);
+}
+int simgpu_synchronize_device() {
+  Lock lock(streams.mutex);
+  std::vector<Stream*> all(streams.all.begin(), streams.all.end());
+  all.push_back(named(nullptr));
   int code = SIM_OK;
-  for (Stream* s : state().streams)
+  for (Stream* s : all) {
+    if (s->device == simgpu_current_device()) streams.host.join(s->clock);
     if (int error = settle(s, ~0ul)) code = error;
-  for (auto& [device, s] : state().defaults)
-    if (int error = settle(s, ~0ul)) code = error;
+  }
   return code;
 }
 
 void* simgpu_new_event() { return new Event; }
 void simgpu_record(void* event, void* stream) {
-  Lock lock(state().mutex);
+  Lock lock(streams.mutex);
   Stream* s = named(stream);
-  *(Event*)event = {s, s->queued, now_ms()};
+  *(Event*)event = {s, s->queued, now_ms(), caught_up(s)};
 }
 void simgpu_stream_wait(void* stream, void* event) {
-  Lock lock(state().mutex);
+  Lock lock(streams.mutex);
   Event was = *(Event*)event;  // it may be recorded anew
   Stream* s = named(stream);
+  s->clock.join(was.clock);
   if (was.stream && was.stream != s) when_waited_for(s, [was] { return settle(was.stream, was.number); });
 }
-int simgpu_finish_event(void* event) {
+int simgpu_event_wait(void* event) {
+  simgpu_count("wait");
+  Lock lock(streams.mutex);
   auto* e = (Event*)event;
+  streams.host.join(e->clock);
   return e->stream ? settle(e->stream, e->number) : SIM_OK;
+}
+int simgpu_event_ready(void* event) {
+  Lock lock(streams.mutex);
+  auto* e = (Event*)event;
+  if (!e->stream) return SIM_OK;
+  // As late as a device that is busy. Otherwise PyTorch's allocators, which ask about all that is
+  // under way at every turn, would order what the program itself has not.
+  if (!known().covers(e->clock) && ++e->asked < 3) return SIM_NOT_READY;
+  asked.join(e->clock);
+  return settle(e->stream, e->number);
+}
+int simgpu_tell() {
+  Lock lock(streams.mutex);
+  streams.host.join(asked);
+  return SIM_OK;
 }
 int simgpu_elapsed(float* ms, void* begin, void* end) {
   auto *a = (Event*)begin, *b = (Event*)end;
@@ -134,31 +193,32 @@ int simgpu_copy(void* to, const void* from, size_t bytes, void* stream, bool asy
   if (!bytes) return SIM_OK;
   bool up = simgpu_owner(from) < 0 && simgpu_owner(to) >= 0;
   bool down = simgpu_owner(from) >= 0 && simgpu_owner(to) < 0;
-  simgpu_count(up ? "copy to the device" : down ? "copy to the host" : "copy on the device");
-  for (const void* end : {(const void*)to, from})
-    if (int code = simgpu_inside(end, bytes, "a copy")) return code;
-  Lock lock(state().mutex);
+  const char* name = up ? "copy to the device" : down ? "copy to the host" : "copy on the device";
+  simgpu_count(name);
+  SimRange both[] = {{from, bytes, SIM_READS}, {to, bytes, SIM_WRITES}};
   Stream* s = named(stream);
+  if (int code = simgpu_work(s, name, both, 2)) return code;
+  bool pinned = asynchronous && (up ? simgpu_pinned(from) : down && simgpu_pinned(to));
+  // CUDA waits for copies to and from pageable memory, asked for asynchronously or not
+  bool waits = !pinned && (up || down);
+  int where = simgpu_where(waits);
+  Lock lock(streams.mutex);
   int code = up ? settle(s, s->queued) : SIM_OK;  // an earlier copy may bring its source
   char* source = simgpu_host(from);
-  if (asynchronous && down && simgpu_pinned(to)) {
-    when_waited_for(s, [to, data = std::vector<char>(source, source + bytes)] {
-      memcpy(to, data.data(), data.size());
-      return (int)SIM_OK;
-    });
-    return code;
+  char* target = simgpu_host(to);
+  if (pinned) {
+    auto* host = up ? source : target;
+    Flight it{host, {host, host + bytes}, {}, where};
+    if (down) it.brings.assign(source, source + bytes);
+    flights.push_front(std::move(it));
+    when_waited_for(s, [f = flights.begin()] { return land(f); });
   }
-  memmove(simgpu_host(to), source, bytes);
+  if (!pinned || up) memmove(target, source, bytes);
   ++s->queued;
-  if (asynchronous && up && simgpu_pinned(from)) {
-    when_waited_for(s, [source, was = std::vector<char>(source, source + bytes)] {
-      if (!memcmp(source, was.data(), was.size())) return (int)SIM_OK;
-      return simgpu_fail(SIM_ILLEGAL_ADDRESS, "race: the pinned memory at %p changed before the copy from it "
-                         "was waited for", source);
-    });
-  } else if (down || !asynchronous) {
-    // CUDA waits for copies to pageable memory, asked for asynchronously or not
+  s->staged = waits && up;
+  if (waits && (down || !asynchronous)) {
     simgpu_count("wait in a copy");
+    streams.host.join(s->clock);
     if (int error = settle(s, ~0ul)) code = error;
   }
   return code;
@@ -166,9 +226,8 @@ int simgpu_copy(void* to, const void* from, size_t bytes, void* stream, bool asy
 
 int simgpu_fill(void* to, unsigned value, int width, size_t count, void* stream) {
   simgpu_count("fill");
-  if (int code = simgpu_inside(to, width * count, "a fill")) return code;
-  Lock lock(state().mutex);
-  ++named(stream)->queued;
+  SimRange range{to, width * count, SIM_WRITES};
+  if (int code = simgpu_work(named(stream), "fill", &range, 1)) return code;
   if (width == 1) {
     memset(simgpu_host(to), (int)value, count);
     return SIM_OK;

@@ -1,0 +1,95 @@
+// What an operator does to the memory of its tensors, as the stand-ins are told.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "sim.h"
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+void* stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
+
+void check(int code) { TORCH_CHECK(!code, "simgpu: ", simgpu_last_failure()); }
+
+void finish_current(c10::Device device) {
+  c10::cuda::CUDAGuard on(device);  // whose default stream has the same handle as others'
+  check(simgpu_finish(stream_of(device)));
+}
+
+struct Viewed {
+  Tensor mine, theirs;  // the view, the CUDA tensor
+  bool written = false;
+};
+
+/// Appends the bytes of a tensor's elements. Of one with many gaps only some are told.
+void append_ranges(std::vector<SimRange>& all, const Tensor& x, bool written) {
+  constexpr size_t MOST = 256;
+  if (!x.numel()) return;
+  auto* data = (const char*)x.const_data_ptr();
+  int64_t item = (int64_t)x.itemsize(), run = 1;  // elements that lie together
+  std::vector<std::pair<int64_t, int64_t>> apart;
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (x.size(d) > 1 && x.stride(d)) apart.emplace_back(x.stride(d), x.size(d));
+  std::sort(apart.rbegin(), apart.rend());
+  for (; !apart.empty() && apart.back().first <= run; apart.pop_back())
+    run += apart.back().first * (apart.back().second - 1);
+  std::vector<int64_t> starts{0};
+  for (auto [stride, size] : apart) {
+    auto before = std::move(starts);
+    starts.clear();
+    for (int64_t i = 0; i < size && starts.size() <= MOST; ++i)
+      for (int64_t start : before) starts.push_back(start + i * stride);
+  }
+  bool many = starts.size() > MOST;
+  if (many && written) all.push_back({data, at::detail::computeStorageNbytes(x.sizes(), x.strides(), item), SIM_COVERS});
+  if (many) starts.resize(MOST);
+  for (int64_t start : starts) all.push_back({data + start * item, (size_t)(run * item), written ? SIM_WRITES : SIM_READS});
+}
+
+/// Refuses a tensor whose memory is not there (any more), before anybody touches that.
+void require_live(const char* name, const Tensor& x) {
+  if (!x.numel()) return;
+  size_t bytes = at::detail::computeStorageNbytes(x.sizes(), x.strides(), x.itemsize(), x.storage_offset());
+  TORCH_CHECK(bytes <= x.storage().nbytes(), "simgpu: ", name, " uses memory that was freed: a tensor takes ", bytes, " bytes of ", x.storage().nbytes());
+  check(simgpu_inside(x.storage().data(), bytes, name));
+}
+
+/// Tells the stand-ins what an operator did to the memory of its tensors.
+void note(const char* name, c10::Device device, const std::vector<Viewed>& tensors) {
+  c10::cuda::CUDAGuard on(device);
+  std::vector<SimRange> ranges;
+  for (auto& x : tensors) append_ranges(ranges, x.theirs, x.written);
+  check(simgpu_work(stream_of(device), name, ranges.data(), (int)ranges.size()));
+}
+
+/// Whether a CUDA kernel must ask the device for a number on its way: how large its result is.
+bool asks_the_device(const c10::OperatorHandle& op, const c10::Stack& arguments) {
+  for (const IValue& value : arguments) {
+    if (!value.isOptionalTensorList()) continue;  // of indices
+    for (auto& x : value.toOptionalTensorVector())
+      if (x && x->defined() && (x->scalar_type() == at::kBool || x->scalar_type() == at::kByte)) return true;
+    return false;
+  }
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+}
+
+/// Refuses a number that depends on memory nobody has written: who makes it looks at all of that.
+void require_written(const std::string& name, const std::vector<Viewed>& tensors, const Tensor& result) {
+  static const std::set<std::string> WHOLE = {"aten::sum", "aten::mean", "aten::prod", "aten::std", "aten::var", "aten::max", "aten::min", "aten::amax",
+                                              "aten::amin", "aten::all", "aten::any", "aten::norm", "aten::linalg_vector_norm"};
+  if (result.numel() != 1 || !WHOLE.count(name)) return;
+  for (auto& x : tensors)
+    if (!x.written && x.theirs.numel() && x.theirs.is_non_overlapping_and_dense())
+      check(simgpu_written(x.theirs.const_data_ptr(), x.theirs.nbytes(), name.c_str()));
+}
+
+}  // namespace
