@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import ROOT
 
-PARTS = ["lint", "core", "data", "kernels", "proof", "commands", "gate"]
+PARTS = ["lint", "core", "data", "kernels", "proof", "commands", "gate", "simgpu"]
 MAKE = '#!/bin/sh\nprintf "%s|" "$@" >>log\necho >>log\n[ "$1 $2" != "{fails}" ]\n'
 
 
