@@ -1,6 +1,7 @@
 """Programs of this project and others, whose losses are those of the CPU."""
 
 import json
+import time
 from pathlib import Path
 from shlex import split
 
@@ -68,10 +69,41 @@ def test_compiled(train, cpu):
     assert train(*COMPILED, *TORCH, "--steps", "2")[:2] == pytest.approx(cpu[:2], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp --parallel.tp 2", "ddp --parallel.cp 2"])
-def test_two_ranks(train, cpu, kind):
-    found = train(*EAGER, *TORCH, "--parallel.kind", *kind.split(), ranks=2)
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (2, "ddp"), (2, "fsdp"), (2, "fsdp --parallel.tp 2"), (2, "ddp --parallel.cp 2"),
+        (4, "hsdp --parallel.shards 2 --train.micro-batch 1"),
+    ],
+)  # fmt: skip
+def test_ranks(train, cpu, ranks, kind):
+    found = train(*EAGER, *TORCH, "--parallel.kind", *kind.split(), ranks=ranks)
     assert found == pytest.approx(cpu, abs=1e-4)
+
+
+DIES = """
+import os, time, train
+from fastgpt.train.engine import Engine
+
+def dying(self, *args):
+    if self.step == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    return step(self, *args)
+
+step, Engine.train_step = Engine.train_step, dying
+train.main()
+"""
+
+
+def test_a_rank_that_dies_ends_the_others_which_wait_for_it(simulated, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    job = ["torch.distributed.run", "--nproc_per_node=2", str(tmp_path / "dies.py")]
+    flags = ["--train.device", "cuda", "--steps", "100", "--run-dir", str(tmp_path / "run")]
+    began = time.monotonic()
+    said = simulated(*job, *SMALL, *EAGER, *TORCH, *flags, flags="--gpus 2 -m", status=1)
+    assert "exitcode  : -9" in said
+    assert "error: " in said
+    assert time.monotonic() - began < 120  # NCCL itself would wait for ten minutes
 
 
 def test_16_bits_stay_near(train, cpu):
