@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.executed import Recorder
+
+settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any case
+settings.load_profile("any machine")
 
 
 def patch_language_once() -> None:

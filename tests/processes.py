@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def ended(
-    *command: object, cwd: Path = ROOT, timeout: float | None = 300, **environment: str | None
+    *command: object, cwd: Path = ROOT, timeout: float | None = 600, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, in seconds at most `timeout`; None unsets a variable."""
     changed = {k: v for k, v in (os.environ | environment).items() if v is not None}

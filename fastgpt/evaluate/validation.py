@@ -36,19 +36,22 @@ def mean_loss(
         Stopped: on all ranks, if one was asked to stop before its last batch.
     """
     # without fp64 on the device they are on the CPU, at the price of a sync for each batch
-    held = device if kind_of(device).has_fp64 else "cpu"
-    totals = torch.zeros(3, dtype=torch.float64, device=held)
+    held, pins = device if kind_of(device).has_fp64 else "cpu", kind_of(device).pins
+    totals, seen = torch.zeros(3, dtype=torch.float64, device=held), 0
     for x, y in batches:
         if stop is not None and stop.received:
             totals[2] = 1
             break
         count = int((y != IGNORED).sum())
+        if pins:  # as a copy from other memory would wait for the batch before
+            x, y = x.pin_memory(), y.pin_memory()
         with autocast:
-            loss = model(x.to(device), y.to(device))
+            loss = model(x.to(device, non_blocking=pins), y.to(device, non_blocking=pins))
         if not count:  # of a rank that has fewer batches, but must take part
             continue
-        loss = loss.to(held).double() * count
-        totals[:2] += torch.stack((loss, torch.tensor(count, device=held)))
+        totals[0] += loss.to(held).double() * count
+        seen += count
+    totals[1].fill_(seen)
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped

@@ -145,6 +145,25 @@ print("COUNTS", *steps[5])
 """
 
 
+WAITS = """
+import sys, simgpu
+from fastgpt.cli import parse
+from fastgpt.train.engine import build_engine
+engine = build_engine(parse(sys.argv[1:]))
+engine.evaluate("val")
+before = simgpu.waits()
+engine.evaluate("val")
+print("WAITS", sum((simgpu.waits() - before).values()))
+engine.loader.close()
+"""
+
+
+def test_an_evaluation_waits_once_whatever_it_reads(simulated):
+    for tokens in ("256", "1024"):  # two batches, and eight
+        given = [*SMALL, "--train.device", "cuda", *EAGER, *TORCH, "--data.eval-tokens", tokens]
+        assert "WAITS 1\n" in simulated(WAITS, *given)
+
+
 @pytest.mark.parametrize(
     ("ops", "counts"),
     [(TORCH, [299, 4, 0, 2, 0, 0, 0, 0]), (OURS, [253, 4, 0, 4, 0, 0, 0, 64])],
