@@ -69,6 +69,7 @@ def seen(monkeypatch, request):
     monkeypatch.setattr(module, "synchronize", lambda: calls.append("synchronize"))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x)
     return calls
 
 
