@@ -82,7 +82,9 @@ def test_ranks(train, cpu, ranks, kind):
 
 
 DIES = """
-import os, time, train
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train
 from fastgpt.train.engine import Engine
 
 def dying(self, *args):
