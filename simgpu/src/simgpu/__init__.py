@@ -4,9 +4,11 @@
 same for the running process and those that it starts.
 """
 
+import atexit
 import ctypes
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -109,6 +111,9 @@ def _after_torch() -> None:
     """Called by `import torch` at its end, in every process (the group torch.backends)."""
     if "SIMGPU" not in os.environ:
         return
+    # while this sleeps it can have it. Without it 11 of 24 runs of one backward ended so.
+    # while this sleeps it can have it. Without it 11 of 24 runs of a lone backward ended so.
+    atexit.register(time.sleep, 0.2)
     from simgpu import compiled, launches, lines, operators
 
     lines.install()

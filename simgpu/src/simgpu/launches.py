@@ -29,9 +29,9 @@ class Launch(ctypes.Structure):
 
 
 READS, WRITES, COVERS = range(3)
-"""What work does to memory, as SimRange in native/sim.h has it."""
+"""The kinds of access, as SimRange in native/sim.h numbers them."""
 MOST_RANGES = 256
-"""Of one argument; what is beyond them is not checked."""
+"""The most ranges that are told of one argument; what lies beyond them is not checked."""
 INDUCTOR = re.compile(rb"triton_(poi|red|per|for|tem|mix)_")
 """Kernels in which all warps may read what one of them changes, if they have the same elements: the
 others do not use what they made of it. Their warps are not held to be ordered."""
