@@ -111,8 +111,8 @@ def _after_torch() -> None:
     """Called by `import torch` at its end, in every process (the group torch.backends)."""
     if "SIMGPU" not in os.environ:
         return
-    # while this sleeps it can have it. Without it 11 of 24 runs of one backward ended so.
-    # while this sleeps it can have it. Without it 11 of 24 runs of a lone backward ended so.
+    # A thread of autograd that still wants the lock of Python when that ends would abort it: while
+    # this sleeps it can have it. Without it 11 of 24 runs of one backward ended so.
     atexit.register(time.sleep, 0.2)
     from simgpu import compiled, launches, lines, operators
 

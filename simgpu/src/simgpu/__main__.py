@@ -19,7 +19,10 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.program:
         parser.error("no program: expected script.py, or -m module")
-    variables = environment(asked.arch, asked.gpus, asked.memory, asked.fail)
+    try:
+        variables = environment(asked.arch, asked.gpus, asked.memory, asked.fail)
+    except RuntimeError as error:
+        parser.exit(2, f"error: {error}\n")
     command = [sys.executable, *(["-m"] if asked.module else []), *asked.program]
     os.execve(sys.executable, command, os.environ | variables)
 

@@ -25,7 +25,10 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
     """Starts them before any conftest.py imports torch."""
     asked = early_config.known_args_namespace
     if asked.simgpu:
-        start(asked.simgpu_arch, asked.simgpu_gpus, asked.simgpu_memory)
+        try:
+            start(asked.simgpu_arch, asked.simgpu_gpus, asked.simgpu_memory)
+        except RuntimeError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_configure(config: Any) -> None:
