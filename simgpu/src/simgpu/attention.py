@@ -5,9 +5,12 @@ With dropout they are computed plainly, because the CPU's kernel has none.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from simgpu import launches
 
 Tensor = torch.Tensor
 aten, simgpu = torch.ops.aten, torch.ops.simgpu
@@ -41,15 +44,41 @@ def _dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     return x * kept / (1 - p)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _again_in_graphs(function: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """Lets a graph that is captured call a function of tensors anew, into the same results."""
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        results = function(*args)
+        stream = torch.cuda.current_stream().cuda_stream
+        held, outs = ([kept(x) for x in xs] for xs in (args, results))
+        launches.keep_if_captured(stream, "attention", lambda _: again(held, outs))
+        return results
+
+    def kept(x: Any) -> Any:
+        return simgpu.kept(x) if isinstance(x, Tensor) else x
+
+    def again(args: list[Any], outs: list[Tensor]) -> int:
+        for out, new in zip(outs, function(*args), strict=True):
+            out.copy_(new)
+        return 0
+
+    return call
+
+
+def _forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
     seed and offset of dropout's random numbers.
     """
+    seed = torch.randint(2**62, (), device=q.device)
+    return *_attend(q, *args, seed), seed, torch.zeros_like(seed)
+
+
+@_again_in_graphs
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, causal: bool,
+    scale: float | None, seed: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     hq, hk, hv = (_host(x) for x in (q, k, v))
-    seed = torch.randint(2**62 if p else 1, (), device=q.device)
     if p:
         weights, logsumexp = _probabilities(hq, hk, _host(bias), causal, scale)
         out = (_dropout(weights, p, _host(seed)) @ hv.float()).to(q.dtype)
@@ -58,10 +87,10 @@ def _forward(
             hq, hk, hv, p, causal, attn_mask=_host(bias), scale=scale
         )
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    out, logsumexp = (simgpu.device(x, q) for x in (out, logsumexp.contiguous()))
-    return out, logsumexp, seed, torch.zeros_like(seed)
+    return tuple(simgpu.device(x, q) for x in (out, logsumexp.contiguous()))
 
 
+@_again_in_graphs
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     bias: Tensor | None, seed: Tensor, p: float, causal: bool, scale: float | None,

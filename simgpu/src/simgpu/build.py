@@ -17,9 +17,10 @@ from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = {
-    "libcuda": ["state.cpp", "memory.cpp", "stream.cpp", "order.cpp", "driver.cpp"],
+    "libcuda": ["state.cpp", "memory.cpp", "stream.cpp", "order.cpp", "graph.cpp", "driver.cpp"],
     "libcudart": ["runtime.cpp"],
     "libcudnn": ["cudnn.cpp"],
+    "libcupti": ["cupti.cpp"],
     "libnccl": ["nccl.cpp", "reduce.cpp"],
 }
 PREFIXES = {
@@ -156,6 +157,8 @@ def _library(
     lines = ['extern "C" int simgpu_missing(const char*, const char*, int);', 'extern "C" {']
     for name in symbols:
         call = f'simgpu_missing("{base}", "{name}", {FAILS.get(base, 3)})'
+        if re.search("(Error|Status)(String|Name)$", name):
+            call = '(long)"not simulated"'
         lines.append(f"__attribute__((weak)) long {name}() {{ return {call}; }}")
     stubs = folder / f"{base}.cpp"
     stubs.write_text("\n".join([*lines, "}\n"]))

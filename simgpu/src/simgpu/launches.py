@@ -1,12 +1,12 @@
 """Launches of compiled Triton kernels: their PTX is executed, on the memory of the device."""
 
 import ctypes
-import re
+import itertools
 import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,9 @@ class Launch(ctypes.Structure):
 
 
 READS, WRITES, COVERS = range(3)
-"""The kinds of access, as SimRange in native/sim.h numbers them."""
+"""The kinds of access, as SimAccess in native/sim.h numbers them."""
 MOST_RANGES = 256
 """The most ranges that are told of one argument; what lies beyond them is not checked."""
-INDUCTOR = re.compile(rb"triton_(poi|red|per|for|tem|mix)_")
-"""Kernels in which all warps may read what one of them changes, if they have the same elements: the
-others do not use what they made of it. Their warps are not held to be ordered."""
 SIZES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 launched: Counter[str] = Counter()
 """How often each kernel was launched in this process."""
@@ -42,29 +39,51 @@ _names: dict[bytes, bytes] = {}
 """Names of kernels, whose memory the stand-ins keep."""
 _one_at_a_time = threading.RLock()
 _cuda: Any = None
-_callback: Any = None
+_callbacks: list[Any] = []
+_numbers = itertools.count()
+_kept: dict[int, Callable[[int | None], int]] = {}
+"""Work that graphs do with each launch, by the numbers that the stand-ins know it by."""
 
 
 def install() -> None:
     """Makes the driver's stand-in call `_launch`."""
-    global _cuda, _callback
+    global _cuda
     _cuda = ctypes.CDLL("libcuda.so.1")
     _cuda.simgpu_owner.argtypes = [ctypes.c_void_p]
     _cuda.simgpu_host.argtypes, _cuda.simgpu_host.restype = [ctypes.c_void_p], ctypes.c_void_p
     size = ctypes.POINTER(ctypes.c_size_t)
     _cuda.simgpu_block.argtypes = [ctypes.c_void_p, size, size]
+    _cuda.simgpu_capture.argtypes, _cuda.simgpu_capture.restype = [ctypes.c_void_p], ctypes.c_size_t
+    _cuda.simgpu_keep_python.argtypes = [ctypes.c_void_p, ctypes.c_int]
     _cuda.simgpu_work.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int]
-    _callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Launch))(_launch)
-    _cuda.simgpu_set_launcher(_callback)
+    run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Launch))(_launch)
+    again = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(_again)
+    _callbacks.extend((run, again))
+    _cuda.simgpu_set_python(run, again)
 
 
-def _launch(pointer: Any) -> int:
-    """Runs one launch; an error ends in the code of a failed launch, and its text on stderr."""
-    launch = pointer.contents
-    name = launch.name.decode()
-    launched[name] += 1
+def keep_if_captured(stream: int | None, name: str, work: Callable[[int | None], int]) -> None:
+    """Lets the graph that a stream is captured for, if any, do `work` with each of its launches.
+
+    Args:
+        stream: its handle.
+        name: what a fault is said to be of.
+        work: function of a stream, which returns an error code. It is kept for good.
+    """
+    if _cuda.simgpu_capture(stream):
+        number = next(_numbers)
+        _kept[number] = lambda stream: _guarded(name, work, stream)
+        _cuda.simgpu_keep_python(stream, number)
+
+
+def _again(number: int, stream: int | None) -> int:
+    return _kept[number](stream)
+
+
+def _guarded(name: str, work: Callable[[int | None], int], stream: int | None) -> int:
+    """Returns what `work` does; an error becomes the code of a failed launch, and is printed."""
     try:
-        return _execute(launch)
+        return work(stream)
     except BaseException as error:
         what = f"{type(error).__name__}: {error}"
         if not isinstance(error, FaultError | UnknownPtxError):
@@ -73,33 +92,54 @@ def _launch(pointer: Any) -> int:
         return LAUNCH_FAILED
 
 
-def _execute(launch: Launch) -> int:
-    ptx = launch.ptx.decode()
+def _launch(pointer: Any) -> int:
+    """Runs one launch."""
+    launch = pointer.contents
+    launched[launch.name.decode()] += 1
+    return _guarded(launch.name.decode(), lambda stream: _run(launch, stream), launch.stream)
+
+
+def _run(launch: Launch, stream: int | None) -> int:
     if launch.block[1] != 1 or launch.block[2] != 1 or launch.block[0] % 32:
         raise NotImplementedError(f"thread blocks of {list(launch.block)} are not executed")
+    compiled = Compiled(launch.ptx.decode(), launch.block[0] // 32, launch.shared)
+    params = built(compiled.ptx).program.params
+    given = [
+        SIZES[dtype.itemsize].from_address(at).value
+        for at, (_, dtype) in zip(launch.params[: len(params)], params, strict=True)
+    ]
+    name = _names.setdefault(launch.name, launch.name)
+
+    grid = list(launch.grid)
+
+    def work(stream: int | None) -> int:
+        return _execute(name, compiled, grid, given, stream)
+
+    code = work(stream)
+    keep_if_captured(stream, name.decode(), work)
+    return code
+
+
+def _execute(
+    name: bytes, compiled: Compiled, grid: list[int], given: list[int], stream: int | None
+) -> int:
     values, regions, moved = [], [], []
-    for number, (name, dtype) in enumerate(built(ptx).program.params):
-        value = SIZES[dtype.itemsize].from_address(launch.params[number]).value
+    for value, (param, dtype) in zip(given, built(compiled.ptx).program.params, strict=True):
         if dtype.itemsize == 8 and _cuda.simgpu_owner(value) >= 0:
             base, size = ctypes.c_size_t(), ctypes.c_size_t()
             if not _cuda.simgpu_block(value, ctypes.byref(base), ctypes.byref(size)):
-                raise FaultError(f"{name} points to memory that was freed or never allocated")
+                raise FaultError(f"{param} points to memory that was freed or never allocated")
             at = _cuda.simgpu_host(base.value)
-            regions.append(Region(name, at, (size.value,), (1,), 1, (at, size.value)))
+            regions.append(Region(param, at, (size.value,), (1,), 1, (at, size.value)))
             moved.append(base.value - at)
             value = _cuda.simgpu_host(value)
         values.append(value)
-    compiled = Compiled(ptx, launch.block[0] // 32, launch.shared)
     with _one_at_a_time:
-        memory = run_ptx(
-            compiled, list(launch.grid), values, regions=regions,
-            warp_races=not INDUCTOR.match(launch.name),
-        )  # fmt: skip
+        memory = run_ptx(compiled, grid, values, regions=regions)
     bases = {region.storage[0]: by for region, by in zip(regions, moved)}
     used = [r for s in memory.segments for r in _used(s, memory.unit, bases[s.base])]
-    name = _names.setdefault(launch.name, launch.name)
     ranges = np.array(used, np.uint64)
-    return _cuda.simgpu_work(launch.stream, name, ranges.ctypes.data, len(used))
+    return _cuda.simgpu_work(stream, name, ranges.ctypes.data, len(used))
 
 
 def _used(segment: Any, unit: int, moved: int) -> Iterator[tuple[int, int, int]]:

@@ -28,7 +28,7 @@ def simulated(tmp_path: Path) -> Run:
             program = str(path)
         command = [sys.executable, "-m", "simgpu", *flags.split(), program, *args]
         done = subprocess.run(
-            command, cwd=ROOT, env=_environment(), text=True, capture_output=True, timeout=300
+            command, cwd=ROOT, env=_environment(), text=True, capture_output=True, timeout=1200
         )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr

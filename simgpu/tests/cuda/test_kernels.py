@@ -1,5 +1,7 @@
 """Triton's kernels, by its own launcher and the executor."""
 
+import pytest
+
 ADD = """
 import torch, triton, triton.language as tl
 
@@ -67,3 +69,26 @@ torch.compile(lambda x: x.copy_(x.softmax(-1)))(y)
 torch.testing.assert_close(y.cpu(), x.softmax(-1))
 """
     )
+
+
+@pytest.mark.parametrize(("used", "status"), [("1.0", 0), ("tl.load(x)", 1)])
+def test_all_warps_may_read_what_one_changes_if_it_is_of_no_use_to_the_others(
+    simulated, used, status
+):
+    said = simulated(
+        f"""
+import torch, triton, triton.language as tl
+
+@triton.jit
+def double(x, y):
+    at = tl.arange(0, 16)
+    tl.store(y + tl.arange(0, 512), {used})
+    tl.store(x + at, tl.load(x + at) * 2)
+
+x, y = torch.ones(16, device="cuda"), torch.empty(512, device="cuda")
+double[(1,)](x, y)
+assert (x == 2).all() and (y == 1).all()
+""",
+        status=status,
+    )
+    assert ("race: writes what another warp reads or writes" in said) == status

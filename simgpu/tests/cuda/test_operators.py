@@ -105,6 +105,15 @@ for half in (torch.float16, torch.bfloat16):
     torch.testing.assert_close(wide, a.float() @ b.float())
     sum = torch.addmm(wide, a, b, out_dtype=torch.float32)
     torch.testing.assert_close(sum, 2 * wide)
+    x, w = (r(*size).cuda().to(half).requires_grad_() for size in ((64, 8), (8,)))
+    norms = torch.native_layer_norm(x, (8,), w, None, 1e-5)
+    wide = torch.native_layer_norm(x.float(), (8,), w.float(), None, 1e-5)
+    assert [y.dtype for y in norms] == [half, torch.float32, torch.float32]
+    for y, z in zip(norms, wide):
+        torch.testing.assert_close(y, z.to(y.dtype))
+    upstream = r(64, 8).cuda().to(half)
+    got = torch.autograd.grad(norms[0], (x, w), upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(wide[0], (x, w), upstream.float()))
 """
     )
 
@@ -127,5 +136,24 @@ state = torch.cuda.get_rng_state()
 a = torch.rand(4, device="cuda")
 torch.cuda.set_rng_state(state)
 assert torch.equal(a, torch.rand(4, device="cuda"))
+"""
+    )
+
+
+def test_what_cuda_lacks_and_the_cpu_has_is_an_error(simulated):
+    simulated(
+        """
+import torch
+x, p = torch.ones(3, 3, device="cuda", dtype=torch.int64), torch.ones(3, device="cuda")
+for refused, call in (
+    ("not implemented for 'Long'", lambda: x @ x),
+    ("Expected a 'cuda' device type", lambda: p.multinomial(1, generator=torch.Generator())),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        assert refused in str(error), error
+    else:
+        raise AssertionError(refused)
 """
     )

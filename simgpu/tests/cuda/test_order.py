@@ -165,6 +165,11 @@ def test_collectives_that_differ_are_an_error(simulated, first, second, report):
     assert "in <lambda> < " in said
 
 
+def test_ranks_on_one_device_are_an_error(simulated):
+    said = simulated(RANKS.replace("set_device(rank)", "set_device(0)"), flags="--gpus 2", status=1)
+    assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0" in said
+
+
 def test_a_rank_that_dies_ends_the_others(simulated):
     body = "rank and os._exit(1)\nattempt(lambda: dist.all_reduce(y))\nos._exit(0)\n"
     said = simulated(RANKS + body, flags="--gpus 2")

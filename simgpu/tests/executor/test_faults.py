@@ -60,11 +60,19 @@ FAULTS = {
         "race: writes what another thread writes in the same instruc",
     ),
     "another warp's store to global memory": (
-        f"{OTHER} @%p5 st.global.b32 [%rd20], %r0; @%p5 ld.global.b32 %r10, [%rd22];",
+        f"""{OTHER} @%p5 st.global.b32 [%rd20], %r0; @%p5 ld.global.b32 %r10, [%rd22];
+        st.shared.b32 [%r20], %r10;""",
         "race: reads what another warp writes, without a barrier between, p0",
     ),
     "a store to global memory that another warp read": (
-        f"{OTHER} @%p5 ld.global.b32 %r10, [%rd22]; @%p5 st.global.b32 [%rd20], %r30;",
+        f"""{OTHER} @%p5 ld.global.b32 %r10, [%rd22]; @%p5 st.global.b32 [%rd20], %r30;
+        add.u32 %r11, %r10, 1; setp.eq.u32 %p6, %r11, 3; @%p6 bra $L_skip; bar.sync 0; $L_skip:""",
+        "race: writes what another warp reads or writes, without a barrier between, p0",
+    ),
+    "what depends on a branch that depends on another warp's store": (
+        f"""{OTHER} @%p5 ld.global.b32 %r10, [%rd22]; @%p5 st.global.b32 [%rd20], %r30;
+        mov.b32 %r11, 1; setp.eq.u32 %p6, %r10, 3; @%p6 bra $L_skip; mov.b32 %r11, 2; $L_skip:
+        st.shared.b32 [%r20], %r11;""",
         "race: writes what another warp reads or writes, without a barrier between, p0",
     ),
     "two blocks at one place": ("st.global.b32 [%rd20], %r1;", "what thread 0 of block 1 writes"),
@@ -148,6 +156,14 @@ SOUND = {
         st.global.b32 [%rd22], %r0; bar.sync 0; xor.b32 %r22, %r0, 32;
         mad.wide.u32 %rd23, %r1, 256, %rd0; mad.wide.u32 %rd23, %r22, 4, %rd23;
         ld.global.b32 %r10, [%rd23]; bar.sync 0; xor.b32 %r10, %r10, 32;""",
+    "another warp's read that it does not use": """
+        setp.lt.u32 %p4, %r0, 32; @%p4 atom.global.add.u32 %r9, [%rd22], %r0; bar.sync 0;
+        and.b32 %r23, %r0, 31; mad.wide.u32 %rd23, %r1, 256, %rd0;
+        mad.wide.u32 %rd23, %r23, 4, %rd23; ld.global.b32 %r24, [%rd23]; add.u32 %r24, %r24, 1;
+        setp.eq.u32 %p5, %r24, 40; @%p5 bra $L_less; add.u32 %r24, %r24, 1;
+        bra.uni $L_meet; $L_less:
+        mov.b32 %r24, 0; $L_meet:
+        @%p4 st.global.b32 [%rd23], %r24; sub.u32 %r24, %r24, 2; selp.b32 %r10, %r24, %r0, %p4;""",
     "an mbarrier at its end": f"""
         {POLLED} bar.sync 0; @%p2 mbarrier.inval.shared::cta.b64 [%r21]; mov.b32 %r10, %r0;""",
     "tensor memory at its end": f"""
@@ -165,6 +181,16 @@ SOUND = {
     "two threads of a warp that round differently": """
         and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
         add.s32 %r23, %r23, 0x3f800000; st.shared.b32 [%r22], %r23; mov.b32 %r10, %r0;""",
+    "a loop whose middle stands before its begin": """
+        mov.b32 %r10, 0; mov.b32 %r11, 0; setp.ge.u32 %p1, %r0, 16; bra.uni $L_begin;
+        $L_even:
+        add.u32 %r11, %r11, 2;
+        $L_meet:
+        bar.sync 0; add.u32 %r10, %r10, 1; setp.eq.u32 %p2, %r10, 3; @%p2 bra $L_end;
+        $L_begin:
+        @%p1 bra $L_even; add.u32 %r11, %r11, 2; bra.uni $L_meet;
+        $L_end:
+        sub.u32 %r10, %r11, 6; add.u32 %r10, %r10, %r0;""",
     "a loop of other lengths for other threads": """
         mov.b32 %r10, 0;
         $L_loop:

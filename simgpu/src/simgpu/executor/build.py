@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from simgpu.executor.errors import LaneError, UnknownPtxError
+from simgpu.executor.flow import ranks
 from simgpu.executor.machine import Machine, Step
 from simgpu.executor.ptx import (
     BOOL,
@@ -18,7 +19,7 @@ from simgpu.executor.ptx import (
     Vector,
 )
 from simgpu.executor.state import Mask
-from simgpu.executor.unwritten import suspects, watched
+from simgpu.executor.unwritten import followed, met, skipped, suspects, watched
 
 Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
@@ -39,19 +40,33 @@ def opcode(*names: str) -> Callable[[Builder], Builder]:
 
 
 class Build:
-    """Makes the steps of a program; numbers in the text become slots that hold them."""
+    """Makes the steps of a program; numbers in the text become slots that hold them.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.suspects = suspects(program)
+    With `follow` they follow what is read in a race, as if it had never been written.
+    """
+
+    def __init__(self, program: Program, follow: bool = False) -> None:
+        self.program, self.follow = program, follow
+        program.rank = ranks(program)
+        self.suspects = set(range(len(program.dtypes))) if follow else suspects(program)
         self.constants: dict[tuple[int, Any], int] = {}
         self.here = 0
         """Number of the basic block that is being built."""
+        self.parted: dict[int, tuple[int, list[int]]] = {}
+        """Basic block whose branch is followed -> where the ways meet, what is written between."""
+        for number, block in enumerate(program.blocks if follow else ()):
+            if block and block[-1].op.startswith("bra") and block[-1].guard is not None:
+                found = skipped(program, number)
+                if found is not None:
+                    self.parted[number] = found
         self.blocks: list[list[Step]] = []
         for self.here, block in enumerate(program.blocks):
             steps = [self._step(instruction) for instruction in block]
             if not block or not ends(block[-1]):
                 steps.append(lambda m, mask, after=self.here + 1: m.go(after, mask))
+            for number, (meeting, slots) in self.parted.items():
+                if meeting == self.here:
+                    steps[0] = met(steps[0], program.blocks[number][-1].guard, slots)
             self.blocks.append(steps)
 
     def registers(self) -> list[Any]:
@@ -97,6 +112,10 @@ class Build:
         step = builder(self, instruction)
         if instruction.guard is not None and parts[0] != "bra":
             step = _guarded(step, instruction.guard, instruction.negated)
+        if self.follow and instruction.op.startswith("ld.global"):
+            step = followed(step, instruction)
+        if parts[0] == "bra" and self.here in self.parted:
+            return step
         if self.suspects.isdisjoint(instruction.reads):
             return step
         return watched(step, instruction, self.suspects)

@@ -18,7 +18,7 @@ import numpy as np
 from simgpu.executor import arithmetic, atomics, groups, mbarrier, moves, tcgen05, warp  # noqa: F401  (they register)
 from simgpu.executor.build import Build
 from simgpu.executor.counters import Counters
-from simgpu.executor.errors import UnknownPtxError
+from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.machine import Machine
 from simgpu.executor.memory import GlobalMemory, Region, smallest_access
 from simgpu.executor.ptx import parse
@@ -38,11 +38,11 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=12)  # some take 10 MB
-def built(ptx: str) -> Build:
+def built(ptx: str, follow: bool = False) -> Build:
     """The steps of a program, made once."""
     program = parse(ptx)
     try:
-        return Build(program)
+        return Build(program, follow)
     except UnknownPtxError as error:
         raise UnknownPtxError(f"{program.name}: {error}") from None
 
@@ -55,9 +55,13 @@ def run_ptx(
     regions: Sequence[Region] = (),
     lanes: int = LANES,
     counters: Counters | None = None,
-    warp_races: bool = True,
 ) -> GlobalMemory:
     """Executes a launch of compiled PTX; tensors are changed in place.
+
+    Where a warp reads what another one writes, without a barrier between, it is a fault if a store,
+    a branch or an address of it depends on what was read. To find out, the thread blocks run again,
+    on the memory that was there before them, and follow it. Triton has all warps load what one of
+    them computes and stores, where a tile has fewer elements than there are threads.
 
     Args:
         kernel: what to run.
@@ -67,7 +71,6 @@ def run_ptx(
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
         counters: what the launch's instructions and memory accesses are added to.
-        warp_races: whether it is a fault that warps of a block use the same memory unordered.
 
     Returns:
         GlobalMemory: with the marks of what was read and written.
@@ -84,7 +87,7 @@ def run_ptx(
     params = {name: _bits(value, dtype) for (name, dtype), value in zip(program.params, given)}
     whole = (*map(int, grid), 1, 1)[:3]
     blocks = int(np.prod(whole))
-    memory = GlobalMemory(regions, smallest_access(program, "global"), warp_races)
+    memory = GlobalMemory(regions, smallest_access(program, "global"))
     threads = 32 * kernel.warps
     at_once = max(1, lanes // threads)
     if counters is not None:
@@ -92,22 +95,46 @@ def run_ptx(
         counters.thread_blocks += blocks
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
-            machine = Machine(
+            machine = functools.partial(
+                Machine,
                 program,
-                build.blocks,
-                build.registers(),
                 params=params,
                 grid=whole,
                 threads=threads,
                 blocks=np.arange(first, min(first + at_once, blocks)),
                 shared=kernel.shared,
                 memory=memory,
-                counters=counters,
             )
-            machine.run()
+            _run(kernel.ptx, machine, memory, counters)
     if counters is not None:
         counters.finish(memory.touched())
     return memory
+
+
+def _run(
+    ptx: str, machine: Callable[..., Machine], memory: GlobalMemory, counters: Counters | None
+) -> None:
+    """Runs thread blocks; again, if there was a race, to see whether anything depends on it."""
+    build, fault = built(ptx), None
+    try:
+        machine(build.blocks, build.registers(), counters=counters).run()
+    except FaultError as error:
+        fault = error
+    if memory.raced():
+        following = built(ptx, follow=True)
+        memory.back("followed")
+        try:
+            machine(following.blocks, following.registers()).run()
+        except FaultError as error:
+            if str(error) != str(fault):  # it names a register, and the race has no name yet
+                memory.back("refused")
+                machine(build.blocks, build.registers()).run()
+            raise
+        memory.old.clear()
+        memory.back("noted")
+    if fault is not None:
+        raise fault
+    memory.old.clear()
 
 
 def _bits(value: Any, dtype: np.dtype) -> Any:
@@ -131,8 +158,9 @@ class Launch:
 
 
 around_compilation: list[Callable[[Any, int], AbstractContextManager[str]]] = []
-"""What packages do while a kernel of theirs is compiled for an arch: each takes both, and yields
-what tells the code from Triton's own in a cache, or nothing for the kernels of others."""
+"""Context managers that packages enter while a kernel of theirs is compiled: each takes the kernel
+and the arch, and yields a text that tells the code from Triton's own in a cache, or nothing for the
+kernels of others."""
 
 
 def region(name: str, tensor: Any) -> Region:

@@ -1,7 +1,7 @@
 """The machine: thread blocks that run a program in lockstep, one array lane a thread.
 
-The group of threads with the lowest program counter runs first, one basic block at a time, so
-that threads that took different branches meet again as early as they can.
+The group of threads that is furthest behind runs first, one basic block at a time, so that threads
+that took different branches meet again as early as they can: see `flow`.
 """
 
 from collections.abc import Callable
@@ -54,6 +54,7 @@ class Machine(LaneState):
     ) -> None:
         super().__init__(program, registers, threads, blocks, counters)
         self.steps, self.params, self.memory = steps, params, memory
+        self.rank = program.rank
         self.shared = SharedMemory(self, shared, smallest_access(program, "shared"))
         self.copies, self.late = Copies(self, self.shared), LateRegisters(self)
         self.groups = WarpGroups(self, self.shared, self.late)
@@ -120,11 +121,11 @@ class Machine(LaneState):
     def _next(self) -> int:
         """The first basic block of those whose lanes do not all poll in vain."""
         if not self.spinning.any():
-            return min(self.fronts)
+            return min(self.fronts, key=self.rank.__getitem__)
         able = [n for n, lanes in self.fronts.items() if not self.spinning[self.index(lanes)].all()]
         if not able:
             raise self._deadlock()
-        return min(able)
+        return min(able, key=self.rank.__getitem__)
 
     def _warps_in(self, mask: Mask) -> int:
         if mask is None:

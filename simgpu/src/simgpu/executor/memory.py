@@ -1,7 +1,8 @@
 """Global memory: the bytes of the tensors that a launch was given, and who touched them.
 
 Faults are an access outside of all tensors' elements, a misaligned one, and a race: of two thread
-blocks, or of two warps of one between two barriers, one writes what the other reads or writes.
+blocks, or of two warps of one between two barriers, one writes what the other reads or writes. Of
+two warps, one of which reads, it is a fault if something depends on what that reads.
 Memory that is never touched is never committed, so tensors may be gigabytes apart.
 """
 
@@ -67,33 +68,45 @@ class WarpMarks:
 
     def read(self, mine: Array, units: Array) -> Array:
         """Marks units (..., lanes) as read; where another warp wrote since the last barrier."""
-        before, last = self.reader[units], self.writer[units]
+        before = self.reader[units]
         self.reader[units] = mine
         several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
         if several.any():
             self.reader[units[several]] = np.broadcast_to(mine, units.shape)[several] | MANY
-        return (last >> 8 == mine >> 8) & (last != mine)
+        return self.written(mine, units)
+
+    def written(self, mine: Array, units: Array) -> Array:
+        """Where another warp wrote units since the last barrier."""
+        return _unordered(self.writer[units], mine)
 
     def clashes(self, mine: Array, units: Array) -> Array:
         """Where another warp read or wrote units since the last barrier."""
-        marks = self.writer[units], self.reader[units]
-        written, read = ((mark >> 8 == mine >> 8) & (mark != mine) for mark in marks)
-        return written | read
+        return self.written(mine, units) | _unordered(self.reader[units], mine)
 
 
-class UnorderedWarps(WarpMarks):
-    """Marks of warps that may read and write the same without a barrier between."""
+def _unordered(marks: Array, mine: Array) -> Array:
+    """Where marks are of the same epoch as `mine`, and of another warp."""
+    return (marks >> 8 == mine >> 8) & (marks != mine)
+
+
+class RacedWarps(WarpMarks):
+    """Finds the reads that are in a race, given marks of the warps that write in one."""
+
+    def __init__(self, raced: Array) -> None:
+        super().__init__(len(raced))
+        self.raced = raced
 
     def read(self, mine: Array, units: Array) -> Array:
-        return np.zeros(units.shape, bool)
+        return _unordered(self.raced[units], mine)
 
-    clashes = read
+    def clashes(self, mine: Array, units: Array) -> Array:
+        return np.zeros(units.shape, bool)
 
 
 class _Segment:
     """One storage; `unit` bytes share a mark."""
 
-    def __init__(self, regions: list[Region], unit: int, warps: type[WarpMarks]) -> None:
+    def __init__(self, regions: list[Region], unit: int) -> None:
         self.base, self.bytes = regions[0].storage
         self.regions = regions
         self.data = np.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self.base))
@@ -106,7 +119,9 @@ class _Segment:
         self.writer, self.reader = np.zeros(count, U16), np.zeros(count, U16)
         self.atomic: Array | None = None
         """Marks of atomic accesses, in the form of `writer`; None until there is one."""
-        self.warps = warps(count)
+        self.warps = WarpMarks(count)
+        self.raced: Array | None = None
+        """Marks of warps that wrote units which others read without a barrier; None: of none."""
 
     def named(self, address: int) -> str:
         """The tensor nearest to an address, and where that is."""
@@ -115,17 +130,41 @@ class _Segment:
 
 
 class GlobalMemory:
-    """All memory of one launch."""
+    """All memory of one launch.
 
-    def __init__(self, regions: Iterable[Region], unit: int, warp_races: bool = True) -> None:
+    A race of warps, one of which reads, is noted and no fault yet: it may have no use for what it
+    reads. To find out, `launch` goes `back` and runs the thread blocks again.
+    """
+
+    def __init__(self, regions: Iterable[Region], unit: int) -> None:
         self.unit = unit
-        warps = WarpMarks if warp_races else UnorderedWarps
         by_storage: dict[tuple[int, int], list[Region]] = {}
         for region in regions:
             if region.storage[1]:
                 by_storage.setdefault(region.storage, []).append(region)
-        self.segments = [_Segment(rs, unit, warps) for _, rs in sorted(by_storage.items())]
+        self.segments = [_Segment(rs, unit) for _, rs in sorted(by_storage.items())]
         self.bases = np.array([s.base for s in self.segments], np.uint64)
+        self.races = "noted"
+        """Treatment of races: they are "noted", "followed" by marks in `torn`, or "refused"."""
+        self.torn: Array | None = None
+        """Lanes whose load was in a race; None where nothing would follow it."""
+        self.old: list[tuple[Array, Array, Array]] = []
+        """Elements that were written over: a storage as elements, their numbers, the old values."""
+
+    def raced(self) -> bool:
+        """Whether a race was noted."""
+        return any(s.raced is not None for s in self.segments)
+
+    def back(self, races: str) -> None:
+        """Undoes what was written since `old` was empty; from now on races are `races`."""
+        while self.old:
+            data, index, overwritten = self.old.pop()
+            data[index] = overwritten
+        self.races = races
+        for s in self.segments:
+            follow = races == "followed" and s.raced is not None
+            s.warps = RacedWarps(s.raced) if follow else WarpMarks(len(s.writer))
+            s.raced = None
 
     def load(
         self, m: LaneState, lanes: Array, addresses: Array, dtype: np.dtype, count: int
@@ -139,7 +178,9 @@ class GlobalMemory:
             self._refuse_others(m, mine, segment.writer[units], "reads what {} writes", *at)
             self._refuse_atomic(m, mine, segment, units, "reads", *at)
             clash = segment.warps.read(m.mark[who], units)
-            self._refuse(clash, "reads what another warp writes, without a barrier between", *at)
+            if clash.any():
+                what = "reads what another warp writes, without a barrier between"
+                self._race(clash, units, segment.warps.writer[units], what, *at)
             seen = segment.reader[units]
             segment.reader[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
             again = segment.reader[units]
@@ -166,10 +207,12 @@ class GlobalMemory:
             segment.writer[units] = mine
             data = view(segment.data, values.dtype)
             index = elements(offset, values.itemsize, size)
-            clash = segment.warps.clashes(m.mark[who], units).any(0)
-            changed = clash & (data[index] != values[:, chosen])
-            what = "writes what another warp reads or writes, without a barrier between"
-            self._refuse(changed, what, *at)
+            changed = (self._kept(m, data, index) != values[:, chosen]).any(0)
+            clash = segment.warps.clashes(m.mark[who], units) & changed
+            if clash.any():
+                what = "writes what another warp reads or writes, without a barrier between"
+                self._refuse(clash & segment.warps.written(m.mark[who], units), what, *at)
+                self._race(clash, units, np.broadcast_to(m.mark[who], units.shape), what, *at)
             segment.warps.writer[units] = m.mark[who]
             data[index] = values[:, chosen]
             lost = (data[index] != values[:, chosen]).any(0) | (segment.writer[units] != mine)
@@ -207,11 +250,35 @@ class GlobalMemory:
             segment.atomic[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
             segment.atomic[units[segment.atomic[units] != mine]] = SEVERAL
             data = view(segment.data, dtype)
+            self._kept(m, data, elements(offset, dtype.itemsize, size))
             for lane, first in zip(np.arange(len(lanes))[chosen], offset // dtype.itemsize):
                 for k in range(count):
                     out[k, lane] = data[first + k]
                     data[first + k] = f(data[first + k], k, lane)
         return out
+
+    def _kept(self, m: LaneState, data: Array, index: Array) -> Array:
+        """Elements that are about to be written over, of which `back` is told."""
+        old = data[index]
+        if m.warps > 1:
+            self.old.append((data, index, old))
+        return old
+
+    def _race(
+        self, clash: Array, units: Array, writer: Array, what: str,
+        lanes: Array, segment: _Segment, offset: Array,
+    ) -> None:  # fmt: skip
+        """Where `clash` is set, a warp reads and that of the mark `writer` writes."""
+        if self.races == "noted":
+            if segment.raced is None:
+                segment.raced = np.zeros(len(segment.writer), np.int32)
+            before = segment.raced[units]
+            segment.raced[units[clash]] = writer[clash]  # there is a mark of one writer only:
+            clash &= ((before != 0) & (before != writer)) | (segment.raced[units] != writer)
+        elif self.races == "followed" and self.torn is not None:
+            self.torn[lanes[clash.any(0)]] = True
+            return
+        self._refuse(clash, what, lanes, segment, offset)
 
     def _refuse_atomic(
         self, m: LaneState, mine: Array, segment: _Segment, units: Array, does: str, *at: Any

@@ -5,7 +5,7 @@ Section numbers in this package are those of the PTX ISA 9.1.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +136,8 @@ class Program:
     """Label -> number of the block that it begins."""
     strings: dict[str, str]
     """Variable in global memory -> its text, which messages of assertions are."""
+    rank: list[int] = field(default_factory=list)
+    """Basic block -> its place in the order of `flow`, which `Build` fills in."""
 
     @property
     def instructions(self) -> Iterator[Instruction]:

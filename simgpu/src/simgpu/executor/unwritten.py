@@ -8,9 +8,12 @@ product that depends on one is a fault.
 every path to a use, and what is computed from them. Only instructions that read one are watched.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from simgpu.executor.errors import LaneError
+from simgpu.executor.flow import successors
 from simgpu.executor.machine import Machine, Step
 from simgpu.executor.ptx import SPECIAL, Array, Instruction, Program, Vector
 from simgpu.executor.state import BITS, BOTH, Mask
@@ -52,23 +55,13 @@ def _defined(program: Program) -> list[set[int] | None]:
         now = before[number]
         assert now is not None
         now = now | written[number]
-        for successor in _successors(program, number):
+        for successor in successors(program, number):
             old = before[successor]
             new = now if old is None else old & now
             if new != old:
                 before[successor] = new
                 todo.append(successor)
     return [None if slots is None else set(slots) for slots in before]
-
-
-def _successors(program: Program, number: int) -> list[int]:
-    last = program.blocks[number][-1] if program.blocks[number] else None
-    if last is not None and last.mods[0] in ("ret", "exit", "trap"):
-        return []
-    after = [number + 1] if number + 1 < len(program.blocks) else []
-    if last is None or last.mods[0] != "bra":
-        return after
-    return [program.target(last), *(after if last.guard is not None else [])]
 
 
 def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
@@ -97,6 +90,60 @@ def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
             step(m, mask)
 
     return checked
+
+
+def followed(step: Step, i: Instruction) -> Step:
+    """A load whose registers are as if never written in the lanes whose load is in a race."""
+
+    def load(m: Machine, mask: Mask) -> None:
+        m.memory.torn = torn = np.zeros(m.size, bool)
+        step(m, mask)
+        m.memory.torn = None
+        if torn.any():
+            _add(m, i.writes, torn)
+
+    return load
+
+
+def skipped(program: Program, number: int) -> tuple[int, list[int]] | None:
+    """Where the ways meet again that the branch at the end of a basic block parts, if it does so.
+
+    Returns:
+        tuple[int, list[int]] | None: that basic block, and the slots that are written between. The
+            branch matters to those alone: see `met`. None if anything else is done between.
+    """
+    rank, guard = program.rank, program.blocks[number][-1].guard
+    ways, slots = set(successors(program, number)), set()
+    while len(ways) > 1:
+        first = min(ways, key=rank.__getitem__)
+        after = successors(program, first)
+        ways = ways - {first} | set(after)
+        if not after or min(rank[n] for n in after) <= rank[first]:  # an end, or a loop
+            return None
+        for i in program.blocks[first]:
+            if i.mods[0] in ("shfl", "redux") or i.mods[0] not in (*COMPUTES, "bra"):
+                return None
+            slots.update(i.writes)
+    (meeting,) = ways
+    return None if guard in slots or rank[meeting] <= rank[number] else (meeting, sorted(slots))
+
+
+def met(step: Step, guard: int, slots: list[int]) -> Step:
+    """The step where ways meet again that a branch on `guard` parted: see `skipped`."""
+
+    def after(m: Machine, mask: Mask) -> None:
+        if guard in m.unwritten:
+            torn = m.unwritten[guard] != 0
+            _add(m, slots, torn if mask is None else torn & mask)
+        step(m, mask)
+
+    return after
+
+
+def _add(m: Machine, slots: Iterable[int], torn: Array) -> None:
+    """Marks registers of lanes as never written, beside those that are marked."""
+    for slot in slots:
+        m.unwritten[slot] = np.where(torn, BOTH, m.unwritten.get(slot, np.uint8(0)))
 
 
 def _refuse(m: Machine, mask: Mask, slots: list[int]) -> None:

@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/core/CPUAllocator.h>
@@ -14,12 +15,55 @@
 #include <torch/library.h>
 
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "graph.h"
 #include "uses.h"
 
 namespace {
+
+/// A tensor of the same elements with a storage of its own.
+Tensor with_storage(const Tensor& x, c10::Storage storage, c10::DispatchKey key) {
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), x.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
+  made._set_conj(x.is_conj());
+  made._set_neg(x.is_neg());
+  if (x.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return made;
+}
+
+/// A tensor as a graph keeps it: what lies on a device may be freed meanwhile, what the host has is copied.
+Tensor kept(const Tensor& x) {
+  if (!x.defined()) return x;
+  if (!x.is_cuda()) {
+    Tensor copy = x.clone();
+    if (x.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return copy;
+  }
+  auto* impl = x.storage().unsafeGetStorageImpl();
+  c10::DataPtr data(impl->mutable_data(), x.device());
+  return with_storage(x, c10::Storage(c10::Storage::use_byte_size_t(), impl->nbytes(), std::move(data)), c10::DispatchKey::CUDA);
+}
+
+/// Calls `f` with each tensor of a value, and returns the value of what it returns.
+template <class F>
+IValue each_tensor(const IValue& value, F f) {
+  if (value.isTensor()) return f(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& x : value.toTensorVector()) list.push_back(f(x));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional<Tensor>(f(*x)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
 
 /// The host's views of the tensors of one call; tensors that share memory share it here, too.
 struct Views {
@@ -50,30 +94,14 @@ struct Views {
       return it.mine;
     }
     require_live(name, x);
-    Tensor made = at::detail::make_tensor<c10::TensorImpl>(storage(x), c10::DispatchKeySet(c10::DispatchKey::CPU), x.dtype());
-    auto* impl = made.unsafeGetTensorImpl();
-    impl->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
-    made._set_conj(x.is_conj());
-    made._set_neg(x.is_neg());
-    if (x.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+    Tensor made = with_storage(x, storage(x), c10::DispatchKey::CPU);
     tensors.push_back({made, x, written});
     return made;
   }
 
   IValue of(const IValue& value) {
-    if (value.isTensor()) return of(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& x : value.toTensorVector()) list.push_back(of(x));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional<Tensor>(of(*x)) : std::nullopt);
-      return list;
-    }
     if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(c10::kCPU);
-    return value;
+    return each_tensor(value, [this](const Tensor& x) { return of(x); });
   }
 };
 
@@ -90,15 +118,35 @@ Tensor on_device(const Tensor& made, c10::Device device) {
   return out;
 }
 
+/// A call of an operator, which a graph makes again.
+struct Call {
+  c10::OperatorHandle op;
+  c10::Stack arguments;
+  c10::Device device;
+  at::PhiloxCudaState random;   // of its generator, if it has one
+  std::vector<Tensor> made;     // the new tensors that it returned
+  bool again = false;           // those take what it returns now
+  size_t next = 0;
+
+  Tensor on_device(const Tensor& result) {
+    if (!again) return made.emplace_back(::on_device(result, device));
+    const Tensor& out = made.at(next++);
+    bool alike = result.scalar_type() == out.scalar_type() && result.sizes() == out.sizes() && result.strides() == out.strides();
+    TORCH_CHECK(alike, "simgpu: ", op.operator_name(), " has another result in a graph than when it was captured");
+    move_bytes(out, result);
+    return out;
+  }
+};
+
 /// What a kernel returned, on CUDA: one of its arguments, a view of one, or a new tensor.
-Tensor returned(Views& views, const Tensor& made, c10::Device device) {
+Tensor returned(Views& views, const Tensor& made, Call& call) {
   if (!made.defined() || !made.device().is_cpu()) return made;
   for (auto& [mine, theirs, _] : views.tensors)
     if (mine.is_same(made)) return theirs;
   for (auto& [mine, theirs, _] : views.tensors)
     if (made.storage().nbytes() && mine.storage().unsafeGetStorageImpl() == made.storage().unsafeGetStorageImpl())
       return at::empty({0}, theirs.options().dtype(made.dtype())).set_(theirs.storage(), made.storage_offset(), made.sizes(), made.strides());
-  Tensor out = on_device(made, device);
+  Tensor out = call.on_device(made);
   views.tensors.push_back({made, out, true});
   return out;
 }
@@ -114,13 +162,17 @@ void follow_sizes(Views& views) {
   }
 }
 
-/// A generator of the CPU for the next numbers of a CUDA one, which are used up by that.
-at::Generator host_generator(const IValue& given, c10::Device device) {
-  if (given.isGenerator() && given.toGenerator().device().is_cpu()) return given.toGenerator();
+/// The next numbers of a CUDA generator, which are used up by that.
+at::PhiloxCudaState next_numbers(const IValue& given, c10::Device device) {
   at::Generator g = given.isGenerator() ? given.toGenerator() : at::globalContext().defaultGenerator(device);
   std::lock_guard lock(g.mutex());
-  uint64_t seed = g.current_seed(), offset = g.get_offset();
-  g.set_offset(offset + 4);
+  return g.get<at::CUDAGeneratorImpl>()->philox_cuda_state(4);
+}
+
+/// A generator of the CPU for these numbers.
+at::Generator host_generator(const at::PhiloxCudaState& random) {
+  auto number = [&](at::PhiloxCudaState::Payload it) { return random.captured_ ? *(uint64_t*)simgpu_host(it.ptr) : it.val; };
+  uint64_t seed = number(random.seed_), offset = number(random.offset_) + random.offset_intragraph_;
   std::seed_seq mixed{(uint32_t)seed, (uint32_t)(seed >> 32), (uint32_t)offset, (uint32_t)(offset >> 32)};
   uint32_t words[2];
   mixed.generate(words, words + 2);
@@ -143,7 +195,16 @@ c10::Device device_of(const c10::Stack& stack, size_t first) {
 }
 
 /// CUDA's softmax takes 16 bits and gives float, and its backward the reverse; the CPU's does neither.
+/// CUDA's norms of 16 bits compute in float, and layer_norm's statistics are float; the CPU's have 16 bits.
+/// Returns the type of the results, of layer_norm's forward that of the first.
 std::optional<at::ScalarType> widened(const std::string& name, c10::Stack& arguments) {
+  if (name.find("aten::native_layer_norm") == 0 || name.find("aten::native_group_norm") == 0) {
+    auto dtype = arguments[0].toTensor().scalar_type();
+    if (!at::isReducedFloatingType(dtype)) return std::nullopt;
+    for (auto& value : arguments)
+      if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().to(at::kFloat);
+    return dtype;
+  }
   bool softmax = name == "aten::_softmax" || name == "aten::_log_softmax";
   bool backward = name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data";
   if (softmax && arguments[2].toBool()) {
@@ -166,51 +227,85 @@ void refuse_huge(const std::string& name, const c10::Stack& arguments) {
   TORCH_CHECK_WITH(OutOfMemoryError, count <= MOST, "simgpu: a product of ", count, " multiplications is too large to simulate");
 }
 
+/// Refuses what CUDA's kernels lack and the CPU's have: products of whole numbers.
+void refuse_whole(const std::string& name, const c10::Stack& arguments) {
+  static const std::set<std::string> PRODUCTS{"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addmv", "addmv_", "dot", "vdot"};
+  if (!PRODUCTS.count(name.substr(6))) return;  // behind aten::
+  auto dtype = arguments[0].toTensor().scalar_type();
+  bool whole = at::isIntegralType(dtype, true);
+  TORCH_CHECK_NOT_IMPLEMENTED(!whole, "\"", name, "\" not implemented for '", dtype, "' on CUDA");
+}
+
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
 };
 
-void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* stack) {
-  const auto& schema = op.schema();
-  const std::string& name = op.operator_name().name;
-  simgpu_count("operator");
-  simgpu_count(name.c_str());
-  size_t first = stack->size() - schema.arguments().size();
-  c10::Device device = device_of(*stack, first);
-  c10::cuda::CUDAGuard on(device);
-  finish_current(device);  // what copies bring is there
+/// Computes a call by the CPU's kernel, and returns its results.
+c10::Stack compute(Call& call) {
+  const auto& schema = call.op.schema();
+  const std::string& name = call.op.operator_name().name;
+  c10::cuda::CUDAGuard on(call.device);
   BelowAutograd guards;
   Views views(name.c_str());
-  c10::Stack arguments;
-  for (size_t i = first; i < stack->size(); ++i) {
-    auto* alias = schema.arguments()[i - first].alias_info();
-    views.written = alias && alias->isWrite();
-    if (schema.arguments()[i - first].name() == "generator")
-      arguments.emplace_back(host_generator((*stack)[i], device));
-    else
-      arguments.push_back(views.of((*stack)[i]));
+  c10::Stack arguments, results;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    const IValue& given = call.arguments[i];
+    views.written = argument.alias_info() && argument.alias_info()->isWrite();
+    bool of_host = given.isGenerator() && given.toGenerator().device().is_cpu();
+    TORCH_CHECK(!of_host, "Expected a 'cuda' device type for generator but found 'cpu'");
+    if (argument.name() != "generator") {
+      arguments.push_back(views.of(given));
+      continue;
+    }
+    if (!call.again) call.random = next_numbers(given, call.device);
+    arguments.emplace_back(host_generator(call.random));
   }
-  stack->resize(first);
   refuse_huge(name, arguments);
-  if (asks_the_device(op, arguments)) check(simgpu_synchronize(stream_of(device), false));
+  refuse_whole(name, arguments);
+  if (asks_the_device(call.op, arguments)) check(simgpu_synchronize(stream_of(call.device), false));
   auto narrow = widened(name, arguments);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+  call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
   follow_sizes(views);
   for (auto& value : arguments) {
-    if (value.isTensor()) {
-      Tensor result = value.toTensor();
-      stack->emplace_back(returned(views, narrow ? result.to(*narrow) : result, device));
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& x : value.toTensorVector()) list.push_back(returned(views, x, device));
-      stack->emplace_back(list);
-    } else {
-      stack->push_back(value);
-    }
+    results.push_back(each_tensor(value, [&](const Tensor& x) { return returned(views, narrow && x.defined() ? x.to(*narrow) : x, call); }));
+    if (name == "aten::native_layer_norm") narrow.reset();  // statistics follow
   }
-  if (stack->size() > first && (*stack)[first].isTensor()) require_written(name, views.tensors, (*stack)[first].toTensor());
-  note(name.c_str(), device, views.tensors);
+  if (!results.empty() && results[0].isTensor()) require_written(name, views.tensors, results[0].toTensor());
+  note(name.c_str(), call.device, views.tensors);
+  return results;
+}
+
+/// Lets the graph that a stream is captured for, if any, make a call again.
+void keep(Call& call) {
+  void* stream = stream_of(call.device);
+  if (!simgpu_capture(stream)) return;
+  for (IValue& value : call.arguments) value = each_tensor(value, kept);
+  for (Tensor& x : call.made) x = kept(x);
+  call.again = true;
+  simgpu_keep(stream, [call](void*) mutable {
+    try {
+      call.next = 0;
+      compute(call);
+    } catch (const c10::Error& error) {
+      return simgpu_fail(SIM_ILLEGAL_ADDRESS, "in a graph: %s", error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      return simgpu_fail(SIM_ILLEGAL_ADDRESS, "in a graph: %s", error.what());
+    }
+    return (int)SIM_OK;
+  });
+}
+
+void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* stack) {
+  simgpu_count("operator");
+  simgpu_count(op.operator_name().name.c_str());
+  size_t first = stack->size() - op.schema().arguments().size();
+  Call call{op, {stack->begin() + (long)first, stack->end()}, device_of(*stack, first), {}, {}};
+  stack->resize(first);
+  c10::Stack results = compute(call);
+  keep(call);
+  stack->insert(stack->end(), results.begin(), results.end());
 }
 
 void unknown(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack*) {
@@ -224,12 +319,10 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
                self.sizes() == from.sizes() && self.strides() == from.strides() && self.is_non_overlapping_and_dense();
   if (alike || self.device() != from.device()) return at::native::copy_(self, from, non_blocking);
   simgpu_count("operator");
-  finish_current(self.device());
-  Views views("aten::copy_");
-  Tensor source = views.of(from);
-  views.written = true;
-  views.of(self).copy_(source);
-  note("aten::copy_", self.device(), views.tensors);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  Call call{op, {self, from, non_blocking}, self.device(), {}, {}};
+  compute(call);
+  keep(call);
   return self;
 }
 
@@ -241,7 +334,6 @@ at::Scalar local_scalar_dense(const Tensor& x) {
 
 /// The host's view of a CUDA tensor: no copy, and nothing waits.
 Tensor host(const Tensor& x) {
-  finish_current(x.device());
   Views views("attention");
   Tensor mine = views.of(x);
   note("attention", x.device(), views.tensors);
@@ -256,10 +348,12 @@ Tensor to_device(const Tensor& made, const Tensor& like) {
 TORCH_LIBRARY(simgpu, m) {
   m.def("host(Tensor x) -> Tensor");
   m.def("device(Tensor made, Tensor like) -> Tensor");
+  m.def("kept(Tensor x) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(simgpu, CUDA, m) {
   m.impl("host", host);
   m.impl("device", to_device);
+  m.impl("kept", kept);
 }
 
 struct Quiet : c10::WarningHandler {
@@ -295,7 +389,7 @@ void simgpu_replace(const char* by_host, const char* by_error) {
 void simgpu_watch_allocator() {
   using Entry = c10::CachingDeviceAllocator::TraceEntry;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const Entry& e) {
-    if (e.action_ == Entry::ALLOC) simgpu_note_block(e.addr_, e.size_);
+    if (e.action_ == Entry::ALLOC) simgpu_note_block(e.addr_, e.size_, e.mempool_ != c10::MempoolId_t{});
     if (e.action_ == Entry::FREE_COMPLETED) simgpu_drop_block(e.addr_);
   });
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "graph.h"
 #include "sim.h"
 
 #define API extern "C" CUresult CUDAAPI
@@ -171,7 +172,15 @@ API cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { ENTER; return said(SIM_OK);
 API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, CUfunction, int, size_t) { ENTER; *n = 1; return said(SIM_OK); }
 
 static int (*launcher)(const SimLaunch*) = nullptr;
-extern "C" void simgpu_set_launcher(int (*run)(const SimLaunch*)) { launcher = run; }
+static int (*again)(int, void*) = nullptr;
+/// Sets what Python does: a launch, and, with each launch of a graph, what it has kept by a number.
+extern "C" void simgpu_set_python(int (*run)(const SimLaunch*), int (*run_again)(int, void*)) {
+  launcher = run;
+  again = run_again;
+}
+extern "C" void simgpu_keep_python(void* stream, int number) {
+  simgpu_keep(stream, [number](void* now) { return again(number, now); });
+}
 
 API cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, CUstream s, void** params, void** extra) {
@@ -183,7 +192,6 @@ API cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned
     return said(simgpu_fail(SIM_INVALID_VALUE, "%s: no GPU takes the grid (%u, %u, %u) of (%u, %u, %u)", name, gx, gy, gz, bx, by, bz));
   if ((int)shared > function->dynamic) return said(simgpu_fail(SIM_INVALID_VALUE, "%s: %u bytes of shared memory, %d allowed", name, shared, function->dynamic));
   if (extra || !launcher) return said(simgpu_fail(SIM_NOT_SUPPORTED, "%s: launched without Python or with packed parameters", name));
-  if (int code = simgpu_finish(s)) return said(code);
   SimLaunch it{function->module->ptx.c_str(), name, {gx, gy, gz}, {bx, by, bz}, shared, params, s};
   return said(launcher(&it));
 }
@@ -201,7 +209,7 @@ API cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned g
 
 API cuStreamSynchronize(CUstream s) { ENTER; return said(simgpu_synchronize(s, false)); }
 API cuStreamGetCtx(CUstream s, CUcontext* c) { ENTER; *c = context(simgpu_stream_device(s)); return said(SIM_OK); }
-API cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* v) { ENTER; *v = CU_STREAM_CAPTURE_STATUS_NONE; return said(SIM_OK); }
+API cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus* v) { ENTER; *v = simgpu_capture(s) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE; return said(SIM_OK); }
 
 // --- entries by name
 

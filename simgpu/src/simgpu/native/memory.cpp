@@ -14,7 +14,8 @@
 #include <mutex>
 #include <set>
 
-#include "sim.h"
+#include "graph.h"
+#include "order.h"
 
 namespace {
 
@@ -35,14 +36,15 @@ struct Memory {
   std::recursive_mutex mutex;
   Device devices[MOST_DEVICES];
   std::map<uintptr_t, size_t> pinned, blocks;
+  std::map<uintptr_t, unsigned long> lasting;  // blocks outside of pools -> their number
+  unsigned long given_out = 0;
   std::set<void*> divided;  // allocations that torch's allocator hands out in blocks
+  std::set<void*> pools;    // as well, of a pool: its graphs use a block after it is freed, too
 };
 Memory& memory() {
   static auto* it = new Memory;
   return *it;
 }
-using Lock = std::lock_guard<std::recursive_mutex>;
-
 thread_local int current = 0;
 
 /// Bytes of a window: more than there is memory, so that gaps and holes between allocations cost none.
@@ -76,6 +78,31 @@ typename Map::iterator around(Map& map, typename Map::key_type address) {
 }
 
 }  // namespace
+
+std::map<uintptr_t, std::vector<char>> simgpu_contents() {
+  Lock lock(memory().mutex);
+  std::map<uintptr_t, std::vector<char>> all;
+  for (Device& d : memory().devices)
+    for (auto& [at, bytes] : d.taken) all[(uintptr_t)d.window + at].assign(d.view + at, d.view + at + bytes);
+  return all;
+}
+void simgpu_restore(const std::map<uintptr_t, std::vector<char>>& contents) {
+  Lock lock(memory().mutex);
+  for (Device& d : memory().devices)
+    for (auto& [at, bytes] : d.taken) {
+      auto it = contents.find((uintptr_t)d.window + at);
+      if (it == contents.end()) memset(d.view + at, 0xFF, bytes);
+      else memcpy(d.view + at, it->second.data(), std::min(bytes, it->second.size()));
+    }
+}
+unsigned long simgpu_blocks() { return memory().given_out; }
+uintptr_t simgpu_lasting_block(const void* pointer, unsigned long* number) {
+  Lock lock(memory().mutex);
+  auto it = around(memory().blocks, (uintptr_t)pointer);
+  if (it == memory().blocks.end() || !memory().lasting.count(it->first)) return 0;
+  *number = memory().lasting[it->first];
+  return it->first;
+}
 
 extern "C" {
 
@@ -116,6 +143,7 @@ int simgpu_release(void* pointer) {
   if (to > from) fallocate(d.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(to - from));
   d.used -= it->second;
   memory().divided.erase(pointer);
+  memory().pools.erase(pointer);
   size_t bytes = it->second;
   d.taken.erase(it);
   lock.unlock();  // the one of streams comes before it
@@ -172,28 +200,31 @@ int simgpu_pinned(const void* pointer) {
   return around(memory().pinned, (uintptr_t)pointer) != memory().pinned.end();
 }
 
-void simgpu_note_block(uintptr_t address, size_t bytes) {
+void simgpu_note_block(uintptr_t address, size_t bytes, bool of_pool) {
   simgpu_given_out(address, bytes);
   Lock lock(memory().mutex);
+  if (!of_pool) memset(simgpu_host((void*)address), 0xFF, bytes);
   memory().blocks[address] = bytes;
+  if (++memory().given_out; !of_pool) memory().lasting[address] = memory().given_out;
   void* base;
   size_t size;
-  if (simgpu_allocation((void*)address, &base, &size)) memory().divided.insert(base);
+  if (simgpu_allocation((void*)address, &base, &size)) (of_pool ? memory().pools : memory().divided).insert(base);
 }
 void simgpu_drop_block(uintptr_t address) {
   std::unique_lock lock(memory().mutex);
   size_t bytes = memory().blocks[address];
   memory().blocks.erase(address);
+  memory().lasting.erase(address);
   lock.unlock();
   simgpu_given_back(address, bytes);
 }
 int simgpu_block(const void* pointer, uintptr_t* base, size_t* bytes) {
   Lock lock(memory().mutex);
+  bool whole = simgpu_allocation(pointer, (void**)base, bytes);
+  bool pool = whole && memory().pools.count((void*)*base);
+  if (!whole || (pool && simgpu_launching())) return whole;
   auto it = around(memory().blocks, (uintptr_t)pointer);
-  if (it == memory().blocks.end()) {
-    bool whole = simgpu_allocation(pointer, (void**)base, bytes);
-    return whole && !memory().divided.count((void*)*base);
-  }
+  if (it == memory().blocks.end()) return pool || !memory().divided.count((void*)*base);
   *base = it->first;
   *bytes = it->second;
   return 1;

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "graph.h"
 #include "nccl.h"
 
 namespace {
@@ -22,7 +23,7 @@ namespace {
 struct Shared {
   std::atomic<int> arrived, aborted;
   std::atomic<unsigned> round;
-  std::atomic<int> process[RANKS];
+  std::atomic<int> process[RANKS], device[RANKS];
   std::atomic<int> color[RANKS], key[RANKS];                     // of ncclCommSplit
   std::atomic<unsigned long> sent[RANKS][RANKS], taken[RANKS][RANKS];  // messages from, to
   Call calls[2][RANKS];  // of the last two collectives: a rank may be one ahead of those that compare
@@ -104,10 +105,11 @@ using Work = std::function<int()>;
 
 /// Does a collective or queues it: `name` of n elements, in memory that it reads and writes.
 int collective(Comm* c, const char* name, size_t n, int type, const char* how, int number, void* stream,
-               std::initializer_list<SimRange> ranges, Work work) {
+               std::vector<SimRange> ranges, Work work) {
   static const char* types[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8", "float8"};
   simgpu_count("collective");
-  if (simgpu_finish(stream) || simgpu_work(stream, name, ranges.begin(), (int)ranges.size())) return SYSTEM;
+  if (simgpu_work(stream, name, ranges.data(), (int)ranges.size())) return SYSTEM;
+  simgpu_keep(stream, [=](void* now) { return collective(c, name, n, type, how, number, now, ranges, work) ? SIM_LAUNCH_FAILED : SIM_OK; });
   Call call{};
   snprintf(call.what, sizeof call.what, "%s of %zu %s, %s %d", name, n, types[type], how, number);
   snprintf(call.line, sizeof call.line, "%s", simgpu_where_text(simgpu_where(false)));
@@ -175,7 +177,8 @@ int message(bool sends, const void* x, size_t n, int type, int peer, Comm* c, vo
   simgpu_count("message");
   const char* name = sends ? "ncclSend" : "ncclRecv";
   SimRange range{x, n * width(type), sends ? SIM_READS : SIM_WRITES};
-  if (simgpu_finish(stream) || simgpu_work(stream, name, &range, 1)) return SYSTEM;
+  if (simgpu_work(stream, name, &range, 1)) return SYSTEM;
+  if (simgpu_capture(stream)) return simgpu_fail(SYSTEM, "%s in a graph is not simulated", name);
   snprintf(c->now.what, sizeof c->now.what, "%s of %zu bytes, peer %d", name, range.bytes, peer);
   snprintf(c->now.line, sizeof c->now.line, "%s", simgpu_where_text(simgpu_where(false)));
   messages.push_back({sends, simgpu_host(x), range.bytes, 0, peer, c});
@@ -198,7 +201,12 @@ int join(Comm** out, const std::string& path, int size, int rank) {
   c->size = size;
   c->device = simgpu_current_device();
   c->shared->process[rank] = getpid();
+  // where some are hidden, each rank may call another one device 0
+  c->shared->device[rank] = getenv("CUDA_VISIBLE_DEVICES") ? ~rank : c->device;
   int code = c->meet();
+  for (int r = 0; r < size && !code; ++r)
+    if (r != rank && c->shared->device[r] == c->shared->device[rank])
+      code = simgpu_fail(USAGE, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", rank, r, c->device);
   unlink(path.c_str());
   *out = c;
   return code;

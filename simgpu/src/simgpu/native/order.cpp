@@ -94,10 +94,11 @@ extern "C" {
 int simgpu_work(void* stream, const char* name, const SimRange* ranges, int n) {
   for (int i = 0; i < n; ++i)
     if (int code = !ranges[i].bytes ? SIM_OK : simgpu_inside(ranges[i].at, ranges[i].bytes, name)) return code;
-  if (off) return SIM_OK;
-  int where = simgpu_where(false), code = SIM_OK;
+  int where = off ? 0 : simgpu_where(false), code = SIM_OK;
   Lock lock(streams.mutex);
   Stream* s = named(stream);
+  note_in_captures(s, ranges, n);
+  if (off) return SIM_OK;
   s->staged = false;
   Use now{s, ++caught_up(s)[s], where, name};
   for (int i = 0; i < n; ++i)

@@ -11,6 +11,7 @@
 #include "sim.h"
 
 struct Stream;
+struct Graph;
 
 /// How much of each stream's work is over.
 struct Clock : std::map<const Stream*, unsigned> {
@@ -37,6 +38,7 @@ struct Stream {
   bool own = false;       // it is that stream
   bool staged = false;    // the last work is a copy that the host has waited for, though not its arrival
   unsigned long queued = 0;
+  Graph* capture = nullptr;
   std::deque<Pending> pending;
   Clock clock;  // of the last work
 };
@@ -55,3 +57,13 @@ Stream* named(void* handle);
 Clock known();
 /// The clock of a stream's next work: all that must be over by then.
 Clock& caught_up(Stream* s);
+/// Tells the captures under way which memory work uses (graph.cpp).
+void note_in_captures(Stream* s, const SimRange* ranges, int n);
+
+// What a capture asks of memory (memory.cpp): what all of it holds, and to put that back, NaN where
+// nothing was allocated then; how many blocks torch's allocator has given out; the block around an
+// address and the number it had, or 0 if it is in a pool.
+std::map<uintptr_t, std::vector<char>> simgpu_contents();
+void simgpu_restore(const std::map<uintptr_t, std::vector<char>>& contents);
+unsigned long simgpu_blocks();
+uintptr_t simgpu_lasting_block(const void* pointer, unsigned long* number);

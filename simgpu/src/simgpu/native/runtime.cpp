@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "graph.h"
 #include "sim.h"
 
 static thread_local cudaError_t last = cudaSuccess;
@@ -127,10 +128,11 @@ API cudaStreamDestroy(cudaStream_t s) { ENTER; return said(simgpu_free_stream(s)
 API cudaStreamGetPriority(cudaStream_t s, int* p) { ENTER; *p = simgpu_stream_priority(s); return cudaSuccess; }
 API cudaStreamSynchronize(cudaStream_t s) { ENTER; return said(simgpu_synchronize(s, false)); }
 API cudaStreamQuery(cudaStream_t s) { ENTER; return said(simgpu_synchronize(s, true)); }
-API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { ENTER; simgpu_stream_wait(s, e); return cudaSuccess; }
+API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { ENTER; return said(simgpu_stream_wait(s, e)); }
 API cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* data) {
   ENTER;
-  int code = simgpu_finish(s);
+  int code = simgpu_refuse_in_capture(s, "a function of the host");
+  if (!code) code = simgpu_finish(s);
   if (!code) f(data);
   return said(code);
 }
@@ -143,20 +145,33 @@ API cudaEventQuery(cudaEvent_t e) { ENTER; return said(simgpu_event_ready(e)); }
 API cudaEventSynchronize(cudaEvent_t e) { ENTER; return said(simgpu_event_wait(e)); }
 API cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { ENTER; return said(simgpu_elapsed(ms, a, b)); }
 
-// --- graphs: to begin a capture is not simulated, so none is ever under way
+// --- graphs
 
-API cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* v) { ENTER; *v = cudaStreamCaptureStatusNone; return cudaSuccess; }
+static int capture_info(void* s, cudaStreamCaptureStatus* v, unsigned long long* id) {
+  unsigned long long number = simgpu_capture(s);
+  *v = number ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id) *id = number;
+  return SIM_OK;
+}
+API cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* v) { ENTER; return said(capture_info(s, v, nullptr)); }
 #if CUDART_VERSION >= 13000
-API cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* v, unsigned long long*, cudaGraph_t*,
+API cudaStreamGetCaptureInfo(cudaStream_t s, cudaStreamCaptureStatus* v, unsigned long long* id, cudaGraph_t*,
                              const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
 #else
-API cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* v, unsigned long long*, cudaGraph_t*,
+API cudaStreamGetCaptureInfo_v2(cudaStream_t s, cudaStreamCaptureStatus* v, unsigned long long* id, cudaGraph_t*,
                                 const cudaGraphNode_t**, size_t*) {
 #endif
   ENTER;
-  *v = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+  return said(capture_info(s, v, id));
 }
+API cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) { ENTER; return said(simgpu_begin_capture(s)); }
+API cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) { ENTER; return said(simgpu_end_capture(s, (void**)g)); }
+API cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t*, size_t* n) { ENTER; *n = simgpu_graph_nodes(g); return cudaSuccess; }
+API cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) { ENTER; simgpu_share_graph(*e = (cudaGraphExec_t)g); return cudaSuccess; }
+API cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long flags) { ENTER; return cudaGraphInstantiateWithFlags(e, g, flags); }
+API cudaGraphDestroy(cudaGraph_t g) { ENTER; simgpu_free_graph(g); return cudaSuccess; }
+API cudaGraphExecDestroy(cudaGraphExec_t e) { ENTER; simgpu_free_graph(e); return cudaSuccess; }
+API cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { ENTER; return said(simgpu_launch_graph(e, s)); }
 API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* m) {
   ENTER;
   static thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
@@ -182,6 +197,7 @@ API cudaLaunchKernel(const void* f, dim3, dim3, void**, size_t, cudaStream_t) {
   ENTER;
   auto it = kernels().find(f);
   std::string name = it == kernels().end() ? "(unknown)" : readable(it->second);
+  if (name.find("at::cuda::") == 0 && name.find("::spin_kernel(") != name.npos) return cudaSuccess;  // torch.cuda._sleep, which only takes time
   return said(simgpu_fail(SIM_NOT_SUPPORTED, "the CUDA kernel %s is machine code and cannot be run", name.c_str()));
 }
 API cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** params) { ENTER; return cudaLaunchKernel(f, c->gridDim, c->blockDim, params, 0, c->stream); }

@@ -19,6 +19,11 @@ enum SimError {
   SIM_NOT_PINNED = 713,
   SIM_LAUNCH_FAILED = 719,
   SIM_NOT_SUPPORTED = 801,
+  SIM_CAPTURING = 900,
+  SIM_CAPTURE_FAILED = 901,
+  SIM_UNMATCHED = 903,
+  SIM_UNJOINED = 904,
+  SIM_ISOLATION = 905,
 };
 
 extern "C" {
@@ -56,7 +61,8 @@ int simgpu_inside(const void* pointer, size_t bytes, const char* what);  // an e
 int simgpu_pin(void* pointer, size_t bytes);
 int simgpu_unpin(void* pointer);
 int simgpu_pinned(const void* pointer);
-void simgpu_note_block(uintptr_t address, size_t bytes);  // as torch's allocator hands them out
+/// Blocks as torch's allocator hands them out; those of a pool are its graphs' to use again.
+void simgpu_note_block(uintptr_t address, size_t bytes, bool of_pool);
 void simgpu_drop_block(uintptr_t address);
 int simgpu_block(const void* pointer, uintptr_t* base, size_t* bytes);
 
@@ -71,7 +77,7 @@ int simgpu_synchronize(void* stream, bool only_asks);
 int simgpu_synchronize_device();
 void* simgpu_new_event();
 void simgpu_record(void* event, void* stream);
-void simgpu_stream_wait(void* stream, void* event);
+int simgpu_stream_wait(void* stream, void* event);
 int simgpu_event_wait(void* event);  // asks for no line: PyTorch's allocator waits with its lock held
 int simgpu_event_ready(void* event);
 int simgpu_tell();  // other threads rely on what this one has asked

@@ -143,6 +143,11 @@ const char* simgpu_error_text(int code) {
     case SIM_NOT_PINNED: return "pointer does not correspond to a registered memory region";
     case SIM_LAUNCH_FAILED: return "unspecified launch failure";
     case SIM_NOT_SUPPORTED: return "operation not supported";
+    case SIM_CAPTURING: return "operation not permitted when stream is capturing";
+    case SIM_CAPTURE_FAILED: return "operation failed due to a previous error during capture";
+    case SIM_UNMATCHED: return "capture was not initiated in this stream";
+    case SIM_UNJOINED: return "capturing stream has unjoined work";
+    case SIM_ISOLATION: return "dependency created on uncaptured work in another stream";
   }
   static thread_local char other[32];
   snprintf(other, sizeof other, "CUDA error %d", code);

@@ -2,12 +2,14 @@
 //
 // Work is done when it is queued. But what a copy brings to pinned memory of the host arrives only
 // when somebody waits for it, and pinned memory that a copy reads must stay as it is until then.
+#include <algorithm>
 #include <cstring>
 #include <ctime>
 #include <list>
 #include <string>
 #include <utility>
 
+#include "graph.h"
 #include "order.h"
 
 namespace {
@@ -18,6 +20,7 @@ struct Event {
   double ms = 0;
   Clock clock;
   int asked = 0;
+  unsigned long long capture = 0;
 };
 
 /// A copy between pinned memory and a device that nobody has waited for yet.
@@ -117,6 +120,7 @@ void* simgpu_new_stream(int priority, bool blocking) {
 int simgpu_free_stream(void* handle) {
   Lock lock(streams.mutex);
   if (!streams.all.count((Stream*)handle)) return SIM_INVALID_HANDLE;
+  if (((Stream*)handle)->capture) return simgpu_fail(SIM_CAPTURING, "a stream is destroyed while it is captured");
   int code = settle((Stream*)handle, ~0ul);
   streams.all.erase((Stream*)handle);
   return code;  // the memory stays: events may name it
@@ -125,6 +129,7 @@ int simgpu_stream_device(void* stream) { return named(stream)->device; }
 int simgpu_stream_priority(void* stream) { return named(stream)->priority; }
 int simgpu_finish(void* stream) { return settle(named(stream), ~0ul); }
 int simgpu_synchronize(void* stream, bool only_asks) {
+  if (int code = simgpu_refuse_in_capture(stream, "the host waits for it")) return code;
   if (!only_asks) simgpu_count("wait");
   Stream* s = named(stream);
   std::unique_lock lock(streams.mutex);
@@ -136,10 +141,14 @@ int simgpu_synchronize(void* stream, bool only_asks) {
   return settle(s, ~0ul);
 }
 int simgpu_synchronize_device() {
-  Lock lock(streams.mutex);
+  std::unique_lock lock(streams.mutex);
   std::vector<Stream*> all(streams.all.begin(), streams.all.end());
   all.push_back(named(nullptr));
+  lock.unlock();
   int code = SIM_OK;
+  for (Stream* s : all)
+    if (int refused = s->device == simgpu_current_device() ? simgpu_refuse_in_capture(s, "the host waits for the device") : SIM_OK) return refused;
+  lock.lock();
   for (Stream* s : all) {
     if (s->device == simgpu_current_device()) streams.host.join(s->clock);
     if (int error = settle(s, ~0ul)) code = error;
@@ -151,19 +160,26 @@ void* simgpu_new_event() { return new Event; }
 void simgpu_record(void* event, void* stream) {
   Lock lock(streams.mutex);
   Stream* s = named(stream);
-  *(Event*)event = {s, s->queued, now_ms(), caught_up(s)};
+  *(Event*)event = {s, s->queued, now_ms(), caught_up(s), 0, simgpu_capture(s)};
 }
-void simgpu_stream_wait(void* stream, void* event) {
-  Lock lock(streams.mutex);
+int simgpu_stream_wait(void* stream, void* event) {
+  std::unique_lock lock(streams.mutex);
   Event was = *(Event*)event;  // it may be recorded anew
   Stream* s = named(stream);
+  if (was.stream && !simgpu_join_capture(s, was.capture)) {
+    const char* which = s->capture ? "a captured stream waits for an event from outside of its capture" : "a stream waits for an event of a capture that it cannot join";
+    lock.unlock();  // of which who has Python's may be in want
+    return simgpu_fail(SIM_ISOLATION, "%s\n    %s", which, simgpu_where_text(simgpu_where(false)));
+  }
   s->clock.join(was.clock);
   if (was.stream && was.stream != s) when_waited_for(s, [was] { return settle(was.stream, was.number); });
+  return SIM_OK;
 }
 int simgpu_event_wait(void* event) {
   simgpu_count("wait");
   Lock lock(streams.mutex);
   auto* e = (Event*)event;
+  if (e->capture) return simgpu_fail(SIM_CAPTURING, "the host waits for an event of a capture");
   streams.host.join(e->clock);
   return e->stream ? settle(e->stream, e->number) : SIM_OK;
 }
@@ -171,6 +187,7 @@ int simgpu_event_ready(void* event) {
   Lock lock(streams.mutex);
   auto* e = (Event*)event;
   if (!e->stream) return SIM_OK;
+  if (e->capture) return simgpu_fail(SIM_CAPTURING, "the host asks for an event of a capture");
   // As late as a device that is busy. Otherwise PyTorch's allocators, which ask about all that is
   // under way at every turn, would order what the program itself has not.
   if (!known().covers(e->clock) && ++e->asked < 3) return SIM_NOT_READY;
@@ -201,12 +218,18 @@ int simgpu_copy(void* to, const void* from, size_t bytes, void* stream, bool asy
   bool pinned = asynchronous && (up ? simgpu_pinned(from) : down && simgpu_pinned(to));
   // CUDA waits for copies to and from pageable memory, asked for asynchronously or not
   bool waits = !pinned && (up || down);
+  if (waits)
+    if (int code = simgpu_refuse_in_capture(stream, "a copy from or to pageable memory")) return code;
+  simgpu_keep(stream, [=](void* now) { return simgpu_copy(to, from, bytes, now, asynchronous); });
   int where = simgpu_where(waits);
   Lock lock(streams.mutex);
-  int code = up ? settle(s, s->queued) : SIM_OK;  // an earlier copy may bring its source
+  if (s->capture && down) return SIM_OK;  // memory of the host is not put back after a capture
+  auto* begin = (const char*)from;
+  bool brought = up && std::any_of(flights.begin(), flights.end(), [=](const Flight& f) { return f.host < begin + bytes && begin < f.host + f.brings.size(); });
+  int code = brought ? settle(s, s->queued) : SIM_OK;
   char* source = simgpu_host(from);
   char* target = simgpu_host(to);
-  if (pinned) {
+  if (pinned && !s->capture) {
     auto* host = up ? source : target;
     Flight it{host, {host, host + bytes}, {}, where};
     if (down) it.brings.assign(source, source + bytes);
@@ -228,6 +251,7 @@ int simgpu_fill(void* to, unsigned value, int width, size_t count, void* stream)
   simgpu_count("fill");
   SimRange range{to, width * count, SIM_WRITES};
   if (int code = simgpu_work(named(stream), "fill", &range, 1)) return code;
+  simgpu_keep(stream, [=](void* now) { return simgpu_fill(to, value, width, count, now); });
   if (width == 1) {
     memset(simgpu_host(to), (int)value, count);
     return SIM_OK;

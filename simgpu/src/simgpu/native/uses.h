@@ -20,11 +20,6 @@ void* stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStream(dev
 
 void check(int code) { TORCH_CHECK(!code, "simgpu: ", simgpu_last_failure()); }
 
-void finish_current(c10::Device device) {
-  c10::cuda::CUDAGuard on(device);  // whose default stream has the same handle as others'
-  check(simgpu_finish(stream_of(device)));
-}
-
 struct Viewed {
   Tensor mine, theirs;  // the view, the CUDA tensor
   bool written = false;
