@@ -11,8 +11,8 @@
 The stages are env, aot, parity, bench, step and convergence. Each is a process with a time budget
 of its own, which for aot and parity follows from the kernels and tests counted, and its outcome is
 recorded at once, so that a later failure loses nothing. The figure of a stage says what its budget
-cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs every stage on a CPU,
-at tiny shapes, with the kernels in Triton's interpreter.
+cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs every stage at tiny
+shapes, on a CPU with the kernels in Triton's interpreter, or under `python -m simgpu` on its GPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ("triton", "pytest", "hypothesis", "matplotlib")
 REHEARSED = "layer_norm and errors_are_seen"
 """pytest's `-k` expression for the tests that a trial run without a GPU selects."""
+SIMULATED = "SIMGPU" in os.environ
+"""Whether the GPU is simulated (docs/simgpu.md)."""
 FORM_S = 3.0
 """Seconds of a core to compile a kernel: 0.6 on an EPYC that does nothing else, with a margin."""
 TEST_S = 6.0
@@ -58,12 +60,12 @@ class Context:
 
     @property
     def on(self) -> str:
-        return "cpu" if self.rehearse else "cuda"
+        return "cpu" if self.rehearse and not SIMULATED else "cuda"
 
     @property
     def arch(self) -> int:
         """Compute capability as one number, for which the kernels are compiled."""
-        if self.rehearse:
+        if self.on == "cpu":
             return 90
         major, minor = torch.cuda.get_device_capability()
         return 10 * major + minor
@@ -158,14 +160,14 @@ def _parity_budget(context: Context) -> int:
 def _bench(context: Context, seconds: float) -> list[str]:
     command = ["-m", "bench", "--out", str(context.out), "--budget", f"{0.8 * seconds:.0f}"]
     if context.rehearse:
-        return [*command, "--device", "cpu", "--sizes", "tiny", "--rounds", "2"]
+        return [*command, "--device", context.on, "--sizes", "tiny", "--rounds", "2"]
     return [*command, "--full"] if context.full else [*command, "--goals"]
 
 
 def _step(context: Context, seconds: float) -> list[str]:
     command = ["-m", "bench.step", "--out", str(context.out), "--explain"]
     if context.rehearse:
-        command += ["--device", "cpu", "--tiny", "--rounds", "1", "--batch", "2"]
+        command += ["--device", context.on, "--tiny", "--rounds", "1", "--batch", "2"]
         return [*command, "--contenders", "fastgpt triton", "eager"]
     given = {flag: os.environ.get(flag.upper()) for flag in ("nanogpt", "llmc")}
     command += [word for flag, path in given.items() if path for word in (f"--{flag}", path)]
@@ -266,10 +268,10 @@ class Outcomes:
 
 def run_stage(stage: Stage, context: Context) -> Row:
     """Runs one stage of `make gpu` within its time budget and returns its record."""
-    seconds = 24 * 3600 if context.full else stage.budget(context)
+    seconds = 24 * 3600 if context.full or SIMULATED else stage.budget(context)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("TRITON_INTERPRET", None)
-    if context.rehearse and stage.name != "aot":  # which compiles
+    if context.on == "cpu" and stage.name != "aot":  # which compiles
         environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
     command = [sys.executable, *stage.command(context, seconds)]
@@ -333,7 +335,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=environ.get("OUT") or None, help="folder")
     full = environ.get("FULL", "") not in ("", "0")
     parser.add_argument("--full", action="store_true", default=full, help="no time budgets")
-    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes without a GPU")
     # the commands of the stages env and parity
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -348,9 +350,10 @@ def main(argv: list[str]) -> int:
     if not args.rehearse and not torch.cuda.is_available():
         print("gpu: torch sees no CUDA device; --rehearse runs every stage on a CPU, tiny")
         return 2
-    out = args.out or records.folder_of("cpu" if args.rehearse else "cuda")
+    context = Context(Path(), args.full, args.rehearse)
+    out = args.out or records.folder_of(context.on)
     out.mkdir(parents=True, exist_ok=True)
-    context = Context(out.absolute(), args.full, args.rehearse)
+    context = replace(context, out=out.absolute())
     if args.environment:
         return environment(context)
     if args.pytest is not None:

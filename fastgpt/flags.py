@@ -5,6 +5,7 @@ A command is a dataclass. Its field names are the flags, and the text below a fi
 
 import contextlib
 import difflib
+import functools
 import io
 import re
 import shutil
@@ -134,9 +135,7 @@ def parse(
 
 def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]:
     """Yields the flags of a dataclass and of the dataclasses in it."""
-    classes = filter(is_dataclass, reversed(kind.__mro__))
-    described = [param for base in classes for param in parse_from_object(base).params]
-    texts = {param.arg_name: param.description or "" for param in described}
+    texts = _texts(kind)
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         own = field.default if field.default_factory is MISSING else field.default_factory()
@@ -154,6 +153,14 @@ def flags_of(kind: Any, default: Any = None, prefix: str = "") -> Iterator[Flag]
                 choices=get_args(plain) if get_origin(plain) is Literal else (),
                 positional=tyro.conf.Positional in marks,
             )
+
+
+@functools.cache
+def _texts(kind: Any) -> dict[str, str]:
+    """Returns the descriptions of a dataclass's fields, for which its source is parsed."""
+    classes = filter(is_dataclass, reversed(kind.__mro__))
+    described = [param for base in classes for param in parse_from_object(base).params]
+    return {param.arg_name: param.description or "" for param in described}
 
 
 def near_flags(given: str, flags: Iterable[Flag]) -> list[str]:

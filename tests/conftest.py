@@ -8,41 +8,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
+from tests import interpreter, warm
 from tests.executed import Recorder
 
 settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any case
 settings.load_profile("any machine")
 
 
-def patch_language_once() -> None:
-    """Halves the time of interpreted kernels by patching Triton's language once for each launch.
-
-    Triton patches it again for every device function that they call, by looking at each of its
-    members.
-    """
-    from triton.runtime import interpreter
-
-    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        if module not in builtins:
-            members = interpreter.inspect.getmembers(module)
-            builtins[module] = [name for name, x in members if interpreter.tl.core.is_builtin(x)]
-        for name in builtins[module]:
-            member = getattr(module, name)
-            if not interpreter.tl.core.is_builtin(member):
-                return  # patched, and so are the rest
-            interpreter._patch_attr(module, name, member, builder, scope)
-
-    builtins: dict[object, list[str]] = {}
-    interpreter._patch_builtin = patch_builtin
-
-
+SIMULATED = "SIMGPU" in os.environ
+"""Whether the tests run on a simulated GPU (docs/simgpu.md)."""
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
@@ -61,7 +41,7 @@ def archs(text: str) -> list[int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
+    if not SIMULATED and not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         # a machine with CUDA then tests the same as one without
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if config.getoption("execute") is None:
@@ -69,9 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
             assert "triton" not in sys.modules
             os.environ["TRITON_INTERPRET"] = "1"
             if importlib.util.find_spec("triton"):
-                patch_language_once()
+                interpreter.make_faster()
     if config.getoption("execute") and not IN_XDIST_WORKER:
         config.pluginmanager.register(Recorder(config.getoption("record")))
+    config.add_cleanup(warm.stop)
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -86,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs CUDA, and to be asked for by -m gpu")
+    if SIMULATED and item.get_closest_marker("cpu"):
+        pytest.skip("is about a CPU")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
@@ -129,6 +112,11 @@ TINY = (
     " --optim.kind muon --optim.muon-lr 0.02 --optim.lr 4e-3 --optim.warmup-steps 2"
     " --steps 8 --log-every 1 --eval-every 4 --data.val-fraction 0.1"
 )
+ON_CUDA = (
+    " --train.device cuda --train.compile off --ops.attention sdpa --ops.norm torch"
+    " --ops.loss torch --ops.activation torch --ops.rotary torch --ops.dropout torch"
+)
+"""Flags of a tiny run on a simulated GPU, where it takes no trials and compiles nothing."""
 
 
 @pytest.fixture
@@ -150,8 +138,14 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves loss.png empty: to draw it takes longer than the steps of a tiny run."""
+    monkeypatch.setattr("fastgpt.logs.metrics.plot_losses", lambda _, path, title: path.touch())
+
+
+@pytest.fixture
 def tiny(
-    text: Path, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, one_thread: None, no_curves: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[str]]:
     """Command line of a run that takes a moment, in `tmp_path / "run"`; flags given later win.
 
@@ -162,7 +156,8 @@ def tiny(
 
     def argv(*flags: str) -> list[str]:
         place = ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]
-        return ["baby", *TINY.split(), *place, *" ".join(flags).split()]
+        where = ON_CUDA if SIMULATED else ""
+        return ["baby", *(TINY + where).split(), *place, *" ".join(flags).split()]
 
     return argv
 

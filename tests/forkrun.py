@@ -1,6 +1,6 @@
-"""torchrun whose ranks have imported the trainer: `python -m tests.forkrun RANKS SCRIPT [ARGS]`.
+"""torchrun whose ranks are forks of its own process: `python -m tests.forkrun RANKS SCRIPT [ARGS]`.
 
-They are forks of torchrun's own process, which saves each of them the seconds of importing torch.
+`tests.warm` starts it as a fork, in turn, of a process that has imported the trainer.
 """
 
 import runpy
@@ -9,17 +9,20 @@ import sys
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.warm import IMPORTED
+from fastgpt.logs import metrics
 
 
 def run(script: str, *arguments: str) -> None:
+    metrics.plot_losses = lambda records, path, title: path.touch()  # as the fixture `no_curves`
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    if script == "-m":
+        sys.argv = [*arguments]
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    for name in ("fastgpt.train.trainer", *IMPORTED):  # so that not each rank does
-        __import__(name)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     config = LaunchConfig(

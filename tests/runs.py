@@ -22,7 +22,9 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
 from fastgpt.display import Display
 from fastgpt.logs.metrics import read_records
+from tests.conftest import SIMULATED
 from tests.processes import ROOT
+from tests.warm import warm
 
 # --- cut short ------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
     """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
 
     The words `before` stand before the command. With `forks` it is `tests.forkrun`, which is
-    faster, for what only the ranks do.
+    faster, for what only the ranks do; CUDA cannot be used after a fork.
 
     The port comes through torchrun's own environment variable, so that the command is as typed.
     """
@@ -174,9 +176,9 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
     own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
     own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
     own["PYTHONPATH"] = str(ROOT)
+    if forks and not SIMULATED:
+        return warm().start(["-m", "tests.forkrun", str(ranks), *argv], cwd, **own)
     command = ["torchrun", f"--nproc_per_node={ranks}"]
-    if forks:
-        command = [sys.executable, "-m", "tests.forkrun", str(ranks)]
     return subprocess.Popen(
         [*before, *command, *argv],
         cwd=cwd, env=os.environ | own, text=True, start_new_session=True,

@@ -1,6 +1,7 @@
 """Each command of the Makefile, README, CONTRIBUTING and docs runs, in a short form.
 
-`make test-full ARGS=tests/test_commands.py` runs them; they are slow for `make test`.
+`make test-full ARGS=tests/test_commands.py` runs them; they are slow for `make test`. On
+every change run those that `NIGHTLY` leaves.
 """
 
 import gzip
@@ -17,7 +18,7 @@ from fastgpt import cli
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
 from tests.processes import ended
-from tests.warm import Warm
+from tests.warm import warm
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ EXEMPT = {
     r"make gpu": "needs a GPU",
     r"make lint": ".ci/run runs it before the tests",
     r"make setup EXTRAS=": "downloads packages",
-    r"make simgpu": "makes an environment of its own, of 2 GB",
+    r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
     r"python examples/": "tests/test_examples.py runs them",
@@ -93,6 +94,12 @@ EXEMPT = {
     r"torchrun --nnodes": "needs two machines: tests/parallel/test_elastic.py has two of them",
     r"torchrun .* --no-python": "needs an installed package: tests/test_package.py installs one",
 }
+# Run every night alone: on each change others run the same program, and a command's flags are read.
+NIGHTLY = (
+    r"python train\.py (lecture|gpt2|shakespeare)", r"torchrun .*(parallel|bench)",
+    r"make (reproduce|parity-full|test-full|bench ARGS|train)",
+    r"python -m bench --only", r"python -m bench\.(muon|tune)", r"python -m kernels\.aot .*=50304",
+)  # fmt: skip
 FOUND = commands()
 
 
@@ -104,13 +111,6 @@ def shortened(command: str) -> str:
     for pattern, short in SHORTER:
         command = re.sub(pattern, short, command)
     return command
-
-
-@pytest.fixture(scope="session")
-def warm():
-    python = Warm()
-    yield python
-    python.stop()
 
 
 @pytest.fixture
@@ -140,13 +140,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(checkout, warm):
+def run(checkout):
     """Function that runs a command, which must succeed, and returns its output."""
 
     def run(command: str) -> str:
         words = shlex.split(command)
         if words[0] == "python":
-            done = warm.run(words[1:], checkout)
+            done = warm().run(*words[1:], cwd=checkout, TRITON_INTERPRET=None)
         else:
             if words[0] == "make":
                 words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
@@ -177,7 +177,18 @@ RUNNABLE = {shortened(command.text): command for command in FOUND if not exempt(
 """A command for each short form: one that runs in the same short form as another is run once."""
 
 
-@pytest.mark.parametrize("short", RUNNABLE, ids=[command.text for command in RUNNABLE.values()])
+def every_change(command: str) -> list[pytest.MarkDecorator]:
+    nightly = any(re.match(pattern, command) for pattern in NIGHTLY)
+    return [] if nightly else [pytest.mark.every_change]
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        pytest.param(short, id=command.text, marks=every_change(command.text))
+        for short, command in RUNNABLE.items()
+    ],
+)
 def test_it_ends_well_and_says_so(short, run, request):
     command = RUNNABLE[short]
     if re.search("shakespeare|lecture", short):
@@ -193,14 +204,18 @@ def test_it_ends_well_and_says_so(short, run, request):
     assert re.match(expected, last), f"{command.page}:{command.line}: {last}"
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, id=c.text) for c in FOUND if exempt(c.text)])
-def test_the_arguments_of_what_cannot_run_here_are_right(command, run):
+NOT_RUN = [c for c in FOUND if exempt(c.text) or not every_change(c.text)]
+
+
+@pytest.mark.every_change
+@pytest.mark.parametrize("command", [pytest.param(c, id=c.text) for c in NOT_RUN])
+def test_the_arguments_of_what_is_not_run_are_right(command, run):
     words = command.words
-    module = words[2] if words[1] == "-m" else ""
+    module = words[words.index("-m") + 1] if "-m" in words else ""
     if words[0] == "make":
         subprocess.run([*words, "-n", f"--file={ROOT}/Makefile", "VENV=none"], check=True)
     elif module:
-        run(f"{command.text} --help")
+        run(f"python -m {module} --help")
     elif words[1].startswith("examples/"):
         assert (ROOT / words[1]).is_file()
     else:
@@ -208,11 +223,13 @@ def test_the_arguments_of_what_cannot_run_here_are_right(command, run):
         cli.parse(words[start + 1 :])
 
 
+@pytest.mark.every_change
 def test_a_reason_stands_for_a_command_that_there_is():
-    for pattern in EXEMPT:
+    for pattern in (*EXEMPT, *NIGHTLY):
         assert any(re.match(pattern, command.text) for command in FOUND), pattern
 
 
+@pytest.mark.every_change
 def test_commands_are_found_in_blocks_and_sentences():
     page = "Say `make a`, `no`.\n```\n$ make b  # why\npython c \\\n  --d 1\nout\n```\n`make`\n"
     assert [*commands_in(page)] == [(1, "make a"), (3, "make b"), (4, "python c --d 1")]

@@ -2,13 +2,13 @@
 
 import json
 import re
-import sys
 
 import pytest
 
-from tests.processes import ROOT, ended
+from tests.processes import ROOT
+from tests.warm import warm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every_change]
 
 # Arguments, and what the last line of the output must be. They run in this order, in one folder.
 EXAMPLES = {
@@ -24,10 +24,10 @@ def test_the_examples_run_one_after_the_other(tmp_path):
     (tmp_path / "mybook.txt").write_text(200 * "the cat sat on the mat, and the dog on the log.\n")
     chats = 4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     (tmp_path / "chats.jsonl").write_text(chats)
-    environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
     for name, (arguments, said) in EXAMPLES.items():
         script = ROOT / "examples" / name
-        done = ended(sys.executable, script, *arguments.split(), cwd=tmp_path, **environment)
+        done = warm().run(script, *arguments.split(), cwd=tmp_path, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search(rf"^{said}", done.stdout, re.M), done.stdout
 

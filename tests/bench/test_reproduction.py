@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from fastgpt.config.recipes import EXPECTED, RECIPES, expected
 from fastgpt.display import duration
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
+from tests.warm import warm
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
 # published so early, are what runs have there that end where the published ones end.
@@ -120,6 +122,8 @@ def command(shakespeare, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(f"by hand\n{BEGIN}\nold\n{END}\nalso by hand\n")
     monkeypatch.setattr(reproduce, "PAGE", page)
+    forks = SimpleNamespace(run=lambda command, cwd: warm().run(*command[1:], cwd=cwd))
+    monkeypatch.setattr(reproduce, "subprocess", forks)
 
     def run(*flags: str) -> str:
         place = ["--runs", str(tmp_path / "runs"), "--device", "cpu"]

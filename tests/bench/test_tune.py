@@ -293,6 +293,7 @@ sys.exit(tune.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
+@pytest.mark.every_change
 def test_the_static_choice_is_written(tmp_path):
     """The choice by prediction alone is written to the table.
 

@@ -37,6 +37,7 @@ def opened(monkeypatch):
     event.set()
 
 
+@pytest.mark.cpu  # saved in line, tensors of CUDA say that they were there
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_files_are_those_of_a_save_in_line_though_training_goes_on(tiny, tmp_path, opened, kind):
     engine = Trainer(parse(tiny(f"--optim.kind {kind}"))).engine
@@ -119,6 +120,16 @@ def test_copies_from_a_gpu_are_pinned_and_waited_for_once(device):
     copied = [bool(args and args[0]) for name, args, _ in calls.seen if "copy_" in name]
     assert copied == [on_gpu] * 2
     assert stream.mock_calls == [mock.call(), mock.call().synchronize()] * on_gpu
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_thread_has_the_gpu_of_its_rank(tmp_path):
+    torch.cuda.init()
+    with torch.cuda.device(1), closing(Saver(tmp_path, **FIXED)) as saver:
+        seen = []
+        saver.start(lambda: seen.append(torch.cuda.current_device()))
+        saver.wait()
+    assert seen == [1]
 
 
 def test_no_memory_for_the_copies_is_said_in_one_line():

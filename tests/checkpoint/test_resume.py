@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -26,8 +25,9 @@ from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.lock import RunLock
 from fastgpt.train.trainer import Trainer
-from tests.processes import ROOT, python
+from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
+from tests.warm import warm
 
 STEPS = "--steps 12 --model.dropout 0.2"
 
@@ -110,7 +110,7 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
 
 @pytest.mark.parametrize(
     ("forward", "saved"),
-    [(2, 0), (8, 0), (20, 1), (39, 4)],
+    [pytest.param(2, 0, marks=pytest.mark.cpu), (8, 0), (20, 1), (39, 4)],  # CUDA rehearses a step
     ids=["first-evaluation", "first-step", "second-step", "evaluation"],
 )
 def test_stop_signal_is_answered_before_the_next_forward(
@@ -280,6 +280,7 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
     assert "warning: the data changed since " in capfd.readouterr().out
 
 
+@pytest.mark.cpu
 def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
     """`best` is the checkpoint with the lowest validation loss, also after a resume.
 
@@ -346,13 +347,6 @@ def test_run_whose_folder_or_lock_is_lost_ends_at_its_next_save(
 # --- real processes -------------------------------------------------------------------------------
 
 
-def start(argv):
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *argv],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGUSR1]
 )
@@ -364,18 +358,20 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     flags = "--model.dropout 0.2 --eval-every 0 --log-every 5"
     run = tmp_path / f"a{' ' * (sent is signal.SIGINT)}run"
     # so many steps that the signal always comes before the last
-    process = start([*tiny(flags, "--steps 5000"), "--run-dir", str(run)])
+    argv = [*tiny(flags, "--steps 5000"), "--run-dir", str(run)]
+    process = warm().start([str(ROOT / "train.py"), *argv])
     read_until(process, r"^step +20/")
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (75 if sent is signal.SIGUSR1 else 0, "")
-    match = re.search(r"\nstopped after step (\d+), saved in .*\nto resume: (.*)\n$", out)
+    # it may be the first line after the one that was waited for
+    match = re.search(r"(?:^|\n)stopped after step (\d+), saved in .*\nto resume: (.*)\n$", out)
     assert match, out
     step, command = int(match[1]), shlex.split(match[2])
     assert command[:2] == [sys.executable, str(ROOT / "train.py")]
     [saved] = checkpoint.steps_on_disk(run / "checkpoints")
     assert (checkpoint.load(saved).step, saved.name) == (step, f"step_{step:08d}")
-    done = python(*command[1:], "--steps", step + 5, "--optim.schedule", "constant")
+    done = warm().run(*command[1:], "--steps", step + 5, "--optim.schedule", "constant")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"\ndone after step {step + 5}: {run}\n" in done.stdout
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5

@@ -14,8 +14,8 @@ from fastgpt import prepare
 from fastgpt.cli import parse
 from fastgpt.train.optim import Optimizers
 from tests.data.sets import write_shard
-from tests.processes import python
 from tests.runs import before_each, one_line_error
+from tests.warm import warm
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def error(monkeypatch, capfd):
 
 def test_process_fails_with_one_line_and_no_traceback(tiny, tmp_path):
     missing = tmp_path / "nowhere.txt"
-    done = python("train.py", *tiny(f"--data.source {missing}"))
+    done = warm().run("train.py", *tiny(f"--data.source {missing}"))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -320,6 +320,7 @@ def test_one_held_out_token_is_too_few_and_nothing_is_left_behind(error, tiny, t
 
 
 def test_a_sample_that_the_terminal_cannot_show_ends_no_run(tiny):
-    out = python("train.py", *tiny("--train.sample-prompt \u00e9"), PYTHONIOENCODING="ascii")
+    argv = ["train.py", *tiny("--train.sample-prompt \u00e9")]
+    out = warm().run(*argv, PYTHONIOENCODING="ascii")
     assert out.returncode == 0, out.stderr
     assert "?" in out.stdout

@@ -116,7 +116,7 @@ def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
     assert RECIPES["lecture-gpt"][1].model.init == "normal"
     model = build(recipe("lecture-gpt", init=init, **options)).eval()
     expected = math.log(65) + 192 * 0.02**2 / 2
-    assert loss_over(model, corpus, every=100) == pytest.approx(expected, abs=0.1)
+    assert loss_over(model, corpus, every=400) == pytest.approx(expected, abs=0.1)
 
 
 # --- one batch, learnt by heart -------------------------------------------------------------------
@@ -241,7 +241,7 @@ SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.conte
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, capsys):
+def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, no_curves, capsys):
     shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
     place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
     place += " --init-from None"

@@ -76,7 +76,9 @@ def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
     assert gpt2.encode(text).tolist() == theirs(text)
 
 
-@pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \t\r\n"])
+@pytest.mark.parametrize(
+    "space", [" ", "\n", *(pytest.param(x, marks=pytest.mark.slow) for x in ("\u3000", " \t\r\n"))]
+)
 def test_a_million_spaces_before_a_word(gpt2, theirs, space):
     """A million spaces before a word are encoded, too many for one match of the pattern."""
     run = space * (1_000_000 // len(space))

@@ -1,20 +1,18 @@
 """Damaged files are refused in one line, or loaded as they are; the long form has 10,000 cases."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from fastgpt.errors import UserError
 from tests.faults import hostile
 from tests.processes import ROOT
+from tests.warm import warm
 
 
 def test_no_damaged_file_ends_in_a_traceback_or_takes_much_memory_or_time(tmp_path):
     out = tmp_path / "record.json"
-    command = [sys.executable, "-m", "tests.faults.hostile", "--cases", "250", "--out", str(out)]
-    ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    ended = warm().run("-m", "tests.faults.hostile", "--cases", 120, "--out", out)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = {said for *_, said, _ in json.loads(out.read_text())["counts"]}
     assert said == {"refused", "equal", "other content"}

@@ -142,12 +142,13 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
 
 
 @pytest.mark.slow
+@pytest.mark.every_change
 def test_headline_command(tmp_path):
     """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 8:
         pytest.skip("8 ranks need 8 GPUs where there is one")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path))
+    out = finish(torchrun(8, "train.py", *SHORT.split(), cwd=tmp_path, forks=True))
     [run] = (tmp_path / "runs").iterdir()
     assert f"\ndone after step 2: {run}\n" in out
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
@@ -159,6 +160,7 @@ def test_headline_command(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.every_change
 def test_batch_that_ranks_cannot_share(tiny):
     process = torchrun(2, str(ROOT / "train.py"), *tiny("--train.batch-tokens 48"))
     _, err = process.communicate(timeout=60)

@@ -13,6 +13,7 @@ from fastgpt.train.engine import build_engine
 from fastgpt.train.trainer import Trainer
 
 
+@pytest.mark.cpu
 def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
     events = []
@@ -30,6 +31,7 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     assert events == [8, 4, "reset"]
 
 
+@pytest.mark.cpu
 def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypatch):
     def run_out(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

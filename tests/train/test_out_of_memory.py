@@ -74,7 +74,7 @@ def gradient_bytes(counted):
 
 
 def main(jobs: str) -> None:
-    micro_batch.REHEARSED = parts.REHEARSED = {"cpu"}
+    micro_batch.REHEARSED = parts.REHEARSED = {"cpu", "cuda"}
     micro_batch.ALONE_S = 1.0
     compiling = torch.nn.Module.compile
     torch.nn.Module.compile = lambda *args, **kw: compiling(*args, backend="eager", **kw)
@@ -91,7 +91,7 @@ def main(jobs: str) -> None:
 def started(folder: Path, *jobs: object):
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
-    return torchrun(2, "-m", "tests.train.test_out_of_memory", str(path))
+    return torchrun(2, "-m", "tests.train.test_out_of_memory", str(path), forks=True)
 
 
 @pytest.mark.skipif(not device.has_compiler(), reason="no C++ compiler")

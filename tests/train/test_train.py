@@ -27,7 +27,7 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.device import device
 from fastgpt.display import Display
-from fastgpt.logs.metrics import MetricsLog, read_records
+from fastgpt.logs.metrics import MetricsLog, plot_losses, read_records
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel import signals
@@ -157,6 +157,7 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
 # --- metrics --------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 def test_metrics_have_the_promised_keys(fit):
     records = read_records(fit("--log-every 2") / "metrics.jsonl")
     keys = "train_loss tok_per_s epoch data_wait mfu lr grad_norm"
@@ -257,7 +258,8 @@ def test_manifest_says_what_ran(tiny, text):
         assert manifest["commit"].removesuffix("-dirty") == head.stdout.strip()
 
 
-def test_loss_png_shows_both_curves(fit):
+def test_loss_png_shows_both_curves(fit, monkeypatch):
+    monkeypatch.setattr("fastgpt.logs.metrics.plot_losses", plot_losses)
     assert_shows_two_curves(fit() / "loss.png")
 
 
