@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -88,6 +88,7 @@ $(SIMGPU)/.installed: pyproject.toml constraints.txt simgpu/pyproject.toml
 	$(pip_simgpu) -c $(SIMGPU)/constraints.txt -r $(SIMGPU)/needed.txt fsspec networkx sympy \
 	typing-extensions hypothesis pytest pytest-xdist setuptools
 	$(pip_simgpu) --no-deps --no-build-isolation -e . -e simgpu
+	$(SIMGPU)/bin/python -c 'from simgpu.build import built; built()'
 	touch $@
 
 # --- tests -------------------------------------------------------------------------------------
@@ -106,6 +107,10 @@ ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
 SIMGPU_ARCHS ?= 80 90 100
 SIMGPU_RECORD ?= simgpu/record.jsonl
+on_simgpu := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -q -n 2 --dist worksteal
+# The project's tests of training, with CUDA as their device; that of documents needs pyarrow.
+as_cuda := --simgpu --simgpu-gpus 4 -m "not slow and not gpu"
+of_cuda := tests/guards tests/faults/test_watchdog.py tests/checkpoint tests/train --ignore tests/train/test_document_runs.py
 
 ops := $(patsubst kernels/%/spec.py,%,$(wildcard kernels/*/spec.py))
 conformance := -m pytest -q tests/kernels/test_conformance.py --op $(OP) -n auto --maxprocesses 4
@@ -150,14 +155,25 @@ parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their c
 parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU; writes the record
 	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
 
-simgpu: $(SIMGPU)/.installed ## run simgpu's tests: the CUDA half on a simulated GPU (its environment: build/simgpu)
-	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m pytest -q simgpu/tests/cuda -n 2 --dist worksteal $(ARGS)
+simgpu: $(SIMGPU)/.installed ## run the CUDA half on a simulated GPU (its environment: build/simgpu)
+	failed=; $(on_simgpu) simgpu/tests/cuda -m "not slow" $(ARGS) || failed=1; \
+	$(on_simgpu) $(as_cuda) tests/guards tests/faults/test_watchdog.py tests/checkpoint/test_async_saver.py \
+	tests/train/test_out_of_memory.py || failed=1; [ -z "$$failed" ]
 
-simgpu-full: $(SIMGPU)/.installed ## run all tests that need CUDA on simulated GPUs: hours; writes the record
-	rm -f $(SIMGPU_RECORD)
-	for arch in $(SIMGPU_ARCHS); do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -q -m gpu \
-	--simgpu --simgpu-arch $$arch --simgpu-record $(SIMGPU_RECORD) tests/train/test_cuda.py tests/kernels/cuda -n 2 --dist worksteal $(ARGS) \
-	|| failed=1; done; [ -z "$$failed" ]
+simgpu-brief: $(SIMGPU)/.installed ## of these the tests that each change must pass
+	$(on_simgpu) simgpu/tests/cuda -m "not slow" -k \
+	"not (compiled or inductor or ours or our_kernels or evaluation or auto or fsdp or parallel or resumed \
+	or 16_bits_stay)" $(ARGS)
+
+simgpu-full: $(SIMGPU)/.installed ## the kernels' CUDA tests on SIMGPU_ARCHS, all other tests of CUDA, make gpu's stages: hours
+	rm -f $(SIMGPU_RECORD).new
+	failed=; for arch in $(SIMGPU_ARCHS); do $(on_simgpu) -m gpu --simgpu --simgpu-arch $$arch --simgpu-gpus 2 \
+	--simgpu-record $(SIMGPU_RECORD).new tests/kernels/cuda || failed=1; done; \
+	$(on_simgpu) -m gpu --simgpu --simgpu-record $(SIMGPU_RECORD).new tests/train/test_cuda.py tests/data || failed=1; \
+	$(on_simgpu) $(as_cuda) --simgpu-record $(SIMGPU_RECORD).new $(of_cuda) || failed=1; \
+	$(on_simgpu) -m slow simgpu/tests/cuda || failed=1; \
+	$(SIMGPU)/bin/python -m simgpu --memory 8GiB -m bench.gpu --rehearse --out build/rehearsal || failed=1; \
+	mv $(SIMGPU_RECORD).new $(SIMGPU_RECORD); [ -z "$$failed" ]
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
