@@ -6,6 +6,7 @@
 import runpy
 import socket
 import sys
+from unittest import mock
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -25,8 +26,10 @@ def run(script: str, *arguments: str) -> None:
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=int(sys.argv[1]), rdzv_backend="c10d",
-        rdzv_endpoint=endpoint, start_method="fork", max_restarts=0,
-    )  # fmt: skip
+    # It asks for the GPUs, and a process that has asked for them has forks that cannot use them.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=int(sys.argv[1]), rdzv_backend="c10d",
+            rdzv_endpoint=endpoint, start_method="fork", max_restarts=0,
+        )  # fmt: skip
     elastic_launch(config, run)(*sys.argv[2:])

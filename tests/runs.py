@@ -22,7 +22,6 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
 from fastgpt.display import Display
 from fastgpt.logs.metrics import read_records
-from tests.conftest import SIMULATED
 from tests.processes import ROOT
 from tests.warm import warm
 
@@ -165,7 +164,7 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
     """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
 
     The words `before` stand before the command. With `forks` it is `tests.forkrun`, which is
-    faster, for what only the ranks do; CUDA cannot be used after a fork.
+    faster, for what only the ranks do.
 
     The port comes through torchrun's own environment variable, so that the command is as typed.
     """
@@ -176,7 +175,7 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
     own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
     own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
     own["PYTHONPATH"] = str(ROOT)
-    if forks and not SIMULATED:
+    if forks:
         return warm().start(["-m", "tests.forkrun", str(ranks), *argv], cwd, **own)
     command = ["torchrun", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(

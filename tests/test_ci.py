@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.processes import ROOT
 
-PARTS = ["lint", "core", "data", "kernels", "proof", "commands", "simgpu", "gate"]
+PARTS = ["lint", "test", "parity", "simgpu", "gate"]
 MAKE = '#!/bin/sh\nline=$(printf "%s|" "$@")\necho "$line" >>log\n[ "$1 $2" != "{fails}" ]\n'
 
 
@@ -63,28 +62,7 @@ def test_without_arguments_all_parts_run_and_say_how_long(checkout):
     done = checkout.run()
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(\w+) passed in \d+ s$", done.stdout, re.M) == PARTS
-    assert {"lint", "test", "test-full", "parity"} <= {words[0] for words in checkout.made}
-
-
-def test_every_test_file_is_in_one_part(checkout):
-    """The part `core` leaves out what the others select, so that no new file is forgotten."""
-    checkout.run()
-    selected, ignored = [], []
-    for target, arguments in (words for words in checkout.made if len(words) == 2):
-        words = shlex.split(arguments.removeprefix("ARGS="))
-        ignored += [x.removeprefix("--ignore=") for x in words if x.startswith("--ignore=")]
-        if target == "test":
-            selected += [word for word in words if word.startswith("tests/")]
-    assert sorted(selected) == sorted(ignored)
-    assert all((ROOT / name).exists() for name in ignored)
-
-
-def test_slow_tests_of_every_change_are_in_the_part_commands(checkout):
-    marked = checkout.folder / "tests" / "a" / "test_a.py"
-    marked.parent.mkdir(parents=True)
-    marked.write_text("@pytest.mark.slow\n@pytest.mark.every_change\ndef test_a(): ...\n")
-    assert checkout.run("commands").returncode == 0
-    assert checkout.made == [["test-full", "ARGS=-m every_change tests/a/test_a.py"]]
+    assert {"lint", "test", "parity", "simgpu-brief"} <= {words[0] for words in checkout.made}
 
 
 def test_an_unknown_part_is_one_line_and_nothing_runs(checkout):
@@ -94,10 +72,10 @@ def test_an_unknown_part_is_one_line_and_nothing_runs(checkout):
 
 
 def test_a_part_that_fails_is_named_and_ends_it(checkout):
-    done = checkout.run("kernels", "lint", fails="test ARGS=tests/kernels")
+    done = checkout.run("parity", "lint", fails="parity ARGS=-m brief --dist worksteal")
     assert done.returncode == 1
-    assert re.fullmatch(r"kernels failed after \d+ s\n", done.stderr)
-    assert [words[0] for words in checkout.made] == ["test"]
+    assert re.fullmatch(r"parity failed after \d+ s\n", done.stderr)
+    assert [words[0] for words in checkout.made] == ["parity"]
 
 
 GATE = [

@@ -65,15 +65,15 @@ class Job:
 
 
 class Warm:
-    """Starts `python ARGUMENTS` in forks of one process; `stop` ends it."""
+    """Starts `python ARGUMENTS` in forks of one process with these variables; `stop` ends it."""
 
-    def __init__(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    def __init__(self, **environment: str) -> None:
+        kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self.socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()],
-                env=environment | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                env=kept | environment | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     def start(self, arguments: list[str], cwd: Path = ROOT, **changed: str | None) -> Job:

@@ -47,7 +47,6 @@ def asked(tmp_path, *contenders_, **options) -> step.StepBench:
 
 
 @pytest.mark.slow
-@pytest.mark.every_change
 def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_thread):
     (tmp_path / "model.py").write_text(STAND_IN)
     names = ("fastgpt", "eager", "nanogpt", "nanogpt fp32")

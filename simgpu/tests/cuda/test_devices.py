@@ -144,7 +144,7 @@ for i in range(3):
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-    said = simulated(text, flags="--fail cudaStreamSynchronize:2:719")
+    said = simulated(text, flags="--fail cudaStreamSynchronize:2:719", cold=True)
     assert "simgpu: call 2 of cudaStreamSynchronize fails, as SIMGPU_FAIL asks for" in said
     lines = [line for line in said.splitlines() if not line.startswith("simgpu")]
     assert lines[:3] == ["done", "CUDA error: unspecified launch failure", "done"]

@@ -32,7 +32,7 @@ def train(simulated, tmp_path: Path):
         launch = ["train.py"]
         if ranks > 1:
             flags += f" --gpus {ranks} -m"
-            launch = ["torch.distributed.run", f"--nproc_per_node={ranks}", "train.py"]
+            launch = ["tests.forkrun", str(ranks), "train.py"]
         all_ = [*SMALL, "--train.device", device, "--run-dir", str(folder), *args]
         run.said = simulated(*launch, *all_, flags=flags)
         run.folder = folder
