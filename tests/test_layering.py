@@ -1,8 +1,8 @@
 """Imports go one way: torch, triton <- fastgpt.kernels <- fastgpt <- {bench, train.py} <- tests.
 
-The scripts of examples/ import fastgpt alone. simgpu imports nothing of these; kernels/proof and
-the tests import its executor. Inside of fastgpt, imports go down the floors of
-`ROOMS`.
+The scripts of examples/ import fastgpt alone. simgpu imports nothing of these, its tests only what
+forks processes; kernels/proof and the tests import its executor, bench what it counts. Inside of
+fastgpt, imports go down the floors of `ROOMS`.
 """
 
 import ast
@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FIRST_PARTY = {
     "simgpu": {"simgpu"},
     "simgpu/src/simgpu/executor": {"simgpu.executor"},
+    "simgpu/tests/cuda": {"simgpu", "tests.warm"},
     "kernels": {"fastgpt.kernels"},
     "kernels/proof": {"fastgpt.kernels", "simgpu.executor"},
     "fastgpt": {"fastgpt"},
     "train": {"train", "fastgpt"},
-    "bench": {"bench", "fastgpt"},
+    "bench": {"bench", "fastgpt", "simgpu"},
     "examples": {"fastgpt"},
     "tests": {"tests", "bench", "train", "fastgpt", "simgpu.executor"},
 }

@@ -136,7 +136,7 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     process = torchrun(ranks, str(tmp_path / "hangs.py"), *tiny(flags), forks=forks)
     read_until(process, r"^step +20/")
     process.send_signal(sent)
-    out, err = process.communicate(timeout=40)  # the ranks have the other ends of both pipes
+    out, err = process.communicate(timeout=120)  # the ranks have the other ends of both pipes
     assert err.count(f"error: torchrun (process {process.pid}) has ended: saving, and ending") == 1
     assert bool(re.search("^stopped after step ", out, re.MULTILINE)) is not hangs
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)

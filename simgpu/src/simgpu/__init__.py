@@ -10,9 +10,12 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["counts", "environment", "size", "start", "waits"]
+__all__ = ["Work", "counts", "environment", "size", "start", "trace", "waits"]
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -105,6 +108,47 @@ def waits() -> Counter[str]:
     from simgpu import lines
 
     return lines.waits()
+
+
+class Work(NamedTuple):
+    """A launch, a copy, a fill or a collective, as `trace` finds it."""
+
+    name: str
+    """A kernel's name, aten's of an operator, which counts as one launch, or NCCL's."""
+    stream: int
+    thread: int
+    """That which asked for it, by `threading.get_native_id`; autograd has one for each device."""
+    read: float
+    """Bytes that it reads, each once."""
+    written: float
+    multiply_adds: float
+    """Multiplications of an operator's matrix product; 0 for kernels and attention."""
+
+
+@contextmanager
+def trace() -> Iterator[list[Work]]:
+    """Gives a list, which at the end has what was done on the devices meanwhile, in order."""
+    cuda, found = ctypes.CDLL("libcuda.so.1"), []
+    number = ctypes.c_double
+    each = ctypes.CFUNCTYPE(
+        None, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_long, number, number, number
+    )
+
+    def note(name: bytes, stream: int | None, *rest: float) -> None:
+        work = Work(name.decode(), stream or 0, int(rest[0]), *rest[1:])
+        same = found and work.name == "attention" == found[-1].name
+        if same and work.stream == found[-1].stream:  # it tells of each of its tensors
+            was = found.pop()
+            sums = (was.read + work.read, was.written + work.written, 0.0)
+            work = Work(*was[:3], *sums)
+        found.append(work)
+
+    cuda.simgpu_trace(True)
+    try:
+        yield found
+    finally:
+        cuda.simgpu_trace(False)
+        cuda.simgpu_each_traced(each(note))
 
 
 def _after_torch() -> None:

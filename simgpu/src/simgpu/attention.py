@@ -69,8 +69,10 @@ def _forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
     seed and offset of dropout's random numbers.
     """
-    seed = torch.randint(2**62, (), device=q.device)
-    return *_attend(q, *args, seed), seed, torch.zeros_like(seed)
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+    if args[3]:
+        seed.random_(2**62)
+    return *_attend(q, *args, seed), seed, offset
 
 
 @_again_in_graphs

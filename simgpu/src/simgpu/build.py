@@ -17,7 +17,15 @@ from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = {
-    "libcuda": ["state.cpp", "memory.cpp", "stream.cpp", "order.cpp", "graph.cpp", "driver.cpp"],
+    "libcuda": [
+        "state.cpp",
+        "memory.cpp",
+        "stream.cpp",
+        "order.cpp",
+        "trace.cpp",
+        "graph.cpp",
+        "driver.cpp",
+    ],
     "libcudart": ["runtime.cpp"],
     "libcudnn": ["cudnn.cpp"],
     "libcupti": ["cupti.cpp"],

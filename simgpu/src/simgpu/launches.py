@@ -28,6 +28,12 @@ class Launch(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Weight(ctypes.Structure):
+    """What a launch moves (SimWeight in native/sim.h); products are not counted here."""
+
+    _fields_ = [(name, ctypes.c_double) for name in ("read", "written", "multiply_adds")]
+
+
 READS, WRITES, COVERS = range(3)
 """The kinds of access, as SimAccess in native/sim.h numbers them."""
 MOST_RANGES = 256
@@ -55,6 +61,7 @@ def install() -> None:
     _cuda.simgpu_block.argtypes = [ctypes.c_void_p, size, size]
     _cuda.simgpu_capture.argtypes, _cuda.simgpu_capture.restype = [ctypes.c_void_p], ctypes.c_size_t
     _cuda.simgpu_keep_python.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    _cuda.simgpu_weigh.argtypes, _cuda.simgpu_weigh.restype = [Weight], None
     _cuda.simgpu_work.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int]
     run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Launch))(_launch)
     again = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(_again)
@@ -138,15 +145,34 @@ def _execute(
         memory = run_ptx(compiled, grid, values, regions=regions)
     bases = {region.storage[0]: by for region, by in zip(regions, moved)}
     used = [r for s in memory.segments for r in _used(s, memory.unit, bases[s.base])]
+    read, written = (
+        sum(_bytes(s, memory.unit, a) for s in memory.segments) for a in (READS, WRITES)
+    )
+    _cuda.simgpu_weigh(Weight(read, written, 0))
     ranges = np.array(used, np.uint64)
     return _cuda.simgpu_work(stream, name, ranges.ctypes.data, len(used))
 
 
+def _marks(segment: Any, access: int) -> Any:
+    """Where the bytes of a storage are marked, in units, as read or as written."""
+    marks = [segment.reader] if access == READS else [segment.writer]
+    if access == WRITES and segment.atomic is not None:
+        marks.append(segment.atomic)
+    return np.bitwise_or.reduce(marks)
+
+
+def _bytes(segment: Any, unit: int, access: int) -> int:
+    """The bytes that a launch has read or written of a storage; an atomic access does both."""
+    marks = _marks(segment, access)
+    if access == READS and segment.atomic is not None:
+        marks = marks | segment.atomic
+    return np.count_nonzero(marks) * unit
+
+
 def _used(segment: Any, unit: int, moved: int) -> Iterator[tuple[int, int, int]]:
     """The bytes that a launch has read and written of a storage, as ranges of the device."""
-    writes = [segment.writer, *([] if segment.atomic is None else [segment.atomic])]
-    for access, marks in ((READS, [segment.reader]), (WRITES, writes)):
-        touched = np.flatnonzero(np.bitwise_or.reduce(marks))
+    for access in (READS, WRITES):
+        touched = np.flatnonzero(_marks(segment, access))
         if not len(touched):
             continue
         holes = np.flatnonzero(np.diff(touched) > 1)

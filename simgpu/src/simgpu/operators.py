@@ -19,6 +19,10 @@ KEPT = re.compile(
 """Operators whose CUDA kernels only make, view or describe memory: they run as they are."""
 WITHOUT_KEY = ["aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_"]
 """Operators whose CUDA kernels hang on no key of the dispatcher, and would be launched."""
+WIDE = [
+    f"aten::{name}.dtype{out}" for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")
+]
+"""Products whose result has another type than their factors; the CPU has none such."""
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -31,14 +35,14 @@ def install(folder: Path) -> None:
     written = {**attention.KERNELS, **WRITTEN}
     for name in [*names, *WITHOUT_KEY]:
         function = written.get(name)
-        if function is None and not has(name, "CPU"):
+        if function is None and name not in WIDE and not has(name, "CPU"):
             function = decomposition_table.get(_overload(name))
         if function is not None:
             with warnings.catch_warnings():  # of what is meant here: a kernel is replaced
                 warnings.simplefilter("ignore")
                 _library.impl(name.removeprefix("aten::"), function, "CUDA", allow_override=True)
         else:
-            (by_host if has(name, "CPU") else by_error).append(name)
+            (by_host if has(name, "CPU") or name in WIDE else by_error).append(name)
     native = ctypes.CDLL(str(folder / "libsimgpu.so"))
     native.simgpu_replace("\n".join(by_host).encode(), "\n".join(by_error).encode())
     initialize = torch.cuda._lazy_init
@@ -74,23 +78,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tenso
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
 
 
-def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """mm and bmm of 16 bits whose result has another type, without rounding between."""
-    return torch.matmul(a.float(), b.float()).to(dtype)
-
-
-def _wide_product_out(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor
-) -> torch.Tensor:
-    """The same into a given tensor."""
-    return out.copy_(_wide_product(a, b, dtype))
-
-
 WRITTEN = {
     "aten::native_dropout": _dropout,
-    "aten::mm.dtype": _wide_product,
-    "aten::bmm.dtype": _wide_product,
-    "aten::mm.dtype_out": _wide_product_out,
-    "aten::bmm.dtype_out": _wide_product_out,
 }
 """Operators that CUDA has and the CPU lacks, or has in another form."""

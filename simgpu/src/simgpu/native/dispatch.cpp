@@ -70,7 +70,7 @@ struct Views {
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages;
   std::vector<Viewed> tensors;
   const char* name;
-  bool written = false;  // by the operator: what is asked for next
+  bool written = false, read = true;  // by the operator: what is asked for next
 
   explicit Views(const char* of) : name(of) {}
 
@@ -91,11 +91,12 @@ struct Views {
     for (auto& it : tensors) {
       if (!it.theirs.is_same(x)) continue;
       it.written |= written;
+      it.read |= read;
       return it.mine;
     }
     require_live(name, x);
     Tensor made = with_storage(x, storage(x), c10::DispatchKey::CPU);
-    tensors.push_back({made, x, written});
+    tensors.push_back({made, x, written, read});
     return made;
   }
 
@@ -141,19 +142,19 @@ struct Call {
 /// What a kernel returned, on CUDA: one of its arguments, a view of one, or a new tensor.
 Tensor returned(Views& views, const Tensor& made, Call& call) {
   if (!made.defined() || !made.device().is_cpu()) return made;
-  for (auto& [mine, theirs, _] : views.tensors)
+  for (auto& [mine, theirs, written, read] : views.tensors)
     if (mine.is_same(made)) return theirs;
-  for (auto& [mine, theirs, _] : views.tensors)
+  for (auto& [mine, theirs, written, read] : views.tensors)
     if (made.storage().nbytes() && mine.storage().unsafeGetStorageImpl() == made.storage().unsafeGetStorageImpl())
       return at::empty({0}, theirs.options().dtype(made.dtype())).set_(theirs.storage(), made.storage_offset(), made.sizes(), made.strides());
   Tensor out = call.on_device(made);
-  views.tensors.push_back({made, out, true});
+  views.tensors.push_back({made, out, true, false});
   return out;
 }
 
 /// Arguments that the CPU's kernel gave another size or other memory get them on CUDA, too.
 void follow_sizes(Views& views) {
-  for (auto& [mine, theirs, _] : views.tensors) {
+  for (auto& [mine, theirs, written, read] : views.tensors) {
     bool moved = mine.storage().data() != simgpu_host(theirs.storage().data());
     if (!moved && mine.sizes() == theirs.sizes() && mine.strides() == theirs.strides()) continue;
     theirs.resize_(mine.sizes());
@@ -236,6 +237,24 @@ void refuse_whole(const std::string& name, const c10::Stack& arguments) {
   TORCH_CHECK_NOT_IMPLEMENTED(!whole, "\"", name, "\" not implemented for '", dtype, "' on CUDA");
 }
 
+/// Products of 16 bits whose result has another type, without rounding between: the CPU has none.
+bool wide_product(const c10::OperatorName& name, c10::Stack& arguments) {
+  static const std::map<std::string, size_t> ADDED{{"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}};
+  auto found = ADDED.find(name.name);
+  if (found == ADDED.end() || name.overload_name.find("dtype") != 0) return false;
+  size_t at = found->second;
+  Tensor made = at::matmul(arguments[at].toTensor().to(at::kFloat), arguments[at + 1].toTensor().to(at::kFloat));
+  if (at) {
+    auto beta = arguments[4].toScalar(), alpha = arguments[5].toScalar();
+    if (alpha.toDouble() != 1) made.mul_(alpha);
+    if (beta.toDouble() != 0) made.add_(arguments[0].toTensor(), beta);
+  }
+  bool out = name.overload_name == "dtype_out";
+  Tensor result = out ? arguments.back().toTensor().copy_(made) : made.to(arguments[at + 2].toScalarType());
+  arguments.assign({result});
+  return true;
+}
+
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
@@ -253,6 +272,7 @@ c10::Stack compute(Call& call) {
     const auto& argument = schema.arguments()[i];
     const IValue& given = call.arguments[i];
     views.written = argument.alias_info() && argument.alias_info()->isWrite();
+    views.read = !argument.is_out();
     bool of_host = given.isGenerator() && given.toGenerator().device().is_cpu();
     TORCH_CHECK(!of_host, "Expected a 'cuda' device type for generator but found 'cpu'");
     if (argument.name() != "generator") {
@@ -266,13 +286,14 @@ c10::Stack compute(Call& call) {
   refuse_whole(name, arguments);
   if (asks_the_device(call.op, arguments)) check(simgpu_synchronize(stream_of(call.device), false));
   auto narrow = widened(name, arguments);
-  call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+  if (!wide_product(call.op.operator_name(), arguments)) call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
   follow_sizes(views);
   for (auto& value : arguments) {
     results.push_back(each_tensor(value, [&](const Tensor& x) { return returned(views, narrow && x.defined() ? x.to(*narrow) : x, call); }));
     if (name == "aten::native_layer_norm") narrow.reset();  // statistics follow
   }
   if (!results.empty() && results[0].isTensor()) require_written(name, views.tensors, results[0].toTensor());
+  simgpu_weigh(weight_of(name, call.arguments, views.tensors));
   note(name.c_str(), call.device, views.tensors);
   return results;
 }
@@ -341,7 +362,7 @@ Tensor host(const Tensor& x) {
 }
 Tensor to_device(const Tensor& made, const Tensor& like) {
   Tensor out = on_device(made, like.device());
-  note("attention", out.device(), {{made, out, true}});
+  note("attention", out.device(), {{made, out, true, false}});
   return out;
 }
 

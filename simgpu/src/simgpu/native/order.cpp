@@ -94,6 +94,7 @@ extern "C" {
 int simgpu_work(void* stream, const char* name, const SimRange* ranges, int n) {
   for (int i = 0; i < n; ++i)
     if (int code = !ranges[i].bytes ? SIM_OK : simgpu_inside(ranges[i].at, ranges[i].bytes, name)) return code;
+  simgpu_note_traced(stream, name, ranges, n);
   int where = off ? 0 : simgpu_where(false), code = SIM_OK;
   Lock lock(streams.mutex);
   Stream* s = named(stream);

@@ -101,6 +101,16 @@ void simgpu_given_out(uintptr_t at, size_t bytes);
 void simgpu_given_back(uintptr_t at, size_t bytes);
 void simgpu_forget(uintptr_t at, size_t bytes);
 
+// --- the trace (trace.cpp)
+
+/// Bytes that work reads and writes, each once, and the multiplications of its matrix products.
+struct SimWeight {
+  double read, written, multiply_adds;
+};
+/// Says the weight of this thread's next work, of which otherwise the ranges are counted.
+void simgpu_weigh(SimWeight weight);
+void simgpu_note_traced(void* stream, const char* name, const SimRange* ranges, int n);
+
 // --- kernels (driver.cpp)
 
 /// A launch as Python sees it.

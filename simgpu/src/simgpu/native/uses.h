@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -22,7 +23,7 @@ void check(int code) { TORCH_CHECK(!code, "simgpu: ", simgpu_last_failure()); }
 
 struct Viewed {
   Tensor mine, theirs;  // the view, the CUDA tensor
-  bool written = false;
+  bool written = false, read = true;
 };
 
 /// Appends the bytes of a tensor's elements. Of one with many gaps only some are told.
@@ -64,6 +65,30 @@ void note(const char* name, c10::Device device, const std::vector<Viewed>& tenso
   std::vector<SimRange> ranges;
   for (auto& x : tensors) append_ranges(ranges, x.theirs, x.written);
   check(simgpu_work(stream_of(device), name, ranges.data(), (int)ranges.size()));
+}
+
+/// The bytes of a tensor's elements, each once however often a stride of 0 repeats it.
+double bytes_of(const Tensor& x) {
+  double n = (double)x.itemsize();
+  for (int64_t d = 0; d < x.dim(); ++d) n *= x.stride(d) || !x.size(d) ? (double)x.size(d) : 1;
+  return n;
+}
+
+/// What a call moves, and the multiplications of a matrix product.
+SimWeight weight_of(const std::string& name, const c10::Stack& arguments, const std::vector<Viewed>& tensors) {
+  static const std::map<std::string, size_t> PRODUCTS{{"mm", 0}, {"bmm", 0}, {"addmm", 1}, {"addmm_", 1}, {"baddbmm", 1}, {"baddbmm_", 1}};
+  static const std::set<std::string> CHOOSE{"embedding", "index", "index_select", "gather"};  // of their first tensor what they return
+  static const std::set<std::string> ONLY_WRITE{"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"};
+  const std::string plain = name.substr(6);  // behind aten::
+  SimWeight weight{0, 0, 0};
+  for (auto& x : tensors) {
+    if (x.written) weight.written += bytes_of(x.theirs);
+    if (x.read && !(x.written && ONLY_WRITE.count(plain))) weight.read += bytes_of(x.theirs);
+  }
+  if (CHOOSE.count(plain)) weight.read += std::min(0.0, weight.written - bytes_of(tensors.front().theirs));
+  if (auto found = PRODUCTS.find(plain); found != PRODUCTS.end())
+    weight.multiply_adds = (double)arguments[found->second].toTensor().numel() * (double)arguments[found->second + 1].toTensor().size(-1);
+  return weight;
 }
 
 /// Whether a CUDA kernel must ask the device for a number on its way: how large its result is.
