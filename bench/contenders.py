@@ -24,7 +24,7 @@ from torch import Tensor
 from bench import parts
 from bench.measure import in_one_line, resident_peak
 from bench.timing import quantiles
-from bench.trainers import GELUS, nanogpt_step, plain_step
+from bench.trainers import GELUS, nanochat_step, nanogpt_step, plain_step
 from fastgpt.config.config import Config, OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
@@ -55,6 +55,7 @@ class Workload:
     on: str
     precision: str
     nanogpt: Path | None = None
+    nanochat: Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -153,6 +154,13 @@ def _nanogpt(workload: Workload) -> Built:
     }
 
 
+def _nanochat(workload: Workload) -> Built:
+    assert workload.nanochat is not None
+    batches = _random_batches(workload)
+    step = nanochat_step(workload.config, workload.nanochat, workload.on, batches)
+    return step, {"compile": True, "optimizer": "adamw", "precision": workload.precision}
+
+
 CONTENDERS: dict[str, Callable[[Workload], Built]] = {
     "fastgpt": lambda workload: _fastgpt(workload, workload.config.ops),
     "fastgpt fp32": lambda workload: _fastgpt(workload.in_fp32(), workload.config.ops),
@@ -160,6 +168,7 @@ CONTENDERS: dict[str, Callable[[Workload], Built]] = {
     "eager": lambda workload: _reference(workload, compiled=False),
     "compiled": lambda workload: _reference(workload, compiled=True),
     "nanogpt": _nanogpt,
+    "nanochat": _nanochat,
     "nanogpt fp32": lambda workload: _nanogpt(workload.in_fp32()),
 }
 

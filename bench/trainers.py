@@ -4,6 +4,7 @@ They are plain PyTorch in the usual form (GPT-2, SDPA, fused AdamW, torch.compil
 nanoGPT checkout, and llm.c's binary. None uses a kernel of ours.
 """
 
+import importlib
 import importlib.util
 import math
 import os
@@ -170,6 +171,33 @@ def nanogpt_step(
     adamw = model.configure_optimizers(optim.weight_decay, optim.lr, betas, on)
     forward = torch.compile(model) if on == "cuda" else model
     return _step(lambda x, y: forward(x, y)[1], adamw, config, on, precision, batches)
+
+
+def nanochat_step(config: Config, checkout: Path, on: str, batches: Batches) -> Callable[[], None]:
+    """Makes a compiled step of nanochat's GPT, another network than GPT-2, with fused AdamW.
+
+    Its own optimizer is left out: what counts beside ours is its network, of the same sizes. It
+    casts by itself, without autocast.
+    """
+    if not (checkout / "nanochat" / "gpt.py").exists():
+        raise UserError(
+            f"--nanochat {checkout}: expected a checkout of nanochat, found no nanochat/gpt.py"
+        )
+    sys.path.insert(0, str(checkout))
+    module = importlib.import_module("nanochat.gpt")
+    sizes, optim = config.model, config.optim
+    with torch.device(on):
+        model = module.GPT(
+            module.GPTConfig(
+                sequence_len=sizes.context, vocab_size=sizes.vocab_size, n_layer=sizes.num_layers,
+                n_head=sizes.num_heads, n_kv_head=sizes.num_heads, n_embd=sizes.dim,
+                window_pattern="L",
+            )
+        )  # fmt: skip
+    model.init_weights()
+    adamw = torch.optim.AdamW(model.parameters(), lr=optim.lr, fused=True)
+    forward = torch.compile(model, dynamic=False)
+    return _step(forward, adamw, config, on, "fp32", batches)
 
 
 # --- llm.c ----------------------------------------------------------------------------------------

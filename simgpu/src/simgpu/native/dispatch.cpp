@@ -221,7 +221,7 @@ std::optional<at::ScalarType> widened(const std::string& name, c10::Stack& argum
 /// Refuses a product that would take minutes; as if for want of memory, so that programs which measure
 /// the speed of a device try a smaller one.
 void refuse_huge(const std::string& name, const c10::Stack& arguments) {
-  constexpr double MOST = 1e10;  // multiplications: about half a second of a core
+  constexpr double MOST = 3e10;  // multiplications: about two seconds of a core
   if (name != "aten::mm") return;
   const Tensor &a = arguments[0].toTensor(), &b = arguments[1].toTensor();
   double count = (double)a.size(0) * (double)a.size(1) * (double)b.size(1);
