@@ -140,14 +140,14 @@ class TrainConfig:
     them all. The results do not change."""
     tf32: bool = False
     """TF32 in fp32 matrix products on CUDA."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compilation of the model and the loss with torch.compile. `auto` compiles on CUDA."""
+    compile: Literal["auto", "on", "off", "graphs"] = "auto"
+    """Use of torch.compile for model and loss. auto: on CUDA; graphs: and CUDA graphs, on one GPU."""
     ddp_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which ranks exchange gradients. bf16 halves the traffic and rounds each
     rank's gradients and their sum."""
     ddp_bucket_mb: Annotated[int, POSITIVE] = 25
     """Size of the pieces in which ranks exchange gradients, in MiB. The exchange of a piece begins
-    when its gradients are computed; with torch.compile that is after the whole backward."""
+    when its gradients are computed, while the backward goes on with the blocks before."""
     label_smoothing: Annotated[float, FRACTION] = 0.0
     """Label smoothing: the share of each target's probability that is spread evenly over the
     vocabulary, between 0 and 1. It applies to the training loss only."""

@@ -249,13 +249,16 @@ def missing_for_triton() -> str:
     return ""
 
 
-def pick_compile(asked: str, device: str) -> tuple[bool, str]:
+def pick_compile(asked: str, device: str, ranks: int = 1) -> tuple[bool, str]:
     """Returns whether to use torch.compile, and a warning if it cannot be used as asked.
 
     Raises:
-        UserError: it is asked for on a kind of device where it is never used.
+        UserError: it is asked for on a kind of device where it is never used, or CUDA graphs where
+            there is no GPU or several ranks.
     """
     kind = kind_of(device)
+    if asked == "graphs" and (kind is not CUDA or ranks > 1):
+        raise UserError(f"--train.compile is graphs: expected one GPU, not {ranks} x {kind.name}")
     if asked == "on" and kind.compiles == "never":
         raise UserError(f"--train.compile is on: expected auto or off on {kind.name}")
     if asked == "off" or (asked == "auto" and kind.compiles != "by default"):
@@ -265,6 +268,16 @@ def pick_compile(asked: str, device: str) -> tuple[bool, str]:
     if kind is not CPU and (missing := missing_for_triton()):
         return False, f"{missing}; torch.compile is off"
     return True, ""
+
+
+def compile_options(device: str, asked: str) -> dict[str, Any]:
+    """Returns the options of torch.compile for a kind of device and `--train.compile`.
+
+    On CUDA kernels that do not depend on each other, such as the casts of all weights, are launched
+    together (docs/benchmarks/counts.md).
+    """
+    options = {"combo_kernels": True} if kind_of(device) is CUDA else {}
+    return options | ({"triton.cudagraphs": True} if asked == "graphs" else {})
 
 
 # --- speed ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt.config.config import Config, TrainConfig
+from fastgpt.device.device import compile_options
 from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
@@ -58,11 +59,16 @@ def build_parallel_model(
     with torch.device("meta"):
         model = whole()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
-        for block in model.h:
-            block.compile(fullgraph=True, dynamic=False)
+        compile_blocks(model, device)
     shard(model, parallel, mesh, gradients=config.train.ddp_dtype)
     broadcast_init(model, whole, parallel, world)
     return model
+
+
+def compile_blocks(model: GPT, device: str) -> None:
+    """Compiles the blocks one by one: as a whole the model would give all gradients at the end."""
+    for block in model.h:
+        block.compile(fullgraph=True, dynamic=False, options=compile_options(device, "on"))
 
 
 def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel:

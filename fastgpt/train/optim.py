@@ -58,6 +58,7 @@ class Optimizers:
             self.all.append(muon)
         self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
         """Norm of each parameter's gradient at the last step, before clipping."""
+        self._kept = False
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
     def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -81,9 +82,7 @@ class Optimizers:
             for optimizer in self.all:
                 optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
         if self.config.grad_clip:
-            # as nn.utils.clip_grads_with_norm_, for parts
-            factor = (self.config.grad_clip / (norm + 1e-6)).clamp(max=1)
-            torch._foreach_mul_([local_shard(x) for x in gradients], factor)  # pyright: ignore
+            self._clip(gradients, norm)
         # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
         # clipping has spread an infinity of one to the other.
         if not self.scaler.is_enabled() or norm.isfinite():
@@ -92,9 +91,27 @@ class Optimizers:
         self.scaler.update()
         return norm
 
+    def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """As nn.utils.clip_grads_with_norm_, for parts; AdamW divides its own as it reads them."""
+        excess = ((norm + 1e-6) / self.config.grad_clip).clamp(min=1)
+        if not self.scaler.is_enabled():  # which would have set its own
+            self.all[0].grad_scale = excess  # pyright: ignore[reportAttributeAccessIssue]
+            others = [
+                x for it in self.all[1:] for group in it.param_groups for x in group["params"]
+            ]
+            gradients = [cast(Tensor, weight.grad) for weight in others]
+        if gradients:
+            torch._foreach_div_([local_shard(x) for x in gradients], excess)  # pyright: ignore
+
+    def keep_gradients(self) -> None:
+        """Gives each gradient memory for good: CUDA graphs cannot add to what one of them made."""
+        for weight in self.parameters:
+            weight.grad = torch.zeros_like(weight)
+        self._kept = True
+
     def zero_grad(self) -> None:
         for optimizer in self.all:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not self._kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of both, with rows in the model's order: see `unpermuted`."""

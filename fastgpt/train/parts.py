@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,7 @@ from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.fsdp import forget_iteration, load_weights, local_shard, no_sync
-from fastgpt.parallel.parallelize import build_parallel_model, replicate
+from fastgpt.parallel.parallelize import build_parallel_model, compile_blocks, replicate
 from fastgpt.run.directory import resumes
 from fastgpt.train import init_from
 from fastgpt.train.micro_batch import REHEARSED, equal_memory, fitting, rehearse
@@ -39,7 +39,7 @@ class Network:
 
     model: GPT
     loss: Callable[..., Tensor]
-    """The model, compiled as a whole if the plan says so and no weights are sharded."""
+    """The model, compiled as a whole if the plan says so; with several ranks its blocks are."""
     replica: DistributedDataParallel | None
     sharded: bool
 
@@ -93,6 +93,8 @@ def build_parts(plan: Plan, warn: Warn = print) -> Parts:
     scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
     optimizers = Optimizers(network.model, config.optim, scaler, plan.world)
     restored = _restore(plan, network.model, optimizers, warn)
+    if plan.config.train.compile == "graphs":
+        optimizers.keep_gradients()
     micro_batch = _fit_micro_batch(plan, network, optimizers, warn)
     loader = Loader(
         [corpus.train for corpus in plan.data.corpora],
@@ -113,13 +115,16 @@ def _build_network(plan: Plan) -> Network:
         plan.config, plan.ops, plan.world, plan.device, compiled=plan.compiled
     )
     loss: Callable[..., Tensor] = model
-    if plan.compiled and not plan.sharded:
-        torch._dynamo.config.optimize_ddp = False  # DDP would cut the graph at its buckets
+    alone, replica = plan.world.size == 1, None
+    if plan.compiled and alone and not plan.sharded:
         # training and evaluation batches have one shape, so each compiles a single graph
-        loss = torch.compile(model, fullgraph=True, dynamic=False)
-    replica = None
-    if plan.world.size > 1 and not plan.sharded:
-        replica = replicate(cast(nn.Module, loss), plan.config.train)
+        options = device.compile_options(plan.device, plan.config.train.compile)
+        loss = torch.compile(model, fullgraph=True, dynamic=False, options=options)
+    if not alone and not plan.sharded:
+        if plan.compiled:
+            torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
+            compile_blocks(model, plan.device)
+        replica = replicate(model, plan.config.train)
     return Network(model, loss, replica, plan.sharded)
 
 

@@ -88,7 +88,7 @@ def resolve(
     precision = device.pick_precision(config.train.precision, on)
     sharded = shards_weights(config.parallel, world)
     _check_precision(config, precision, sharded)
-    compiled, note = device.pick_compile(config.train.compile, on)
+    compiled, note = device.pick_compile(config.train.compile, on, world.size)
     choose.require_toolchain(config.ops, on)
     if note:
         warn(note)

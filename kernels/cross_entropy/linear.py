@@ -175,14 +175,13 @@ def _fwd(
     caller uses nothing but the loss.
     """
     asked = Settings(*settings)
+    factor, scale, n = None, torch.ones((), device=x.device), None
     if reduction == "mean":
-        mantissa, exponent = torch.frexp(count(targets, asked.ignore_index))
-        factor, scale = 1 / mantissa, torch.ldexp(torch.ones_like(mantissa), -exponent)
-    else:
-        factor, scale = None, torch.ones((), device=x.device)
+        n = count(targets, asked.ignore_index)
+        mantissa, _ = torch.frexp(n)
+        factor, scale = mantissa.reciprocal(), mantissa / n.clamp(min=1)  # the quotient is exact
     losses, grads = run(x, weight, bias, targets, factor, asked)
-    loss = reduced(losses, targets, asked.ignore_index, reduction)
-    return loss, scale, *grads
+    return reduced(losses, targets, asked.ignore_index, reduction, n), scale, *grads
 
 
 def _fwd_fake(

@@ -36,12 +36,16 @@ def count(targets: Tensor, ignore_index: int) -> Tensor:
     return (targets != ignore_index).sum(dtype=torch.float32)
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Applies the reduction: a mean or sum over rows, or the losses themselves."""
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, n: Tensor | None = None
+) -> Tensor:
+    """Applies the reduction: a mean or sum over rows, or the losses themselves; n is `count`'s."""
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / count(targets, ignore_index)
+    if reduction == "sum":
+        return total
+    return total / (count(targets, ignore_index) if n is None else n)
 
 
 def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:

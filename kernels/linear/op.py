@@ -56,6 +56,16 @@ def by_onednn(
     )
 
 
+def wants_wide_gradients(x: Tensor, weight: Tensor) -> bool:
+    """Returns True if CUDA's autocast multiplies an fp32 weight in 16 bits.
+
+    Its gradient would be rounded to 16 bits and widened again by a pass over it. cuBLAS writes fp32
+    as well, which moves half of these bytes and rounds once.
+    """
+    narrows = autocast_dtype(x).itemsize == 2 and weight.dtype == torch.float32
+    return x.is_cuda and narrows and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
+
+
 def dense(x: Tensor) -> Tensor:
     """Returns the matrix x if it or its transpose is contiguous, else a copy.
 
@@ -88,6 +98,27 @@ class _Linear(torch.autograd.Function):
         )
 
 
+class _Wide(torch.autograd.Function):
+    """A product in 16 bits whose weight and bias get fp32 gradients, without a rounding between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> Tensor:  # pyright: ignore
+        rows, narrow, ctx.of_x = x.to(dtype), weight.to(dtype), x.dtype
+        ctx.save_for_backward(rows, narrow)
+        return F.linear(rows, narrow, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            (dy @ weight).to(ctx.of_x) if of_x else None,
+            torch.mm(dy.t(), x, out_dtype=torch.float32) if of_weight else None,
+            dy.sum(0, dtype=torch.float32) if of_bias else None,
+            None,
+        )
+
+
 def transposed_product(dy: Tensor, x: Tensor) -> Tensor:
     """Computes dy.T @ x in fp32 by oneDNN: (N, O), (N, I) to (O, I).
 
@@ -114,8 +145,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if not by_onednn(x, weight, bias, differentiated=differentiated):
+    wide = differentiated and wants_wide_gradients(x, weight)
+    if not wide and not by_onednn(x, weight, bias, differentiated=differentiated):
         return F.linear(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _Linear.apply(rows, weight, bias) if differentiated else product(rows, weight, bias)
+    if wide:
+        with torch.autocast("cuda", enabled=False):
+            y = _Wide.apply(rows, weight, bias, autocast_dtype(x))
+    else:
+        y = _Linear.apply(rows, weight, bias) if differentiated else product(rows, weight, bias)
     return y.view(*x.shape[:-1], len(weight))
