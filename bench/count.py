@@ -56,7 +56,8 @@ NAMES = (
     ("embedding", r"embedding(?!.*layer_norm)(?!.*rms_norm)"),
     ("norms", r"_norm"),
     ("activation", r"gelu|bias_act|relu"),
-    ("casts", r"^triton_poi_fused__to_copy(_t)?$|^aten::(copy_|_to_copy)$"),
+    # Inductor's kernels for several things at once, mostly casts, have no names
+    ("casts", r"^triton_poi_fused(__to_copy)?(_t)?$|^aten::(copy_|_to_copy)$"),
     ("projections", r"mm$|mm_$|sum|_to_copy|cat"),
 )  # fmt: skip
 PARTS = (*(part for part, _ in NAMES), "other", "clipping", "optimizer")

@@ -247,22 +247,20 @@ def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tupl
 
 
 def cross_entropy_fwd_bwd_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
-) -> Tensor:
-    """Computes the losses, and overwrites the logits with their gradients in the same pass.
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options, losses: Tensor
+) -> None:
+    """Computes the losses (M,), and overwrites the logits with their gradients in the same pass.
 
     The columns of the logits must be contiguous.
     """
     M, V = logits.shape
     targets = targets.contiguous()
-    losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
         launch(
             _cross_entropy_fwd_kernel, (M,),
             logits, targets, losses, None, scale, logits, logits.stride(0), _step(scale),
             M, V, options.valid_vocab, **_constants(options), **tile(V, logits.element_size()),
         )  # fmt: skip
-    return losses
 
 
 def cross_entropy_bwd(

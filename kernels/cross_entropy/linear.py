@@ -130,7 +130,7 @@ def run(
         else:
             torch.addmm(bias, rows[part], across.t(), out=logits)
         by_row = scale[part] if scale is not None and scale.dim() else scale
-        losses[part] = in_place(logits, targets[part], by_row, settings.options)
+        in_place(logits, targets[part], by_row, settings.options, losses[part])
         if settings.of_x:
             if onednn:
                 dx[part] = product(logits, across.t())
@@ -175,11 +175,12 @@ def _fwd(
     caller uses nothing but the loss.
     """
     asked = Settings(*settings)
-    factor, scale, n = None, torch.ones((), device=x.device), None
     if reduction == "mean":
         n = count(targets, asked.ignore_index)
         mantissa, _ = torch.frexp(n)
         factor, scale = mantissa.reciprocal(), mantissa / n.clamp(min=1)  # the quotient is exact
+    else:
+        factor, scale, n = None, torch.ones((), device=x.device), None
     losses, grads = run(x, weight, bias, targets, factor, asked)
     return reduced(losses, targets, asked.ignore_index, reduction, n), scale, *grads
 

@@ -48,13 +48,16 @@ def reduced(
     return total / (count(targets, ignore_index) if n is None else n)
 
 
-def in_place(logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """Computes the losses (M,); overwrites logits with the gradient of their weighted sum."""
+def in_place(
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options, losses: Tensor
+) -> None:
+    """Writes the losses (M,); overwrites logits with the gradient of their weighted sum."""
     if not runs_kernels(logits.device):
-        return losses_and_gradient_(logits, targets, scale, options)
+        losses.copy_(losses_and_gradient_(logits, targets, scale, options))
+        return
     from .device import cross_entropy_fwd_bwd_
 
-    return cross_entropy_fwd_bwd_(logits, targets, scale, options)
+    cross_entropy_fwd_bwd_(logits, targets, scale, options, losses)
 
 
 def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> Options:
@@ -194,7 +197,8 @@ class _InPlace(torch.autograd.Function):
         ctx.early = reduction != "none" and logits.dtype != torch.float16
         if ctx.early:
             scale = 1 / count(targets, options.ignore_index) if reduction == "mean" else None
-            losses = in_place(logits, targets, scale, options)
+            losses = logits.new_empty(targets.shape, dtype=torch.float32)
+            in_place(logits, targets, scale, options, losses)
             increment_version(logits)
         elif runs_kernels(logits.device):
             from .device import cross_entropy_fwd

@@ -150,8 +150,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if wide:
+        dtype = autocast_dtype(x)
         with torch.autocast("cuda", enabled=False):
-            y = _Wide.apply(rows, weight, bias, autocast_dtype(x))
+            y = _Wide.apply(rows, weight, bias, dtype)
     else:
         y = _Linear.apply(rows, weight, bias) if differentiated else product(rows, weight, bias)
     return y.view(*x.shape[:-1], len(weight))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
 from fastgpt.kernels import (
     attention,
@@ -12,6 +13,7 @@ from fastgpt.kernels import (
 from fastgpt.kernels.attention.spec import DKV, DQ, FWD, options, problem
 from fastgpt.kernels.decode_attention.spec import DECODE_ATTENTION
 from fastgpt.kernels.decode_attention.spec import problem as decode_problem
+from fastgpt.kernels.linear.op import linear
 from tests.conftest import SIMULATED
 from tests.kernels import conformance
 from tests.kernels.cuda.proof import assert_nothing_waits, captured
@@ -27,6 +29,32 @@ def test_the_mask_is_that_of_the_cpu():
 
 def gpt2():
     return [torch.randn(2, 256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_autocast_does_not_round_the_gradients_of_weights(dtype, bias):
+    x, dy = (torch.randn(4, 32, n, device="cuda") for n in (48, 80))
+    weight, offset = (torch.randn(size, device="cuda") for size in ((80, 48), (80,)))
+    inputs = [t.requires_grad_() for t in ((x, weight, offset) if bias else (x, weight))]
+    with torch.autocast("cuda", dtype):
+        y = linear(*inputs)
+        plain = F.linear(*inputs)
+    assert torch.equal(y, plain)
+    assert y.dtype == dtype
+    y.backward(dy.to(dtype))
+    rows, upstream = (
+        x.detach().to(dtype).double().flatten(0, 1),
+        dy.to(dtype).double().flatten(0, 1),
+    )
+    expected = [(upstream @ weight.detach().to(dtype).double()).to(dtype).view_as(x)]
+    expected += [upstream.T @ rows, *([upstream.sum(0)] if bias else [])]
+    for t, gradient in zip(inputs, expected):
+        assert t.grad.dtype == torch.float32
+        tolerance = 2e-2 if t is x else 1e-5  # of x it is rounded, as ever
+        torch.testing.assert_close(
+            t.grad.double(), gradient.double(), rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -1,0 +1,108 @@
+"""bench.count: the formula holds, and our compiled step does no more than is written down here."""
+
+import json
+
+import pytest
+
+COUNT = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from bench import count, contenders
+from bench.step import StepBench, base_config
+
+folder, compiled, *sizes = sys.argv[1:]
+config = base_config(StepBench(recipe="gpt2-124m", compile=compiled), "cuda", Path(folder, "text"))
+model = replace(config.model, vocab_size=260, dim=64, num_heads=4)
+contenders.write_text(Path(folder, "text"), 260, 5000)
+workload = contenders.Workload(config=replace(config, model=model), on="cuda", precision="bf16")
+for size in sizes:
+    layers, batch = map(int, size.split("x"))
+    small = count.small(workload, layers, batch)
+    print("RESULT", json.dumps(count.count("fastgpt triton", small, 16 * 1024, 3)))
+"""
+
+
+@pytest.fixture
+def counted(simulated, tmp_path):
+    """Counts steps of a narrow GPT-2 with our kernels, each of LAYERSxBATCH."""
+
+    def run(compiled: str, *sizes: str):
+        said = simulated(COUNT, str(tmp_path), compiled, *sizes, flags="--memory 4GiB")
+        return [json.loads(x.split(" ", 1)[1]) for x in said.splitlines() if x[:6] == "RESULT"]
+
+    return run
+
+
+def sums(found):
+    return {key: sum(row[key] for row in found["parts"].values()) for key in ("launches", *MOVED)}
+
+
+MOVED = ("read", "written")
+
+
+def test_a_whole_step_follows_from_four_small_ones(counted):
+    a, b, c, d, larger = map(sums, counted("off", "1x4", "1x8", "2x4", "2x8", "3x12"))
+    for key, value in larger.items():
+        # in both directions as far behind the second as that is behind the first
+        one, two = 2 * b[key] - a[key], 2 * d[key] - c[key]
+        assert value == pytest.approx(2 * two - one, rel=1e-3), key
+
+
+def test_our_compiled_step(counted):
+    """Fewer are welcome; more need a reason."""
+    (found,) = counted("on", "2x4")
+    launches = {part: row["launches"] for part, row in found["parts"].items() if row["launches"]}
+    assert launches == {
+        "data": 2, "attention": 6, "head and loss": 28, "norms": 21, "activation": 4, "casts": 1,
+        "projections": 24, "other": 5, "clipping": 8, "optimizer": 8,
+    }  # fmt: skip
+    assert sum(sums(found)[key] for key in MOVED) == 16_134_543
+    assert (found["waits"], found["allocations"]) == (0, 0)
+
+
+RANKS = """
+import os, sys, threading
+sys.path.insert(0, os.getcwd())
+import simgpu
+from fastgpt.cli import parse
+from fastgpt.train.engine import build_engine
+
+engine = build_engine(parse(sys.argv[1:]))
+for _ in range(2):
+    engine.train_step()
+with simgpu.trace() as works:
+    engine.train_step()
+backward = [x for x in works if x.thread != threading.get_native_id()]
+moved = [0 if x.name.startswith("nccl") else x.read + x.written for x in backward]
+sent = next(i for i, x in enumerate(backward) if x.name.startswith(("ncclAll", "ncclReduce")))
+print("SENT", sum(moved[:sent]) / sum(moved), backward[sent].name)
+engine.loader.close()
+"""
+FLAGS = (
+    "baby --model.num-layers 12 --model.dim 128 --model.num-heads 2 --model.context 64"
+    " --train.micro-batch 1 --steps 9 --train.device cuda --train.precision bf16"
+    " --train.compile on --train.ddp-bucket-mb 1"  # about a block, as are 25 MiB of gpt2-124m
+    " --ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton"
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(2, "ddp"), (2, "fsdp"), pytest.param(4, "ddp", marks=pytest.mark.slow)],
+)
+def test_ranks_exchange_gradients_while_the_backward_goes_on(simulated, tmp_path, ranks, kind):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    given = [*FLAGS.split(), "--train.batch-tokens", str(64 * ranks), "--parallel.kind", kind]
+    job = [
+        "tests.forkrun",
+        str(ranks),
+        str(tmp_path / "ranks.py"),
+        *given,
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    said = simulated(*job, flags=f"--gpus {ranks} -m")
+    shares = [float(line.split()[1]) for line in said.splitlines() if line.startswith("SENT")]
+    assert len(shares) == ranks
+    assert max(shares) < 1 / 3, said
