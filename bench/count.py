@@ -80,6 +80,8 @@ class CountBench:
     """Path of a nanoGPT checkout, whose model.py is imported."""
     nanochat: Path | None = None
     """Path of a nanochat checkout, whose nanochat/gpt.py is imported."""
+    add: bool = False
+    """Keep what the record says of other trainers, each of which has its own commit."""
     processes: int = 2
     """Number of processes that count at the same time."""
     out: Path = RECORD
@@ -323,6 +325,7 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
             nanogpt=bench.nanogpt,
             nanochat=bench.nanochat,
         )
+        about = records.described("cuda")
         parts = chunks_at(config, bench.batch, bench.context)
         corners = {
             name: [(layers, batch) for layers in layers_of(name) for batch in BATCHES]
@@ -333,11 +336,12 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
             (name, small(workload, *at), whole, parts) for name in names for at in corners[name]
         ]
         found = iter(measure(tasks, bench.processes))
-        trainers = {}
+        trainers = json.loads(bench.out.read_text())["trainers"] if bench.add else {}
         for name in names:
             of = {at: next(found) for at in corners[name]}
             size = (config.model.num_layers, bench.batch, bench.context, config.model.dim)
             trainers[name] = {
+                "commit": about["commit"],
                 "parts": predicted(of, *size),
                 "waits": max(it["waits"] for it in of.values()),
                 "allocations": max(it["allocations"] for it in of.values()),
@@ -350,7 +354,7 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
         text.unlink(missing_ok=True)
     settings = {k: v for k, v in asdict(bench).items() if k in ("recipe", "batch", "context")}
     record = {
-        **records.described("cuda"), **settings, "layers": config.model.num_layers,
+        **about, **settings, "layers": config.model.num_layers,
         "precision": "bf16", "optimizer": config.optim.kind, "trainers": trainers,
     }  # fmt: skip
     bench.out.write_text(json.dumps(record, indent=1) + "\n")

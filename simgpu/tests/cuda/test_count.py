@@ -53,11 +53,11 @@ def test_our_compiled_step(counted):
     """Fewer are welcome; more need a reason."""
     (found,) = counted("on", "2x4")
     launches = {part: row["launches"] for part, row in found["parts"].items() if row["launches"]}
-    assert launches == {
-        "data": 2, "attention": 6, "head and loss": 28, "norms": 21, "activation": 4, "casts": 1,
-        "projections": 24, "other": 5, "clipping": 8, "optimizer": 8,
+    assert launches == {  # so small a head that other casts count as the head's
+        "data": 2, "attention": 6, "head and loss": 27, "norms": 21, "activation": 4,
+        "projections": 24, "other": 3, "clipping": 8, "optimizer": 8,
     }  # fmt: skip
-    assert sum(sums(found)[key] for key in MOVED) == 16_134_543
+    assert sum(sums(found)[key] for key in MOVED) == 16_132_491
     assert (found["waits"], found["allocations"]) == (0, 0)
 
 
