@@ -61,6 +61,10 @@ class Workload:
     def tokens(self) -> int:
         return self.config.train.batch_tokens
 
+    def with_narrow_residual(self) -> "Workload":
+        train = replace(self.config.train, residual="bf16")
+        return replace(self, config=replace(self.config, train=train))
+
     def in_fp32(self) -> "Workload":
         train = replace(self.config.train, precision="fp32")
         return replace(self, precision="fp32", config=replace(self.config, train=train))
@@ -165,6 +169,9 @@ CONTENDERS: dict[str, Callable[[Workload], Built]] = {
     "fastgpt": lambda workload: _fastgpt(workload, workload.config.ops),
     "fastgpt fp32": lambda workload: _fastgpt(workload.in_fp32(), workload.config.ops),
     "fastgpt triton": lambda workload: _fastgpt(workload, TRITON_OPS),
+    "fastgpt triton, bf16 residual": lambda workload: _fastgpt(
+        workload.with_narrow_residual(), TRITON_OPS
+    ),
     "eager": lambda workload: _reference(workload, compiled=False),
     "compiled": lambda workload: _reference(workload, compiled=True),
     "nanogpt": _nanogpt,

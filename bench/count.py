@@ -68,7 +68,9 @@ _PATTERNS = [(part, re.compile(pattern)) for part, pattern in NAMES]
 class CountBench:
     """Counts the launches, bytes and products of a training step, beside other trainers'."""
 
-    trainers: tuple[str, ...] = ("fastgpt triton", "eager", "compiled")
+    trainers: tuple[str, ...] = (
+        "fastgpt triton", "fastgpt triton, bf16 residual", "eager", "compiled",
+    )  # fmt: skip
     """Names of the trainers, as bench.step has them; nanogpt and nanochat are added if given."""
     recipe: str = "gpt2-124m"
     """Recipe of the network and settings."""
