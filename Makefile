@@ -162,7 +162,7 @@ simgpu: $(SIMGPU)/.installed ## run the CUDA half on a simulated GPU (its enviro
 
 simgpu-brief: $(SIMGPU)/.installed ## of these the tests that each change must pass
 	$(on_simgpu) simgpu/tests/cuda -m "not slow" -k \
-	"not (compiled or inductor or ours or our_kernels or evaluation or auto or fsdp or parallel or resumed \
+	"not (compiled or inductor or cuda_graphs or whole_step or exchange or ours or our_kernels or evaluation or auto or fsdp or parallel or resumed \
 	or 16_bits_stay)" $(ARGS)
 
 simgpu-full: $(SIMGPU)/.installed ## the kernels' CUDA tests on SIMGPU_ARCHS, all other tests of CUDA, make gpu's stages: hours

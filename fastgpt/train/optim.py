@@ -92,9 +92,10 @@ class Optimizers:
         return norm
 
     def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """As nn.utils.clip_grads_with_norm_, for parts; AdamW divides its own as it reads them."""
+        """Clips as nn.utils.clip_grads_with_norm_; AdamW divides its own as it reads them."""
         excess = ((norm + 1e-6) / self.config.grad_clip).clamp(min=1)
-        if not self.scaler.is_enabled():  # which would have set its own
+        # the scaler would have set its own; elsewhere fused AdamW takes no notice
+        if not self.scaler.is_enabled() and norm.device.type in ("cpu", "cuda"):
             self.all[0].grad_scale = excess  # pyright: ignore[reportAttributeAccessIssue]
             others = [
                 x for it in self.all[1:] for group in it.param_groups for x in group["params"]

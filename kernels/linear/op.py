@@ -63,7 +63,8 @@ def wants_wide_gradients(x: Tensor, weight: Tensor) -> bool:
     as well, which moves half of these bytes and rounds once.
     """
     narrows = autocast_dtype(x).itemsize == 2 and weight.dtype == torch.float32
-    return x.is_cuda and narrows and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
+    nvidia = x.is_cuda and torch.version.hip is None
+    return nvidia and narrows and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
 
 
 def dense(x: Tensor) -> Tensor:

@@ -72,6 +72,12 @@ def test_compiled(train, cpu):
     assert train(*COMPILED, *TORCH, "--steps", "2")[:2] == pytest.approx(cpu[:2], abs=1e-4)
 
 
+def test_cuda_graphs(train, cpu):
+    """Two micro-steps add their gradients, and evaluations come between."""
+    found = train("--train.compile", "graphs", *TORCH, "--eval-every", "1")
+    assert [*found[:2], found[-1]] == pytest.approx([*cpu[:2], cpu[-1]], abs=1e-4)
+
+
 def test_all_that_a_run_may_do(train):
     """In bf16 with Muon and recomputation: evaluations, samples by our decode kernel, saves."""
     flags = split(

@@ -51,7 +51,7 @@ def test_autocast_does_not_round_the_gradients_of_weights(dtype, bias):
     expected += [upstream.T @ rows, *([upstream.sum(0)] if bias else [])]
     for t, gradient in zip(inputs, expected):
         assert t.grad.dtype == torch.float32
-        tolerance = 2e-2 if t is x else 1e-5  # of x it is rounded, as ever
+        tolerance = 2e-2 if t is x else 1e-4  # of x it is rounded, as ever
         torch.testing.assert_close(
             t.grad.double(), gradient.double(), rtol=tolerance, atol=tolerance
         )

@@ -293,7 +293,7 @@ c10::Stack compute(Call& call) {
     if (name == "aten::native_layer_norm") narrow.reset();  // statistics follow
   }
   if (!results.empty() && results[0].isTensor()) require_written(name, views.tensors, results[0].toTensor());
-  simgpu_weigh(weight_of(name, call.arguments, views.tensors));
+  simgpu_weigh(weight_of(call.op, call.arguments, views.tensors));
   note(name.c_str(), call.device, views.tensors);
   return results;
 }
@@ -357,11 +357,13 @@ at::Scalar local_scalar_dense(const Tensor& x) {
 Tensor host(const Tensor& x) {
   Views views("attention");
   Tensor mine = views.of(x);
+  simgpu_weigh({bytes_of(x), 0, 0});
   note("attention", x.device(), views.tensors);
   return mine;
 }
 Tensor to_device(const Tensor& made, const Tensor& like) {
   Tensor out = on_device(made, like.device());
+  simgpu_weigh({0, bytes_of(out), 0});
   note("attention", out.device(), {{made, out, true, false}});
   return out;
 }

@@ -75,19 +75,28 @@ double bytes_of(const Tensor& x) {
 }
 
 /// What a call moves, and the multiplications of a matrix product.
-SimWeight weight_of(const std::string& name, const c10::Stack& arguments, const std::vector<Viewed>& tensors) {
+SimWeight weight_of(const c10::OperatorHandle& op, const c10::Stack& arguments, const std::vector<Viewed>& tensors) {
   static const std::map<std::string, size_t> PRODUCTS{{"mm", 0}, {"bmm", 0}, {"addmm", 1}, {"addmm_", 1}, {"baddbmm", 1}, {"baddbmm_", 1}};
   static const std::set<std::string> CHOOSE{"embedding", "index", "index_select", "gather"};  // of their first tensor what they return
   static const std::set<std::string> ONLY_WRITE{"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"};
-  const std::string plain = name.substr(6);  // behind aten::
+  const std::string plain = op.operator_name().name.substr(6);  // behind aten::
+  auto named = [&](const char* name) { return arguments[(size_t)op.schema().argumentIndexWithName(name).value()]; };
   SimWeight weight{0, 0, 0};
   for (auto& x : tensors) {
     if (x.written) weight.written += bytes_of(x.theirs);
     if (x.read && !(x.written && ONLY_WRITE.count(plain))) weight.read += bytes_of(x.theirs);
   }
   if (CHOOSE.count(plain)) weight.read += std::min(0.0, weight.written - bytes_of(tensors.front().theirs));
-  if (auto found = PRODUCTS.find(plain); found != PRODUCTS.end())
-    weight.multiply_adds = (double)arguments[found->second].toTensor().numel() * (double)arguments[found->second + 1].toTensor().size(-1);
+  if (plain.find("nll_loss_") == 0) {  // forward it reads a number of each row, backward none
+    Tensor of = named("self").toTensor();
+    weight.read -= bytes_of(of) - (plain == "nll_loss_forward" ? bytes_of(of.select(-1, 0)) : 0);
+  }
+  if (plain == "_fused_adamw_" && named("grad_scale").isNone())  // with it the gradients are written
+    for (const Tensor& x : named("grads").toTensorVector()) weight.written -= bytes_of(x);
+  auto found = PRODUCTS.find(plain);
+  if (found == PRODUCTS.end()) return weight;
+  if (found->second && named("beta").toScalar().toDouble() == 0) weight.read -= bytes_of(arguments[0].toTensor());
+  weight.multiply_adds = (double)arguments[found->second].toTensor().numel() * (double)arguments[found->second + 1].toTensor().size(-1);
   return weight;
 }
 
