@@ -134,13 +134,14 @@ def trace() -> Iterator[list[Work]]:
         None, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_long, number, number, number
     )
 
-    def note(name: bytes, stream: int | None, *rest: float) -> None:
-        work = Work(name.decode(), stream or 0, int(rest[0]), *rest[1:])
+    def note(
+        name: bytes, stream: int | None, thread: int, read: float, written: float, products: float
+    ) -> None:
+        work = Work(name.decode(), stream or 0, thread, read, written, products)
         same = found and work.name == "attention" == found[-1].name
         if same and work.stream == found[-1].stream:  # it tells of each of its tensors
             was = found.pop()
-            sums = (was.read + work.read, was.written + work.written, 0.0)
-            work = Work(*was[:3], *sums)
+            work = was._replace(read=was.read + read, written=was.written + written)
         found.append(work)
 
     cuda.simgpu_trace(True)

@@ -166,7 +166,7 @@ def _bytes(segment: Any, unit: int, access: int) -> int:
     marks = _marks(segment, access)
     if access == READS and segment.atomic is not None:
         marks = marks | segment.atomic
-    return np.count_nonzero(marks) * unit
+    return int(np.count_nonzero(marks)) * unit
 
 
 def _used(segment: Any, unit: int, moved: int) -> Iterator[tuple[int, int, int]]:
