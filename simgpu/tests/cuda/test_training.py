@@ -210,9 +210,9 @@ def test_an_evaluation_waits_once_whatever_it_reads(simulated):
 @pytest.mark.parametrize(
     ("ops", "counts"),
     [
-        ([*EAGER, *TORCH], [291, 4, 0, 2, 0, 0, 0, 0]),
-        ([*EAGER, *OURS], [253, 4, 0, 4, 0, 0, 0, 64]),
-        ([*COMPILED, *TORCH], [207, 4, 0, 0, 0, 0, 0, 68]),
+        ([*EAGER, *TORCH], [287, 4, 0, 2, 0, 0, 0, 0]),
+        ([*EAGER, *OURS], [241, 4, 0, 2, 0, 0, 0, 64]),
+        ([*COMPILED, *TORCH], [203, 4, 0, 0, 0, 0, 0, 68]),
     ],
     ids=["torch", "ours", "compiled"],
 )
