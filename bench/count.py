@@ -53,14 +53,14 @@ NAMES = (
     ("attention", r"^attention$|_attention_"),
     ("head and loss", r"cross_entropy|softmax|nll_loss|^aten::(ne|frexp|reciprocal|clamp|mul|div|"
                       r"fill_)$"),
-    ("embedding", r"embedding(?!.*layer_norm)(?!.*rms_norm)"),
+    ("embedding and casts", r"embedding(?!.*layer_norm)(?!.*rms_norm)"),
     ("norms", r"_norm"),
     ("activation", r"gelu|bias_act|relu"),
     # Inductor's kernels for several things at once, mostly casts, have no names
-    ("casts", r"^triton_poi_fused(__to_copy)?(_t)?$|^aten::(copy_|_to_copy)$"),
+    ("embedding and casts", r"^triton_poi_fused(__to_copy)?(_t)?$|^aten::(copy_|_to_copy)$"),
     ("projections", r"mm$|mm_$|sum|_to_copy|cat"),
 )  # fmt: skip
-PARTS = (*(part for part, _ in NAMES), "other", "clipping", "optimizer")
+PARTS = (*dict.fromkeys(part for part, _ in NAMES), "other", "clipping", "optimizer")
 _PATTERNS = [(part, re.compile(pattern)) for part, pattern in NAMES]
 
 
@@ -110,7 +110,7 @@ def is_of_head(work: Work, part: str, table: int) -> bool:
     """Returns True for products with the head's weight, casts of it, and sums to one number."""
     product = work.multiply_adds > 0 and work.multiply_adds % table == 0
     number = work.name == "aten::sum" and work.written == 4
-    return product or number or (part == "casts" and work.written >= 2 * table)
+    return product or number or (part == "embedding and casts" and work.written >= 2 * table)
 
 
 def by_part(works: list[Work], table: int) -> Counts:
