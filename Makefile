@@ -161,9 +161,7 @@ simgpu: $(SIMGPU)/.installed ## run the CUDA half on a simulated GPU (its enviro
 	tests/train/test_out_of_memory.py || failed=1; [ -z "$$failed" ]
 
 simgpu-brief: $(SIMGPU)/.installed ## of these the tests that each change must pass
-	$(on_simgpu) simgpu/tests/cuda -m "not slow" -k \
-	"not (compiled or inductor or cuda_graphs or whole_step or exchange or ours or our_kernels or evaluation or auto or fsdp or parallel or resumed \
-	or 16_bits_stay)" $(ARGS)
+	$(on_simgpu) simgpu/tests/cuda -m "not slow and not long" $(ARGS)
 
 simgpu-full: $(SIMGPU)/.installed ## the kernels' CUDA tests on SIMGPU_ARCHS, all other tests of CUDA, make gpu's stages: hours
 	rm -f $(SIMGPU_RECORD).new

@@ -71,7 +71,7 @@ class CountBench:
     trainers: tuple[str, ...] = (
         "fastgpt triton", "fastgpt triton, bf16 residual", "eager", "compiled",
     )  # fmt: skip
-    """Names of the trainers, as bench.step has them; nanogpt and nanochat are added if given."""
+    """Names of the trainers, as bench.step has them. nanogpt and nanochat are added if given."""
     recipe: str = "gpt2-124m"
     """Recipe of the network and settings."""
     batch: int = 16
@@ -146,7 +146,6 @@ def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
 
     The loss takes them in as many chunks; the backwards of norms and activation, which are as many
     programs as the GPU runs at once, have fewer, whose partial sums are fewer bytes.
-
     """
 
     def fewer(function: Callable[..., int]) -> Callable[..., int]:

@@ -141,7 +141,7 @@ class TrainConfig:
     tf32: bool = False
     """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
-    """Use of torch.compile. auto: on CUDA; graphs: and CUDA graphs of it, on one GPU."""
+    """Use of torch.compile. auto: on CUDA only; graphs: with CUDA graphs as well, on one GPU."""
     ddp_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which ranks exchange gradients. bf16 halves the traffic and rounds each
     rank's gradients and their sum."""

@@ -18,13 +18,8 @@ from pathlib import Path
 NATIVE = Path(__file__).parent / "native"
 SOURCES = {
     "libcuda": [
-        "state.cpp",
-        "memory.cpp",
-        "stream.cpp",
-        "order.cpp",
-        "trace.cpp",
-        "graph.cpp",
-        "driver.cpp",
+        *("state.cpp", "memory.cpp", "stream.cpp", "order.cpp"),
+        *("trace.cpp", "graph.cpp", "driver.cpp"),
     ],
     "libcudart": ["runtime.cpp"],
     "libcudnn": ["cudnn.cpp"],

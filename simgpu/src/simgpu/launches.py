@@ -29,7 +29,7 @@ class Launch(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """What a launch moves (SimWeight in native/sim.h); products are not counted here."""
+    """Bytes that a launch reads and writes (SimWeight in native/sim.h), without its products."""
 
     _fields_ = [(name, ctypes.c_double) for name in ("read", "written", "multiply_adds")]
 

@@ -34,11 +34,11 @@ def counted(simulated, tmp_path):
     return run
 
 
+MOVED = ("read", "written")
+
+
 def sums(found):
     return {key: sum(row[key] for row in found["parts"].values()) for key in ("launches", *MOVED)}
-
-
-MOVED = ("read", "written")
 
 
 WHOLE = """
@@ -49,6 +49,7 @@ print(json.dumps(count.whole(corners, 3, 12)))
 """
 
 
+@pytest.mark.long
 def test_a_whole_step_follows_from_four_small_ones(counted, simulated):
     sizes = [(layers, batch) for layers in (1, 2) for batch in (4, 8)]
     *found, larger = counted("off", "1x4", "1x8", "2x4", "2x8", "3x12")
@@ -94,6 +95,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [(2, "ddp"), (2, "fsdp"), pytest.param(4, "ddp", marks=pytest.mark.slow)],
@@ -101,15 +103,9 @@ FLAGS = (
 def test_ranks_exchange_gradients_while_the_backward_goes_on(simulated, tmp_path, ranks, kind):
     (tmp_path / "ranks.py").write_text(RANKS)
     given = [*FLAGS.split(), "--train.batch-tokens", str(64 * ranks), "--parallel.kind", kind]
-    job = [
-        "tests.forkrun",
-        str(ranks),
-        str(tmp_path / "ranks.py"),
-        *given,
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    said = simulated(*job, flags=f"--gpus {ranks} -m")
+    given += ["--run-dir", str(tmp_path / "run")]
+    job = ["tests.forkrun", str(ranks), str(tmp_path / "ranks.py")]
+    said = simulated(*job, *given, flags=f"--gpus {ranks} -m")
     shares = [float(line.split()[1]) for line in said.splitlines() if line.startswith("SENT")]
     assert len(shares) == ranks
     assert max(shares) < 1 / 3, said

@@ -60,6 +60,7 @@ add[(8,)](x, y, out, 1000, BLOCK=128)
     assert "too far" in said
 
 
+@pytest.mark.long
 def test_a_kernel_of_inductors_may_change_what_all_its_warps_read(simulated):
     simulated(
         """

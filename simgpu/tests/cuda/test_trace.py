@@ -1,4 +1,4 @@
-"""What a trace says of each piece of work."""
+"""A trace tells the bytes, products and thread of each piece of work."""
 
 TEXT = """
 import threading, torch, simgpu, triton, triton.language as tl

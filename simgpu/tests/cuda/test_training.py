@@ -25,7 +25,11 @@ EAGER, COMPILED = ["--train.compile", "off"], ["--train.compile", "on"]
 
 @pytest.fixture
 def train(simulated, tmp_path: Path):
-    """Runs train.py and returns its losses: of each step, then of the validation."""
+    """Runs train.py and returns its losses in the order of the log.
+
+    They are that of the validation before the first step, those of steps 1 and 3, and that of the
+    validation at the end.
+    """
 
     def run(*args: str, device: str = "cuda", flags: str = "", ranks: int = 1) -> list[float]:
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -60,18 +64,21 @@ def cpu(train):
 
 def test_eager(train, cpu):
     found = train(*EAGER, *TORCH)
-    assert found[0] == pytest.approx(cpu[0], abs=1e-5)
-    assert found == pytest.approx(cpu, abs=1e-4)
+    assert found[:2] == pytest.approx(cpu[:2], abs=1e-5)
+    assert found == pytest.approx(cpu, abs=2e-5)
 
 
+@pytest.mark.long
 def test_our_kernels(train, cpu):
     assert train(*EAGER, *OURS) == pytest.approx(cpu, abs=1e-4)
 
 
+@pytest.mark.long
 def test_compiled(train, cpu):
     assert train(*COMPILED, *TORCH, "--steps", "2")[:2] == pytest.approx(cpu[:2], abs=1e-4)
 
 
+@pytest.mark.long
 def test_cuda_graphs(train, cpu):
     """Two micro-steps add their gradients, and evaluations come between."""
     found = train("--train.compile", "graphs", *TORCH, "--eval-every", "1")
@@ -90,6 +97,7 @@ def test_all_that_a_run_may_do(train):
     assert found == pytest.approx(train(*EAGER, *TORCH, *flags, device="cpu"), abs=2e-3)
 
 
+@pytest.mark.long
 def test_the_trial_of_auto(train, cpu, monkeypatch, tmp_path_factory):
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path_factory.mktemp("cache")))  # no verdicts yet
     found = train(*COMPILED, "--steps", "2")
@@ -98,6 +106,7 @@ def test_the_trial_of_auto(train, cpu, monkeypatch, tmp_path_factory):
     assert found[:2] == pytest.approx(cpu[:2], abs=1e-4)
 
 
+@pytest.mark.long
 def test_compiled_ranks(train, cpu):
     found = train(*COMPILED, *TORCH, "--steps", "2", "--parallel.kind", "fsdp", ranks=2)
     assert found[:2] == pytest.approx(cpu[:2], abs=1e-4)
@@ -106,10 +115,13 @@ def test_compiled_ranks(train, cpu):
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [
-        (2, "ddp"), (2, "fsdp"), (2, "fsdp --parallel.tp 2"), (2, "ddp --parallel.cp 2"),
-        (4, "hsdp --parallel.shards 2 --train.micro-batch 1"),
+        (2, "ddp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.long),
+        pytest.param(2, "fsdp --parallel.tp 2", marks=pytest.mark.long),
+        pytest.param(2, "ddp --parallel.cp 2", marks=pytest.mark.long),
+        pytest.param(4, "hsdp --parallel.shards 2 --train.micro-batch 1", marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_ranks(train, cpu, ranks, kind):
     found = train(*EAGER, *TORCH, "--parallel.kind", *kind.split(), ranks=ranks)
     assert found == pytest.approx(cpu, abs=1e-4)
@@ -142,12 +154,14 @@ def test_a_rank_that_dies_ends_the_others_which_wait_for_it(simulated, tmp_path)
     assert time.monotonic() - began < 120  # NCCL itself would wait for ten minutes
 
 
+@pytest.mark.long
 def test_16_bits_stay_near(train, cpu):
     found = train(*EAGER, *TORCH, "--train.precision", "fp16")
     assert found == pytest.approx(cpu, abs=3e-3)
     assert found != pytest.approx(cpu, abs=2e-5)  # the products are in 16 bits
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_and_sampled_from(train, simulated):
     whole = train(*EAGER, *TORCH, "--steps", "4")
     train(*EAGER, *TORCH, "--steps", "2")
@@ -201,6 +215,7 @@ engine.loader.close()
 """
 
 
+@pytest.mark.long
 def test_an_evaluation_waits_once_whatever_it_reads(simulated):
     for tokens in ("256", "1024"):  # two batches, and eight
         given = [*SMALL, "--train.device", "cuda", *EAGER, *TORCH, "--data.eval-tokens", tokens]
@@ -211,8 +226,8 @@ def test_an_evaluation_waits_once_whatever_it_reads(simulated):
     ("ops", "counts"),
     [
         ([*EAGER, *TORCH], [287, 4, 0, 2, 0, 0, 0, 0]),
-        ([*EAGER, *OURS], [241, 4, 0, 2, 0, 0, 0, 64]),
-        ([*COMPILED, *TORCH], [203, 4, 0, 0, 0, 0, 0, 58]),
+        pytest.param([*EAGER, *OURS], [241, 4, 0, 2, 0, 0, 0, 64], marks=pytest.mark.long),
+        pytest.param([*COMPILED, *TORCH], [203, 4, 0, 0, 0, 0, 0, 58], marks=pytest.mark.long),
     ],
     ids=["torch", "ours", "compiled"],
 )

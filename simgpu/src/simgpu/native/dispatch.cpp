@@ -246,11 +246,13 @@ bool wide_product(const c10::OperatorName& name, c10::Stack& arguments) {
   Tensor made = at::matmul(arguments[at].toTensor().to(at::kFloat), arguments[at + 1].toTensor().to(at::kFloat));
   if (at) {
     auto beta = arguments[4].toScalar(), alpha = arguments[5].toScalar();
-    if (alpha.toDouble() != 1) made.mul_(alpha);
-    if (beta.toDouble() != 0) made.add_(arguments[0].toTensor(), beta);
+    if (!alpha.equal(1)) made.mul_(alpha);
+    if (!beta.equal(0)) made.add_(arguments[0].toTensor(), beta);
   }
+  auto asked = arguments[at + 2].toScalarType();
+  TORCH_CHECK(asked == at::kFloat || asked == arguments[at].toTensor().scalar_type(), "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
   bool out = name.overload_name == "dtype_out";
-  Tensor result = out ? arguments.back().toTensor().copy_(made) : made.to(arguments[at + 2].toScalarType());
+  Tensor result = out ? arguments.back().toTensor().copy_(made) : made.to(asked);
   arguments.assign({result});
   return true;
 }

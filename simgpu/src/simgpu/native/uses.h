@@ -95,7 +95,7 @@ SimWeight weight_of(const c10::OperatorHandle& op, const c10::Stack& arguments, 
     for (const Tensor& x : named("grads").toTensorVector()) weight.written -= bytes_of(x);
   auto found = PRODUCTS.find(plain);
   if (found == PRODUCTS.end()) return weight;
-  if (found->second && named("beta").toScalar().toDouble() == 0) weight.read -= bytes_of(arguments[0].toTensor());
+  if (found->second && named("beta").toScalar().equal(0)) weight.read -= bytes_of(arguments[0].toTensor());
   weight.multiply_adds = (double)arguments[found->second].toTensor().numel() * (double)arguments[found->second + 1].toTensor().size(-1);
   return weight;
 }
