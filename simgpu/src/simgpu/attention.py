@@ -40,7 +40,8 @@ def _probabilities(
 
 def _dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """Drops out elements of x, those that `seed` draws."""
-    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(seed))) >= p
+    drawn = torch.Generator().manual_seed(int(seed.view(torch.int64).flatten()[0]))
+    kept = torch.rand(x.shape, generator=drawn) >= p
     return x * kept / (1 - p)
 
 
@@ -65,13 +66,16 @@ def _again_in_graphs(function: Callable[..., tuple[Tensor, ...]]) -> Any:
     return call
 
 
-def _forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(
+    q: Tensor, *args: Any, of_seed: tuple[int, ...] = (), dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
     seed and offset of dropout's random numbers.
     """
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+    seed, offset = (torch.empty(n, dtype=torch.int64, device=q.device) for n in (of_seed, ()))
     if args[3]:
         seed.random_(2**62)
+    seed, offset = seed.view(dtype), offset.view(dtype)
     return *_attend(q, *args, seed), seed, offset
 
 
@@ -103,8 +107,8 @@ def _backward(
         dv = _dropout(weights, p, _host(seed)).mT @ dout.float()
         ds = weights * _dropout(dout.float() @ hv.float().mT, p, _host(seed))
         ds = (ds - weights * ds.sum(-1, keepdim=True)) * _factor(q, scale)
-        dq, dk = ds @ hk.float(), ds.mT @ hq.float()
-        grads = [dx.to(q.dtype) for dx in (dq, dk, dv)]
+        grads = ds @ hk.float(), ds.mT @ hq.float(), dv
+        grads = [torch.empty_like(x).copy_(dx) for x, dx in zip((hq, hk, hv), grads)]
     else:
         saved = _host(out), _host(logsumexp)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -115,7 +119,8 @@ def _backward(
 
 def flash(q, k, v, p=0.0, causal=False, debug=False, *, scale=None) -> Any:
     """_scaled_dot_product_flash_attention."""
-    out, logsumexp, *numbers = _forward(q, k, v, None, p, causal, scale)
+    of = {"of_seed": (2,), "dtype": torch.uint64}
+    out, logsumexp, *numbers = _forward(q, k, v, None, p, causal, scale, **of)
     mask = torch.empty(0, dtype=q.dtype, device=q.device)
     return out, logsumexp, None, None, q.shape[2], k.shape[2], *numbers, mask
 

@@ -85,6 +85,16 @@ def test_cuda_graphs(train, cpu):
     assert [*found[:2], found[-1]] == pytest.approx([*cpu[:2], cpu[-1]], abs=1e-4)
 
 
+@pytest.mark.long
+def test_compiled_dropout_is_recomputed(train, cpu):
+    """Inductor packs its masks byte by byte, and checks the shapes of attention's random state."""
+    flags = split("--train.precision bf16 --model.dropout 0.1 --train.recompute full")
+    found = train("--train.compile", "graphs", *TORCH, *flags)
+    assert found[0] == pytest.approx(cpu[0], abs=2e-3)  # no dropout there
+    assert found[1] == pytest.approx(cpu[1], abs=0.1)
+    assert found[1] != pytest.approx(cpu[1], abs=2e-3)
+
+
 def test_all_that_a_run_may_do(train):
     """In bf16 with Muon and recomputation: evaluations, samples by our decode kernel, saves."""
     flags = split(

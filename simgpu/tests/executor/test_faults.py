@@ -250,6 +250,9 @@ PARTLY = "setp.lt.u32 %p1, %r0, 16; @%p1 ld.global.b32 %r10, [%rd20];"
         ("setp.eq.s32 %p2, %r10, 0; @%p2 st.global.b32 [%rd20], %r0;", "%p2"),
         ("mov.b64 %rd9, {%r10, %r0}; mov.b64 {%r9, _}, %rd9; st.global.b32 [%rd20], %r9;", "%r9"),
         ("shfl.sync.idx.b32 %r11, %r10, 20, 31, -1; @%p1 st.global.b32 [%rd20], %r11;", "%r11"),
+        ("prmt.b32 %r11, %r0, %r10, 0x7210; st.global.b32 [%rd20], %r11;", "%r11"),
+        ("prmt.b32 %r11, %r0, %r10, 0x6540; prmt.b32 %r12, %r11, %r0, 0x5402;"
+         "st.global.b32 [%rd20], %r12;", "%r12"),
     ],
 )  # fmt: skip
 def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
@@ -266,6 +269,8 @@ def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
         "mov.b64 %rd21, {%r0, %r10}; cvt.u32.u64 %r11, %rd21; st.global.b32 [%rd20], %r11;",
         "shfl.sync.idx.b32 %r11, %r10, 3, 31, -1; @%p1 st.global.b32 [%rd20], %r11;",
         "add.s32 %r11, %r10, 1; @%p1 st.global.b32 [%rd20], %r11;",
+        "prmt.b32 %r11, %r0, %r10, 0x7410; prmt.b32 %r12, %r11, %r0, 0x4510;"
+        "st.global.b32 [%rd20], %r12;",
     ],
 )  # fmt: skip
 def test_what_does_not_depend_on_it_is_none(use):

@@ -15,8 +15,8 @@ from simgpu.executor.ptx import WARP, Array, Program
 
 Mask = Array | None
 """Lanes that take part, bool (lanes,); None for all of them."""
-BOTH = np.uint8(3)
-"""Mark of a register that was not written; 1 and 2 mark its low and its high half."""
+WHOLE = np.uint8(15)
+"""Mark of a register that was not written; each bit marks a quarter of it, from the lowest."""
 BITS = {2: 0xDEAD, 4: 0xDEADBEEF, 8: 0xDEADBEEFDEADBEEF, 1: 0}
 """Bytes -> bits of a register in lanes that never wrote it."""
 
@@ -89,7 +89,7 @@ class LaneState:
         old = self.R[slot]
         if old is None:
             old = value.dtype.type(BITS[value.dtype.itemsize])
-            self.unwritten[slot] = np.where(mask, np.uint8(0), BOTH)
+            self.unwritten[slot] = np.where(mask, np.uint8(0), WHOLE)
         elif slot in self.unwritten:
             self.unwritten[slot] = np.where(mask, np.uint8(0), self.unwritten[slot])
         self.R[slot] = np.where(mask, value, old)

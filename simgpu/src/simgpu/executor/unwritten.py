@@ -15,8 +15,8 @@ import numpy as np
 from simgpu.executor.errors import LaneError
 from simgpu.executor.flow import successors
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import SPECIAL, Array, Instruction, Program, Vector
-from simgpu.executor.state import BITS, BOTH, Mask
+from simgpu.executor.ptx import SPECIAL, Array, Immediate, Instruction, Program, Vector
+from simgpu.executor.state import BITS, WHOLE, Mask
 
 COMPUTES = ("mov", "selp", "shfl", "redux", "cvt", "add", "sub", "mul", "mad", "fma", "max",
             "min", "neg", "abs", "and", "or", "xor", "not", "shl", "shr", "bfe", "prmt", "ex2",
@@ -73,7 +73,7 @@ def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
         for slot in of:
             if m.R[slot] is None:
                 m.R[slot] = m.program.dtypes[slot].type(BITS[m.program.dtypes[slot].itemsize])
-                m.unwritten[slot] = np.full(m.size, BOTH)
+                m.unwritten[slot] = np.full(m.size, WHOLE)
         if not any(slot in m.unwritten for slot in of):
             step(m, mask)
         elif hands_on:
@@ -143,7 +143,7 @@ def met(step: Step, guard: int, slots: list[int]) -> Step:
 def _add(m: Machine, slots: Iterable[int], torn: Array) -> None:
     """Marks registers of lanes as never written, beside those that are marked."""
     for slot in slots:
-        m.unwritten[slot] = np.where(torn, BOTH, m.unwritten.get(slot, np.uint8(0)))
+        m.unwritten[slot] = np.where(torn, WHOLE, m.unwritten.get(slot, np.uint8(0)))
 
 
 def _refuse(m: Machine, mask: Mask, slots: list[int]) -> None:
@@ -170,7 +170,8 @@ def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, 
     none = np.zeros(m.size, np.uint8)
     marks = {slot: m.unwritten.get(slot, none) for slot in i.reads}
     both = np.bitwise_or.reduce(list(marks.values()))
-    halves = (both & 1) * BOTH, (both >> 1) * BOTH
+    low, high = (both & 3) != 0, both >= 4
+    halves = low * WHOLE, high * WHOLE
     if isinstance(to, Vector):  # a register taken apart, or a predicate for each half
         return {slot: half for slot, half in zip(to.items, halves) if isinstance(slot, int)}
     assert isinstance(to, int)
@@ -178,7 +179,12 @@ def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, 
         return {to: halves[0]}
     if i.mods[0] == "mov" and isinstance(args[0], Vector):  # two put together
         low, high = (marks[x] if isinstance(x, int) else none for x in args[0].items)
-        return {to: (low != 0) * np.uint8(1) | (high != 0) * np.uint8(2)}
+        return {to: _of_halves(low != 0, high != 0)}
+    if i.op == "prmt.b32" and isinstance(args[2], Immediate):
+        first, second = (marks[x] if isinstance(x, int) else none for x in args[:2])
+        of, selector = first | second << 4, args[2].value
+        chosen = [(of >> (selector >> 4 * k & 7) & 1) << k for k in range(4)]
+        return {to: np.bitwise_or.reduce(chosen)}
     if i.mods[0] == "selp":
         first, second, predicate = (marks[x] if isinstance(x, int) else none for x in args)
         assert isinstance(args[2], int)
@@ -186,7 +192,11 @@ def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, 
         return {to: chosen | predicate}
     if i.mods[0] in ("shfl", "redux"):
         return {to: _moved(m, mask, step, to, args[0], marks)}
-    return {to: both if i.type.endswith("x2") else (both != 0) * BOTH}
+    return {to: _of_halves(low, high) if i.type.endswith("x2") else (both != 0) * WHOLE}
+
+
+def _of_halves(low: Array, high: Array) -> Array:
+    return low * np.uint8(3) | high * np.uint8(12)
 
 
 def _moved(
@@ -199,4 +209,4 @@ def _moved(
     step(m, mask)
     moved = m.full(to)
     m.R[of], m.R[to] = value, result
-    return (moved != 0) * BOTH
+    return (moved != 0) * WHOLE
