@@ -251,6 +251,12 @@ def total(counts: Counts) -> Row:
 # --- the page -------------------------------------------------------------------------------------
 
 
+NANOCHAT = (
+    " nanochat's GPT is another network of these sizes (rotary positions, value embeddings, an "
+    "untied head, no biases); it has AdamW here like the others, not its own optimizer."
+)
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     moved = (row["read"] + row["written"]) / 1e9
     return f"{row['launches']:.0f}", f"{moved:.2f}", f"{row['flops'] / 1e12:.2f}"
@@ -282,9 +288,8 @@ def page(record: dict[str, Any]) -> str:
         f"{record['batch'] * record['context']:,}. A launch's bytes are counted once each: what "
         "it reads twice from the L2 cache, or from memory because that is full, is one read. An "
         "operator of PyTorch's is one launch and moves its tensors. Positions beyond the "
-        f"{TOKENS} have no weights there, which leaves out 0.02 GB. nanochat's GPT is another "
-        "network of these sizes (rotary positions, value embeddings, an untied head, no biases); "
-        "it has AdamW here like the others, not its own optimizer.",
+        f"{TOKENS} have no weights there, which leaves out 0.02 GB."
+        + NANOCHAT * ("nanochat" in names),
         tables.table("trainer|launches|GB moved|TFLOP of products|waits|allocations", lines),
         "By part, launches / GB / TFLOP:",
         tables.table("|".join(("part", *names)), by_part_),
