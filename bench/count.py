@@ -91,6 +91,18 @@ class CountBench:
     page: Path = PAGE
     """File for the page."""
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "processes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
+        if not (self.trainers or self.nanogpt or self.nanochat):
+            raise UserError("--trainers is empty: expected at least one, --nanogpt or --nanochat")
+        if self.add and not self.out.exists():
+            raise UserError(f"--add: there is no record {self.out}")
+        for path in (self.out, self.page):
+            if not path.parent.is_dir():
+                raise UserError(f"{path}: there is no folder {path.parent}")
+
 
 Work = Any
 Row = dict[str, float]

@@ -258,7 +258,8 @@ def pick_compile(asked: str, device: str, ranks: int = 1) -> tuple[bool, str]:
     """
     kind = kind_of(device)
     if asked == "graphs" and (kind is not CUDA or ranks > 1):
-        raise UserError(f"--train.compile is graphs: expected one GPU, not {ranks} x {kind.name}")
+        got = f"got {ranks} on {kind.name}"
+        raise UserError(f"--train.compile is graphs: expected one rank on CUDA, {got}")
     if asked == "on" and kind.compiles == "never":
         raise UserError(f"--train.compile is on: expected auto or off on {kind.name}")
     if asked == "off" or (asked == "auto" and kind.compiles != "by default"):

@@ -39,6 +39,20 @@ def test_without_a_simulated_gpu_it_is_one_line(monkeypatch):
         count.run(count.CountBench())
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch": 0}, "--batch is 0: expected 1 or more"),
+        ({"trainers": ()}, "--trainers is empty"),
+        ({"add": True, "out": count.HERE / "none.json"}, "there is no record .*none.json"),
+        ({"page": count.HERE / "none" / "page.md"}, "there is no folder .*none"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_at_once(given, said):
+    with pytest.raises(UserError, match=said):
+        count.CountBench(**given)
+
+
 def test_other_sizes_are_not_added_to_a_record():
     with pytest.raises(UserError, match=r"--batch is 4: .*counts.json has 16"):
         count.kept(count.CountBench(batch=4))

@@ -126,7 +126,10 @@ def test_missing_arguments_are_named(capsys):
         ("--train.precision fp16", ("fp16",)),
         ("--train.residual bf16", ("expected --train.precision bf16, which is fp32 here",)),
         ("--ops.attention blocked --train.compile on", ("--ops.attention is blocked",)),
-        ("--train.compile graphs", ("--train.compile is graphs: expected one GPU, not 1 x CPU",)),
+        (
+            "--train.compile graphs",
+            ("--train.compile is graphs: expected one rank on CUDA, got 1 on",),
+        ),
         ("--data.tokenizer chars --train.sample-prompt the€", ("prompt", "'€'", "offset 3")),
         ("--train.sample-prompt ''", ("--train.sample-prompt is empty: expected some text",)),
     ],
