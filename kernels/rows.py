@@ -4,6 +4,7 @@ Shapes
     M = rows, N = columns, P = partial sums of each column
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,52 +24,63 @@ def row_blocks(n: int, elements: int) -> tuple[int, int]:
     return block_n, max(1, min(16, elements // block_n))
 
 
-@triton.jit(do_not_specialize=["P"])
+MOST = 8
+"""Number of matrices of partial sums that one launch adds up."""
+_SIZES = [f"{size}_{letter}" for letter in "abcdefgh" for size in "PN"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _norm_sum_kernel(
-    a_parts_ptr, b_parts_ptr, c_parts_ptr, a_ptr, b_ptr, c_ptr,
-    P, N,
+    sums_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
+    P_a, N_a, P_b, N_b, P_c, N_c, P_d, N_d, P_e, N_e, P_f, N_f, P_g, N_g, P_h, N_h,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds up the P partial sums of each column, always in the same order.
 
-    One axis of the grid is for the columns, the other for the pairs (parts, sums) that are there.
+    One axis of the grid is for the columns, the other for the matrices (P, N).
     """
-    if tl.program_id(1) == 0:
-        _sum_parts(a_parts_ptr, a_ptr, P, N, BLOCK_P, BLOCK_N)
-    elif tl.program_id(1) == 1:
-        _sum_parts(b_parts_ptr, b_ptr, P, N, BLOCK_P, BLOCK_N)
-    else:
-        _sum_parts(c_parts_ptr, c_ptr, P, N, BLOCK_P, BLOCK_N)
+    pid = tl.program_id(1)
+    parts_ptr, P, N = a_ptr, P_a, N_a
+    if pid > 0:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, b_ptr, P_b, N_b
+    if pid > 1:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, c_ptr, P_c, N_c
+    if pid > 2:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, d_ptr, P_d, N_d
+    if pid > 3:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, e_ptr, P_e, N_e
+    if pid > 4:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, f_ptr, P_f, N_f
+    if pid > 5:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, g_ptr, P_g, N_g
+    if pid > 6:
+        sums_ptr, parts_ptr, P, N = sums_ptr + N, h_ptr, P_h, N_h
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        mask = (offs_p < P)[:, None] & mask_n[None, :]
+        offs = (offs_p.to(tl.int64) * N)[:, None] + offs_n[None, :]
+        sums += tl.load(parts_ptr + offs, mask=mask, other=0.0)
+    tl.store(sums_ptr + offs_n, tl.sum(sums, axis=0), mask=mask_n)
 
 
-@triton.jit
-def _sum_parts(parts_ptr, sums_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    if sums_ptr is not None:
-        offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-        for start in range(0, P, BLOCK_P):
-            offs_p = start + tl.arange(0, BLOCK_P)
-            mask = (offs_p < P)[:, None] & mask_n[None, :]
-            offs = (offs_p.to(tl.int64) * N)[:, None] + offs_n[None, :]
-            sums += tl.load(parts_ptr + offs, mask=mask, other=0.0)
-        total = tl.sum(sums, axis=0).to(sums_ptr.dtype.element_ty)
-        tl.store(sums_ptr + offs_n, total, mask=mask_n)
-
-
-def sum_parts(*pairs: tuple[Tensor, Tensor]) -> None:
-    """Writes the column sums of parts (P, N), fp32, into vectors (N,) of any dtype.
-
-    Args:
-        pairs: up to three of (parts, vector), all of one shape; those of no elements are left out.
-    """
-    wanted = [pair for pair in pairs if pair[0].numel()]
-    if not wanted:
-        return
-    P, N = wanted[0][0].shape
-    parts, sums = zip(*wanted)
-    none = (None,) * (3 - len(wanted))
-    launch(
-        _norm_sum_kernel, (triton.cdiv(N, 32), len(wanted)),
-        *parts, *none, *sums, *none, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=8,
-    )  # fmt: skip
+def sum_parts(matrices: list[Tensor]) -> Tensor:
+    """Returns the column sums of matrices of partial sums (P, N), fp32, one after the other."""
+    columns = sum(x.shape[1] for x in matrices)
+    sums = torch.empty(columns, dtype=torch.float32, device=matrices[0].device)
+    if not any(len(x) for x in matrices):
+        return sums.zero_()
+    first = 0
+    for i in range(0, len(matrices), MOST):
+        some = matrices[i : i + MOST]
+        again = [some[0]] * (MOST - len(some))  # not read: the grid has no programs for them
+        columns = [x.shape[1] for x in some]
+        launch(
+            _norm_sum_kernel, (triton.cdiv(max(columns), 32), len(some)),
+            sums[first:], *some, *again, *(size for x in (*some, *again) for size in x.shape),
+            BLOCK_P=64, BLOCK_N=32, num_warps=8,
+        )  # fmt: skip
+        first += sum(columns)
+    return sums

@@ -277,7 +277,11 @@ def compile_options(device: str, asked: str) -> dict[str, Any]:
     On CUDA kernels that do not depend on each other, such as the casts of all weights, are launched
     together (docs/benchmarks/counts.md).
     """
-    options = {"combo_kernels": True} if kind_of(device) is CUDA else {}
+    options: dict[str, Any] = {}
+    if kind_of(device) is CUDA:
+        from fastgpt.kernels.graphs import Merged  # imports Triton and Inductor
+
+        options = {"combo_kernels": True, "post_grad_custom_post_pass": Merged()}
     return options | ({"triton.cudagraphs": True} if asked == "graphs" else {})
 
 

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import sum_parts
 from ..runtime import arch, launch
 from .config import config
 from .forward import (
@@ -233,17 +232,25 @@ def _attention_bwd_dkv_kernel(
 # --- launch ---------------------------------------------------------------------------------------
 
 
+def parts_shapes(q: Tensor, k: Tensor, options: Options) -> list[tuple[int, int]]:
+    """Returns the shapes of the partial sums of dq's columns, and of dk's and dv's."""
+    (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
+    common, sm = constexprs(q, k, options), arch(q.device)
+    blocks = config("dq", q, common, sm)["BLOCK_M"], config("dkv", q, common, sm)["BLOCK_N"]
+    return [(B * -(-Tq // blocks[0]), H * D), (B * -(-Tk // blocks[1]), 2 * K * D)]
+
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    grads: tuple[Tensor, ...], dbias: Tensor | None = None,
+    grads: tuple[Tensor, ...], sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart.
 
-    `dbias` ((H + 2 K) D,) gets the sums of each column of dq, dk and dv, before they are rounded.
+    `sums`, of the shapes of `parts_shapes`, get partial sums of their columns, before they are
+    rounded.
     """
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     if B * Tq * Tk * H * D == 0:
-        for x in (*grads, *(() if dbias is None else (dbias,))):
+        for x in (*grads, *(sums or ())):
             x.zero_()
         return
     dq, dk, dv = grads
@@ -255,28 +262,18 @@ def attention_bwd(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     scalars = (options.window or 0, *options.scales(q), *options.dropout())
 
-    def parts(T: int, block: int, columns: int) -> Tensor | None:
-        if dbias is None:
-            return None
-        shape = (B * -(-T // block), columns)
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
+    of_dq, of_dkv = sums or (None, None)
     meta = common | config("dq", q, common, arch(q.device))
-    dq_parts = parts(Tq, meta["BLOCK_M"], H * D)
     launch(
         _attention_bwd_dq_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
-        q, k, v, out, dout, dq, dq_parts, lse, delta, *options.tensors,
+        q, k, v, out, dout, dq, of_dq, lse, delta, *options.tensors,
         *strides, *dq.stride()[:2],
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), *scalars, **meta,
     )  # fmt: skip
     meta = common | config("dkv", q, common, arch(q.device))
-    dkv_parts = parts(Tk, meta["BLOCK_N"], 2 * K * D)
     launch(
         _attention_bwd_dkv_kernel, (-(-Tk // meta["BLOCK_N"]) * B * K,),
-        q, k, v, dout, dk, dv, dkv_parts, lse, delta, *options.tensors,
+        q, k, v, dout, dk, dv, of_dkv, lse, delta, *options.tensors,
         *strides, *dk.stride()[:2],
         Tq, Tk, B * K, together_in_cache(q, meta["GROUP"], B * K), *scalars, **meta,
     )  # fmt: skip
-    if dbias is not None and dq_parts is not None and dkv_parts is not None:
-        sum_parts((dq_parts, dbias[: H * D]))
-        sum_parts((dkv_parts, dbias[H * D :]))

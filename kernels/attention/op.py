@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..checks import DTYPES, INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
+from ..sums import vectors_of
 from .plain import Options, attention_seeded_ref
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -119,24 +120,30 @@ def _packed_fwd_fake(qkv: Tensor, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _packed_bwd(
-    dout: Tensor, bias_dtype: torch.dtype | None, qkv: Tensor, out: Tensor, lse: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of qkv and of the bias; the latter is empty without a dtype for it."""
+    dout: Tensor, wanted: bool, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of qkv, and partial sums of the bias's (empty where unwanted)."""
     from .backward import attention_bwd
 
-    dqkv, dbias = _packed_bwd_fake(dout, bias_dtype, qkv)
+    dqkv, *sums = _packed_bwd_fake(dout, wanted, qkv, out, lse, *options)
     q, k, v = _split(qkv, heads := out.shape[2])
-    grads, sums = _split(dqkv, heads), dbias if bias_dtype else None
-    attention_bwd(dout, q, k, v, out, lse, Options(*options), grads, sums)
-    return dqkv, dbias
+    attention_bwd(
+        dout, q, k, v, out, lse, Options(*options), _split(dqkv, heads),
+        (sums[0], sums[1]) if wanted else None,
+    )  # fmt: skip
+    return dqkv, sums[0], sums[1]
 
 
 def _packed_bwd_fake(
-    dout: Tensor, bias_dtype: torch.dtype | None, qkv: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    columns = qkv.shape[2:].numel() if bias_dtype else 0
-    return _empty(qkv), torch.empty(columns, dtype=bias_dtype or torch.float32, device=qkv.device)
+    dout: Tensor, wanted: bool, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .backward import parts_shapes
+
+    shapes: list[Any] = [0, 0]
+    if wanted:
+        shapes = parts_shapes(*_split(qkv, out.shape[2])[:2], Options(*options))
+    of_dq, of_dkv = (torch.empty(x, dtype=torch.float32, device=qkv.device) for x in shapes)
+    return _empty(qkv), of_dq, of_dkv
 
 
 def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -152,14 +159,14 @@ def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | N
     if dout is None:
         return None, None, None, *NO_GRADIENTS
     _qkv, _heads, bias_wanted, *_options = ctx.needs_input_grad
-    dtype = ctx.bias_dtype if bias_wanted else None
-    dqkv, dbias = _attention_packed_bwd(dout, dtype, *ctx.saved_tensors, *ctx.settings)
-    return dqkv, None, dbias if dtype else None, *NO_GRADIENTS
+    dqkv, *sums = _attention_packed_bwd(dout, bias_wanted, *ctx.saved_tensors, *ctx.settings)
+    (dbias,) = vectors_of(sums, ctx.bias_dtype if bias_wanted else None)
+    return dqkv, None, dbias, *NO_GRADIENTS
 
 
 _attention_packed_bwd = define_op(
-    "attention_packed_bwd(Tensor dout, ScalarType? bias_dtype, Tensor qkv, Tensor out, Tensor lse, "
-    f"{OPTIONS}) -> (Tensor, Tensor)",
+    "attention_packed_bwd(Tensor dout, bool wanted, Tensor qkv, Tensor out, Tensor lse, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _packed_bwd,
     _packed_bwd_fake,
 )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import as_rows, row_blocks, sum_parts
+from ..rows import as_rows, row_blocks
 from ..runtime import launch, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -194,31 +194,29 @@ def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) 
     return y
 
 
+def bwd_plan(M: int, F: int, kind: str, device: torch.device) -> tuple[dict[str, int], int, int]:
+    """Returns how the backward runs: tile, programs (0 without rows) and parts of the columns."""
+    config = bwd_tile(F, kind)
+    parts_n = triton.cdiv(F, config["BLOCK_N"])
+    programs = max(1, bwd_programs(device, config) // parts_n)
+    return config, min(programs, triton.cdiv(M, config["BLOCK_M"])), parts_n
+
+
 def bias_act_bwd(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, dbias_dtype: torch.dtype | None
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    """Runs the backward kernel: returns (dx, dbias); dbias is empty where its dtype is None."""
+    """Runs the backward kernel: returns dx and partial sums of dbias (P, N), (P, 0) if unwanted."""
     N = x.shape[-1]
     F = N // (2 if kind == "swiglu" else 1)
     M = x.numel() // N
+    config, programs, parts_n = bwd_plan(M, F, kind, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = torch.empty(
-        0 if dbias_dtype is None else N, dtype=dbias_dtype or torch.float32, device=x.device
-    )
-    if M == 0:
-        return dx, dbias.zero_()
-    dy, x, config = as_rows(dy), as_rows(x), bwd_tile(F, kind)
-    parts_n = triton.cdiv(F, config["BLOCK_N"])
-    programs = max(1, bwd_programs(x.device, config) // parts_n)
-    programs = min(programs, triton.cdiv(M, config["BLOCK_M"]))
-    parts = None
-    if dbias_dtype is not None:
-        parts = torch.empty(programs, N, dtype=torch.float32, device=x.device)
-    launch(
-        _bias_act_bwd_kernel, (programs, parts_n),
-        dy, x, None if bias is None else bias.contiguous(), dx, parts,
-        dy.stride(0), x.stride(0), M, F, KIND=kind, **config,
-    )  # fmt: skip
-    if parts is not None:
-        sum_parts((parts, dbias))
-    return dx, dbias
+    parts = torch.empty((programs, N * wanted), dtype=torch.float32, device=x.device)
+    if M:
+        dy, x = as_rows(dy), as_rows(x)
+        launch(
+            _bias_act_bwd_kernel, (programs, parts_n),
+            dy, x, None if bias is None else bias.contiguous(), dx, parts if wanted else None,
+            dy.stride(0), x.stride(0), M, F, KIND=kind, **config,
+        )  # fmt: skip
+    return dx, parts

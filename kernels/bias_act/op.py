@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..sums import vectors_of
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -79,10 +80,13 @@ def _fwd_fake(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> 
 
 
 def _bwd_fake(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, dbias_dtype: torch.dtype | None
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    shape = (0,) if dbias_dtype is None else x.shape[-1:]
-    return x.new_empty(x.shape), x.new_empty(shape, dtype=dbias_dtype or torch.float32)
+    from .device import bwd_plan
+
+    N = x.shape[-1]
+    _, programs, _ = bwd_plan(x.numel() // N, _features(x, kind), kind, x.device)
+    return x.new_empty(x.shape), x.new_empty((programs, N * wanted), dtype=torch.float32)
 
 
 def _features(x: Tensor, kind: str) -> int:
@@ -99,12 +103,13 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, None
     x, bias = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
-    dx, dbias = _bias_act_bwd(dy, x, bias, ctx.kind, bias.dtype if wanted else None)
-    return dx, dbias if wanted else None, None, None
+    dx, parts = _bias_act_bwd(dy, x, bias, ctx.kind, wanted)
+    (dbias,) = vectors_of([parts], bias.dtype if wanted else None)
+    return dx, dbias, None, None
 
 
 _bias_act_bwd = define_op(
-    "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, ScalarType? dbias_dtype) "
+    "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) "
     "-> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,

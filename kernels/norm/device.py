@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import as_rows, row_blocks, sum_parts
+from ..rows import as_rows, row_blocks
 from ..runtime import launch, multiprocessors
 
 
@@ -94,7 +94,7 @@ def _norm_dots_kernel(
 def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branches
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
     dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, dinput_bias_ptr,
-    stride_dym, stride_dtm, stride_xm,
+    stride_dym, stride_dtm, stride_xm, stride_part,
     M, N,
     CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
-    part = pid.to(tl.int64) * N + offs_n
+    part = pid.to(tl.int64) * stride_part + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
     if dbias_ptr is not None:
@@ -240,6 +240,22 @@ def _vector(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.contiguous()
 
 
+def bwd_plan(
+    M: int, N: int, device: torch.device, dresidual: bool, vectors: int
+) -> tuple[dict[str, int], int, int]:
+    """Returns how the backward runs: its tile, programs (0 without rows) and parts of a row.
+
+    Args:
+        dresidual: True if x and the residual get gradients of two dtypes.
+        vectors: number of gradients with N elements.
+    """
+    whole = N <= (WHOLE_ROW if dresidual + vectors <= 2 else WHOLE_ROW_OF_MANY)
+    config = bwd_tile(N if whole else PART_N)
+    parts_n = triton.cdiv(N, config["BLOCK_N"])
+    programs = max(1, bwd_programs(device, config["num_warps"]) // parts_n)
+    return config, min(programs, triton.cdiv(M, config["BLOCK_M"])), parts_n
+
+
 def norm_bwd(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -248,55 +264,39 @@ def norm_bwd(
     weight: Tensor | None,
     dx_dtype: torch.dtype,
     dresidual_dtype: torch.dtype | None,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
-    dinput_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    """Runs the backward kernels: returns (dx, dresidual, dweight, dbias, dinput_bias).
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the backward kernels: returns (dx, dresidual, parts).
 
-    A dtype of None gives an empty tensor. x is the normalised input. dresidual equals dx except for
-    its dtype, and dinput_bias holds the column sums of dx.
+    x is the normalised input. dresidual is empty without a dtype for it, else dx in that dtype. parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and
+    dinput_bias, the last of which holds the column sums of dx.
     """
     N = x.shape[-1]
     M = x.numel() // N
-
-    def empty(dtype: torch.dtype | None, *shape: int) -> Tensor:
-        shape = (0,) if dtype is None else shape
-        return torch.empty(shape, dtype=dtype or torch.float32, device=x.device)
-
-    dx, dresidual = empty(dx_dtype, *x.shape), empty(dresidual_dtype, *x.shape)
-    dtypes = (dweight_dtype, dbias_dtype, dinput_bias_dtype)
-    vectors = [empty(dtype, N) for dtype in dtypes]
+    apart, vectors = dresidual_dtype is not None, sum(wanted)
+    config, programs, parts_n = bwd_plan(M, N, x.device, apart, vectors)
+    dx = torch.empty(x.shape, dtype=dx_dtype, device=x.device)
+    dresidual = torch.empty(x.shape if apart else 0, dtype=dresidual_dtype, device=x.device)
+    parts = torch.empty((programs, vectors * N), dtype=torch.float32, device=x.device)
     if M == 0:
-        return dx, dresidual, *(vector.zero_() for vector in vectors)
+        return dx, dresidual, parts
     centred = len(stats) == 2
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
-    results = sum(dtype is not None for dtype in (dresidual_dtype, *dtypes))
-    whole = WHOLE_ROW if results <= 2 else WHOLE_ROW_OF_MANY
-    if whole < N:
-        dots = empty(torch.float32, 2, M)
+    if parts_n > 1:
+        dots = torch.empty(2, M, dtype=torch.float32, device=x.device)
         launch(
             _norm_dots_kernel, (M,),
             dy, x, weight, stats, dots, dy.stride(0), x.stride(0), M, N,
             CENTRED=centred, BLOCK_N=PART_N, num_warps=8,
         )  # fmt: skip
-    config = bwd_tile(N if dots is None else PART_N)
-    parts_n = triton.cdiv(N, config["BLOCK_N"])
-    programs = max(1, bwd_programs(x.device, config["num_warps"]) // parts_n)
-    programs = min(programs, triton.cdiv(M, config["BLOCK_M"]))
-    parts = [empty(dtype and torch.float32, programs, N) for dtype in dtypes]
+    columns = iter(parts.split(N, dim=1))
     launch(
         _norm_bwd_kernel, (programs, parts_n),
         dy, dtotal, x, weight, stats, dots,
-        dx, _wanted(dresidual), *map(_wanted, parts),
-        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
+        dx, dresidual if apart else None, *(next(columns) if it else None for it in wanted),
+        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0), parts.stride(0),
         M, N, CENTRED=centred, **config,
     )  # fmt: skip
-    sum_parts(*zip(parts, vectors))
-    return dx, dresidual, *vectors
-
-
-def _wanted(x: Tensor) -> Tensor | None:
-    return x if x.numel() else None
+    return dx, dresidual, parts

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..runtime import autocast_dtype, column_sums, define_op, runs_kernels, with_gradient_of
+from ..sums import vectors_of
 
 MAX_N = 16_384
 
@@ -69,7 +70,7 @@ def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return norm_fwd(*args[:4], *args[5:])
 
 
-def _bwd(*args: Any) -> tuple[Tensor, ...]:
+def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .device import norm_bwd
 
     return norm_bwd(*args)
@@ -98,14 +99,17 @@ def _bwd_fake(
     x: Tensor,
     stats: Tensor,
     weight: Tensor | None,
-    *dtypes: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    """Returns uninitialised gradients of these dtypes, see `norm_bwd`, for fake tensors."""
-    shapes = (x.shape, x.shape, *[x.shape[-1:]] * 3)
-    return tuple(
-        x.new_empty(0 if dtype is None else shape, dtype=dtype or torch.float32)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .device import bwd_plan
+
+    apart, vectors, N = dresidual_dtype is not None, sum(wanted), x.shape[-1]
+    _, programs, _ = bwd_plan(x.numel() // N, N, x.device, apart, vectors)
+    dresidual = x.new_empty(x.shape if apart else 0, dtype=dresidual_dtype or torch.float32)
+    parts = x.new_empty((programs, vectors * N), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dx_dtype), dresidual, parts
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -126,25 +130,19 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
         return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, sums, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
-    dtypes = (
-        x_dtype,
-        residual_dtype if apart else None,
-        *(ctx.dtypes[i] if ctx.needs_input_grad[i] else None for i in (2, 3, 4)),
-    )
-    gradients = _norm_bwd(dy, dtotal, x, stats, weight, *dtypes)
-    dx, dresidual, *vectors = (
-        d if dtype else None for d, dtype in zip(gradients, dtypes, strict=True)
-    )
-    if residual_dtype and not apart:
-        dresidual = dx
-    return dx, dresidual, *vectors, *options
+    wanted = ctx.needs_input_grad[2:5]
+    dtypes = (x_dtype, residual_dtype if apart else None)
+    dx, dresidual, parts = _norm_bwd(dy, dtotal, x, stats, weight, *dtypes, list(wanted))
+    if not apart:
+        dresidual = dx if residual_dtype else None
+    of_vectors = (dtype if it else None for dtype, it in zip(ctx.dtypes[2:], wanted, strict=True))
+    return dx, dresidual, *vectors_of([parts], *of_vectors), *options
 
 
 _norm_bwd = define_op(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
-    "ScalarType dx_dtype, ScalarType? dresidual_dtype, ScalarType? dweight_dtype, "
-    "ScalarType? dbias_dtype, ScalarType? dinput_bias_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

@@ -53,6 +53,7 @@ def variant(
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
 
     def run() -> None:
+        from ..rows import sum_parts
         from .device import norm_bwd, norm_fwd
 
         x = y = torch.empty(4096, n, dtype=dtype, device="meta")
@@ -61,8 +62,9 @@ def variant(
         _, total, stats = norm_fwd(x, r, w, b, 1e-5, centred, dtype)
         saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
         dtotal = None if r is None else total
-        vectors = (weight, weight if bias else None, weight if input_bias else None)
-        norm_bwd(y, dtotal, saved, stats, w, dtype, other, *vectors)
+        wanted = [True, bias, input_bias]
+        *_, parts = norm_bwd(y, dtotal, saved, stats, w, dtype, other, wanted)
+        sum_parts([parts])
 
     names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
     parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]

@@ -25,8 +25,9 @@ Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
 """Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
 
-STRINGS = 1 << 62
-"""Address of the first of a program's strings, the next one further each: no memory is there."""
+NAMED = 1 << 62
+"""Address of the first of a program's strings and parameters, the next one further each: no memory
+is there."""
 
 
 def opcode(*names: str) -> Callable[[Builder], Builder]:
@@ -48,6 +49,7 @@ class Build:
     def __init__(self, program: Program, follow: bool = False) -> None:
         self.program, self.follow = program, follow
         program.rank = ranks(program)
+        self.named = [*program.strings, *dict(program.params)]
         self.suspects = set(range(len(program.dtypes))) if follow else suspects(program)
         self.constants: dict[tuple[int, Any], int] = {}
         self.here = 0
@@ -82,8 +84,8 @@ class Build:
             return operand
         if isinstance(operand, Name) and operand.text == "global_smem":
             operand = Immediate(0)
-        if isinstance(operand, Name) and operand.text in self.program.strings:
-            operand = Immediate(STRINGS + list(self.program.strings).index(operand.text))
+        if isinstance(operand, Name) and operand.text in self.named:
+            operand = Immediate(NAMED + self.named.index(operand.text))
         if not isinstance(operand, Immediate):
             raise UnknownPtxError(f"operand {operand}")
         dtype = np.dtype(dtype)
@@ -214,7 +216,7 @@ def _call(b: Build, instruction: Instruction) -> Step:
         lane = m.index(mask)[0]
         message, file, line = (m.outgoing.get(f"param{i}", -1) for i in range(3))
         what, where = (
-            texts[x - STRINGS].strip("\0") if 0 <= x - STRINGS < len(texts) else "?"
+            texts[x - NAMED].strip("\0") if 0 <= x - NAMED < len(texts) else "?"
             for x in (message, file)
         )
         raise LaneError(lane, f"the assertion {what!r} of {where}:{line} failed")

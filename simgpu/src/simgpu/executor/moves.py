@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.build import Build, address_of, opcode, unknown
+from simgpu.executor.build import NAMED, Build, address_of, opcode, unknown
 from simgpu.executor.formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
 from simgpu.executor.lanes import TYPES, moving, plain
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import CLASSES, U32, Instruction, Name, Vector
+from simgpu.executor.ptx import CLASSES, U32, Address, Instruction, Name, Vector
 from simgpu.executor.state import Mask
 
 
@@ -25,7 +25,7 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     assert isinstance(to, int)
     if isinstance(source, Vector):
         return _pack(b, to, source, dtype)
-    if isinstance(source, Name) and source.text not in ("global_smem", *b.program.strings):
+    if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
     slot = b.slot(source, dtype)
 
@@ -102,14 +102,29 @@ def _conversion(
 
 @opcode("ld.param")
 def _ld_param(b: Build, instruction: Instruction) -> Step:
+    """A parameter, or the one whose address a register has: the compiler makes both of a choice."""
     to, name = instruction.args
-    if not isinstance(name, Name) or not isinstance(to, int):
+    if not isinstance(to, int):
         raise unknown(instruction)
     dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
-    if kind.itemsize != dict(b.program.params)[name.text].itemsize:
+    if isinstance(name, Address):
+        return _ld_chosen(b, to, name, kind)
+    if not isinstance(name, Name) or kind.itemsize != dict(b.program.params)[name.text].itemsize:
         raise unknown(instruction)
 
     return lambda m, mask: m.put(to, m.params[name.text].view(kind).astype(dtype), mask)
+
+
+def _ld_chosen(b: Build, to: int, operand: Address, kind: np.dtype) -> Step:
+    slot, offset = address_of(b, operand, np.uint64)
+    params = enumerate(b.program.params, NAMED + len(b.program.strings))
+    names = {at: name for at, (name, dtype) in params if dtype.itemsize == kind.itemsize}
+
+    def step(m: Machine, mask: Mask) -> None:
+        chosen = [m.params[names[at]] for at in m.addresses(slot, offset, mask).tolist()]
+        m.put_rows([to], np.array([chosen]).view(kind), mask)
+
+    return step
 
 
 @opcode("cvta.global", "cvta.to.global")
