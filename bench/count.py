@@ -31,7 +31,7 @@ from bench.contenders import Workload
 from bench.step import StepBench, base_config, with_batch
 from fastgpt import flags
 from fastgpt.errors import UserError, run_command, unknown_name
-from fastgpt.kernels.cross_entropy.chunks import chunk_on_gpu
+from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 
 HERE = Path(__file__).parent
 RECORD = HERE / "counts.json"
@@ -40,8 +40,8 @@ BATCHES, TOKENS = (4, 8), 64
 """The sizes that are run: numbers of sequences, and tokens in a sequence."""
 UNTRACED = 3
 """Number of steps before the one that is counted: what is compiled or allocated once is done."""
-PROCESSORS = 132
-"""Multiprocessors of an H100, for which the loss is divided into chunks."""
+PROCESSORS, MEMORY = 132, 79 << 30
+"""Multiprocessors and bytes of an H100, for which the loss is divided into chunks."""
 CHUNKS = "fastgpt.kernels.cross_entropy.linear.tokens_at_a_time"
 PROGRAMS = tuple(f"fastgpt.kernels.{op}.device.bwd_programs" for op in ("norm", "bias_act"))
 FIELDS = ("launches", "read", "written", "flops")
@@ -234,7 +234,8 @@ def whole(corners: dict[tuple[int, int], Row], layers: int, batch: float) -> Row
 def chunks_at(config: Any, batch: int, context: int) -> int:
     """Returns in how many chunks our loss takes the tokens of a whole step, on an H100."""
     model, tokens = config.model, batch * context
-    size = chunk_on_gpu(tokens, model.padded_vocab, model.dim, 2, PROCESSORS)
+    vocab = model.padded_vocab
+    size = chunk_on_gpu(tokens, vocab, model.dim, MEMORY // GPU_SHARE // (2 * vocab), PROCESSORS)
     return -(-tokens // size)
 
 

@@ -91,10 +91,10 @@ def account(
         dtype: number format of the weights.
         recompute: as in `GPT`.
     """
-    on_cuda = {"cpu": 2 * chunks.CHUNK_BYTES["cuda"]}  # counted there as fp32
+    on_h100 = 2 * (80 << 30) // chunks.GPU_SHARE  # logits are counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
-        mock.patch.dict(chunks.CHUNK_BYTES, on_cuda),
+        mock.patch.object(chunks, "CPU_BYTES", on_h100),
         recording(90) as launches,
         FakeTensorMode(),
         LiveBytes(launches) as live,

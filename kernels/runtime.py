@@ -59,15 +59,20 @@ def multiprocessors(device: torch.device) -> int:
     return _cuda(device.index)[1] if _is_cuda(device) else 2
 
 
+def memory(device: torch.device) -> int:
+    """Returns the bytes of a CUDA device's memory; a stand-in's are an H100's."""
+    return 80 << 30 if _stand_in is not None else _cuda(device.index)[2]
+
+
 def _is_cuda(device: torch.device) -> bool:
     """Returns False for AMD GPUs, which builds of torch for ROCm call `cuda`, too."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache
-def _cuda(index: int | None) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(index)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+def _cuda(index: int | None) -> tuple[int, int, int]:
+    found = torch.cuda.get_device_properties(index)
+    return 10 * found.major + found.minor, found.multi_processor_count, found.total_memory
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -8,14 +8,14 @@ import functools
 
 from torch import Tensor
 
-from ..runtime import multiprocessors
+from ..runtime import memory, multiprocessors
 
-CHUNK_BYTES = {"cuda": 560 << 20, "cpu": 64 << 20}
-"""Bytes of logits in memory at a time: on a GPU up to 5,760 tokens of GPT-2's 50,304 logits in
-bf16, which allows full waves of each product's tiles on any of them.
-
-On a CPU every logit counts as fp32: 256 tokens. With 512, products are up to 7 % faster, for 51 MB
-more."""
+CPU_BYTES = 64 << 20
+"""Bytes of logits in memory at a time on a CPU, where each logit counts as fp32: 256 tokens of
+GPT-2's 50,304 logits. With 512, products are up to 7 % faster, for 51 MB more."""
+GPU_SHARE = 50
+"""On a GPU logits take at most this part of its memory: 1.6 GiB, or 17,000 tokens in bf16, of 80.
+Each chunk reads the head's weight twice, and its gradient once."""
 TILE = (128, 256)
 """Rows and columns of the result that one multiprocessor computes at a time in a large product."""
 
@@ -23,30 +23,34 @@ TILE = (128, 256)
 def tokens_at_a_time(x: Tensor, weight: Tensor, asked: int) -> int:
     """Returns the number of tokens per chunk for x (M, C), in the products' dtype.
 
-    It is `asked`, or if that is 0 what suits the device; on a CPU as many as CHUNK_BYTES holds, in
+    It is `asked`, or if that is 0 what suits the device; on a CPU as many as CPU_BYTES hold, in
     chunks of about the same size.
     """
     (M, C), V = x.shape, len(weight)
     if asked:
         return asked
     if x.device.type == "cuda":
-        return chunk_on_gpu(M, V, C, x.element_size(), multiprocessors(x.device))
-    most = CHUNK_BYTES["cpu"] // (V * 4)
+        most = memory(x.device) // GPU_SHARE // (V * x.element_size())
+        return chunk_on_gpu(M, V, C, most, multiprocessors(x.device))
+    most = CPU_BYTES // (V * 4)
     most = max(1, most // 128 * 128 or most)
     chunks = max(1, -(-M // most))
     return min(most, -(-M // (128 * chunks)) * 128)
 
 
 @functools.cache
-def chunk_on_gpu(M: int, V: int, C: int, itemsize: int, processors: int) -> int:
-    """Returns the number of tokens per chunk with which a chunk's products leave least unused.
+def chunk_on_gpu(M: int, V: int, C: int, most: int, processors: int) -> int:
+    """Returns the number of tokens per chunk: the most with which its products leave little unused.
 
     The product that gives x's gradient has few tiles: 96 for 4096 tokens of width 768, which keep
-    96 of 132 multiprocessors busy, and 132 for 5632.
+    96 of 132 multiprocessors busy, and 132 for 5632. Up to 1 % more is left unused for fewer chunks.
+
+    Args:
+        most: bound on the number.
     """
-    most = CHUNK_BYTES["cuda"] // (V * itemsize)
-    sizes = range(128, min(most, M + 127) + 1, 128)
-    return min(sizes, key=lambda n: (rounds(M, n, V, C, processors), -n), default=max(1, most))
+    times = {n: rounds(M, n, V, C, processors) for n in range(128, min(most, M + 127) + 1, 128)}
+    enough = 1.01 * min(times.values(), default=0)
+    return max((n for n, time in times.items() if time <= enough), default=max(1, most))
 
 
 def rounds(M: int, n: int, V: int, C: int, processors: int) -> int:

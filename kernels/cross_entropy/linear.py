@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     dtype: torch.dtype
     """Dtype of the matrix products."""
     chunk_tokens: int
-    """Number of tokens whose logits are computed at a time; 0: as many as CHUNK_BYTES holds."""
+    """Number of tokens whose logits are computed at a time; 0: what suits the device."""
     valid_vocab: int
     ignore_index: int
     label_smoothing: float
@@ -317,7 +317,7 @@ def linear_cross_entropy(
         weight: (V, C), any of these dtypes; it may be tied to the token embedding.
         targets: (...), int32 | int64; see `cross_entropy`, also for one that is out of range.
         bias: (V,), any of these dtypes.
-        chunk_tokens: tokens whose logits exist at a time; None: as many as CHUNK_BYTES holds.
+        chunk_tokens: tokens whose logits exist at a time; None: what suits the device.
         ignore_index: see `cross_entropy`, like all that follow.
         label_smoothing: in [0, 1].
         z_loss: 0 or more.

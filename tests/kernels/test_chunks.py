@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from fastgpt.kernels import linear_cross_entropy
 from fastgpt.kernels.cross_entropy.chunks import TILE, chunk_on_gpu, rounds, tokens_at_a_time
+from fastgpt.kernels.runtime import recording
 
 V, C = 50_304, 768
 
@@ -22,18 +24,25 @@ def test_chunks_on_a_cpu_follow_from_a_budget(M, asked, columns, tokens):
 
 
 @pytest.mark.parametrize(
-    ("M", "itemsize", "processors", "tokens"),
+    ("M", "most", "processors", "tokens"),
     [
-        (65_536, 2, 132, 5632),  # H100: 132 tiles of x's gradient, where 4096 tokens have 96
-        (65_536, 2, 148, 5760),  # B200
-        (65_536, 4, 132, 2816),
-        (5000, 2, 132, 5120),
-        (100, 2, 132, 128),
+        (65_536, 17_076, 132, 16_896),  # H100, bf16
+        (16_384, 17_076, 132, 16_384),
+        (65_536, 5760, 132, 5632),  # 132 tiles of x's gradient, where 4096 tokens have 96
+        (5000, 5760, 132, 5120),
+        (100, 5760, 132, 128),
     ],
 )
-def test_chunks_on_a_gpu_fill_its_multiprocessors(M, itemsize, processors, tokens):
-    assert chunk_on_gpu(M, V, C, itemsize, processors) == tokens
-    assert chunk_on_gpu(M, 10**9, C, itemsize, processors) == 1
+def test_chunks_on_a_gpu_fill_its_multiprocessors(M, most, processors, tokens):
+    assert chunk_on_gpu(M, V, C, most, processors) == tokens
+
+
+@pytest.mark.parametrize(("columns", "tokens"), [(V, 16_384), (10**9, 1)])
+def test_chunks_on_a_gpu_take_a_share_of_its_memory(columns, tokens):
+    with recording(90), FakeTensorMode():  # as if on an H100
+        x = torch.empty(16_384, C, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(columns, C, device="cuda")
+        assert tokens_at_a_time(x, weight, 0) == tokens
 
 
 def test_rounds_count_the_waves_of_three_products():
@@ -42,7 +51,7 @@ def test_rounds_count_the_waves_of_three_products():
     assert rounds(768, 512, 256, 512, processors=4) == 1536 + 1 * 512 + 1 * 256 + 1 * 256
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(4096, 0.885), (5632, 0.985)])
+@pytest.mark.parametrize(("tokens", "share"), [(4096, 0.885), (5632, 0.985), (16_896, 0.986)])
 def test_the_share_of_busy_multiprocessors_is_that_of_the_docs(tokens, share):
     M, processors = 65_536, 132
     tiles = 3 * M * V * C / (TILE[0] * TILE[1])  # of one multiply-add along their sums
