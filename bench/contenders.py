@@ -61,8 +61,8 @@ class Workload:
     def tokens(self) -> int:
         return self.config.train.batch_tokens
 
-    def with_narrow_residual(self) -> "Workload":
-        train = replace(self.config.train, residual="bf16")
+    def with_wide_residual(self) -> "Workload":
+        train = replace(self.config.train, residual="fp32")
         return replace(self, config=replace(self.config, train=train))
 
     def in_fp32(self) -> "Workload":
@@ -169,8 +169,8 @@ CONTENDERS: dict[str, Callable[[Workload], Built]] = {
     "fastgpt": lambda workload: _fastgpt(workload, workload.config.ops),
     "fastgpt fp32": lambda workload: _fastgpt(workload.in_fp32(), workload.config.ops),
     "fastgpt triton": lambda workload: _fastgpt(workload, TRITON_OPS),
-    "fastgpt triton, bf16 residual": lambda workload: _fastgpt(
-        workload.with_narrow_residual(), TRITON_OPS
+    "fastgpt triton, fp32 residual": lambda workload: _fastgpt(
+        workload.with_wide_residual(), TRITON_OPS
     ),
     "eager": lambda workload: _reference(workload, compiled=False),
     "compiled": lambda workload: _reference(workload, compiled=True),

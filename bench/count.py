@@ -7,8 +7,9 @@ adds in each layer:
 
     f(L, N) = a + b L + c N + d L N
 
-Counts at two L and two N give a to d, and with them the count of the whole step. Products are
-counted from their sizes, attention's by formula (half of the scores, 3.5 times in all).
+Counts at two L and two N give a to d, and with them the count of the whole step. Launches are those
+of the larger N: they do not grow with tokens, but the compiler cuts some sums of fewer in two.
+Products are counted from their sizes, attention's by formula (half of the scores, 7 products).
 """
 
 import json
@@ -69,7 +70,7 @@ class CountBench:
     """Counts the launches, bytes and products of a training step, beside other trainers'."""
 
     trainers: tuple[str, ...] = (
-        "fastgpt triton", "fastgpt triton, bf16 residual", "eager", "compiled",
+        "fastgpt triton", "fastgpt triton, fp32 residual", "eager", "compiled",
     )  # fmt: skip
     """Names of the trainers, as bench.step has them. nanogpt and nanochat are added if given."""
     recipe: str = "gpt2-124m"
@@ -221,14 +222,15 @@ def whole(corners: dict[tuple[int, int], Row], layers: int, batch: float) -> Row
     l0, l1 = sorted({layers for layers, _ in corners})
     b0, b1 = sorted({batch for _, batch in corners})
     at, along = (layers - l0) / (l1 - l0), (batch - b0) / (b1 - b0)
-    weights = {
-        (l0, b0): (1 - at) * (1 - along), (l1, b0): at * (1 - along),
-        (l0, b1): (1 - at) * along, (l1, b1): at * along,
-    }  # fmt: skip
-    return {
-        key: sum(weight * corners[corner][key] for corner, weight in weights.items())
-        for key in FIELDS
-    }
+
+    def line(key: str, layers: int, along: float) -> float:
+        return (1 - along) * corners[layers, b0][key] + along * corners[layers, b1][key]
+
+    def value(key: str) -> float:
+        share = 1 if key == "launches" else along
+        return (1 - at) * line(key, l0, share) + at * line(key, l1, share)
+
+    return {key: value(key) for key in FIELDS}
 
 
 def chunks_at(config: Any, batch: int, context: int) -> int:
@@ -298,9 +300,10 @@ def page(record: dict[str, Any]) -> str:
         "f(L, N) = a + b L + c N + d L N, from two L and N = "
         f"{' and '.join(str(TOKENS * b) for b in BATCHES)} tokens in sequences of {TOKENS} (the "
         f"corners in the record); the whole step has L = {record['layers']}, N = "
-        f"{record['batch'] * record['context']:,}. A launch's bytes are counted once each: what "
-        "it reads twice from the L2 cache, or from memory because that is full, is one read. An "
-        "operator of PyTorch's is one launch and moves its tensors. Positions beyond the "
+        f"{record['batch'] * record['context']:,}, and the launches of the larger N. A launch's "
+        "bytes are counted once each: what it reads twice from the L2 cache, or from memory "
+        "because that is full, is one read. An operator of PyTorch's is one launch and moves its "
+        "tensors. Positions beyond the "
         f"{TOKENS} have no weights there, which leaves out 0.02 GB."
         + NANOCHAT * ("nanochat" in names),
         tables.table("trainer|launches|GB moved|TFLOP of products|waits|allocations", lines),

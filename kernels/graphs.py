@@ -35,9 +35,7 @@ def merge_sums(graph: Graph) -> None:
     Those of a whole backward would keep the partial sums of all layers in memory.
     """
     group: list[Node] = []
-    for call in graph.find_nodes(
-        op="call_function", target=torch.ops.fastgpt.sum_parts.default
-    ):
+    for call in graph.find_nodes(op="call_function", target=torch.ops.fastgpt.sum_parts.default):
         several = sum(len(_matrices(node)) for node in (*group, call)) > MOST
         if several or _needs(call, group):
             _merge(graph, group)

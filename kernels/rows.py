@@ -24,6 +24,17 @@ def row_blocks(n: int, elements: int) -> tuple[int, int]:
     return block_n, max(1, min(16, elements // block_n))
 
 
+def row_programs(M: int, N: int, config: dict[str, int], at_once: int) -> tuple[int, int]:
+    """Returns the grid of a backward: programs that walk over rows, and parts of the columns.
+
+    Args:
+        config: has BLOCK_M and BLOCK_N.
+        at_once: programs that run at the same time; with fewer rows there are fewer.
+    """
+    parts = -(-N // config["BLOCK_N"])
+    return min(max(1, at_once // parts), -(-M // config["BLOCK_M"])), parts
+
+
 MOST = 8
 """Number of matrices of partial sums that one launch adds up."""
 _SIZES = [f"{size}_{letter}" for letter in "abcdefgh" for size in "PN"]
@@ -74,7 +85,7 @@ def sum_parts(matrices: list[Tensor]) -> Tensor:
         return sums.zero_()
     first = 0
     for i in range(0, len(matrices), MOST):
-        some = matrices[i : i + MOST]
+        some = [x.contiguous() for x in matrices[i : i + MOST]]
         again = [some[0]] * (MOST - len(some))  # not read: the grid has no programs for them
         columns = [x.shape[1] for x in some]
         launch(

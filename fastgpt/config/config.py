@@ -131,9 +131,9 @@ class TrainConfig:
     the first of them that torch sees; AMD's GPUs need a build of torch for ROCm."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32."""
-    residual: Literal["fp32", "bf16"] = "fp32"
+    residual: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the residual stream, the sum that runs through all layers. bf16 halves what
-    the norms read and write, changes the losses a little, and needs precision bf16."""
+    the norms read and write, and needs precision bf16; auto: on CUDA, where that is, else fp32."""
     recompute: Recompute = "none"
     """Activations that the backward computes again, to save memory. full: all of a block but its
     input; selective: all but its attention, which is the slowest part of long texts; none: it keeps

@@ -214,6 +214,18 @@ def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> 
     return asked
 
 
+def pick_residual(asked: str, device: str, precision: str) -> bool:
+    """Returns True for a residual stream in bf16; `auto` is bf16 on CUDA where autocast is.
+
+    Raises:
+        UserError: bf16 is asked for with another precision.
+    """
+    if asked == "bf16" and precision != "bf16":
+        expected = "expected --train.precision bf16"
+        raise UserError(f"--train.residual is bf16: {expected}, which is {precision} here")
+    return asked == "bf16" or (asked == "auto" and precision == "bf16" and kind_of(device) is CUDA)
+
+
 def autocast(device: str, precision: str) -> AbstractContextManager:
     """Returns an autocast context: matrix products in `precision`, weights and sums in fp32."""
     if precision == "fp32":

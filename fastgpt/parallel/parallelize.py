@@ -22,7 +22,7 @@ from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
 
 def build_parallel_model(
-    config: Config, ops: Ops, world: World, device: str, *, compiled: bool
+    config: Config, ops: Ops, world: World, device: str, *, narrow_residual: bool, compiled: bool
 ) -> GPT:
     """Builds the model with the numbers of `config.seed`; a collective operation.
 
@@ -46,7 +46,7 @@ def build_parallel_model(
         "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
-        "narrow_residual": config.train.residual == "bf16",
+        "narrow_residual": narrow_residual,
         "cp_shard": None if mesh is None or parallel.cp == 1 else split_context(parallel.cp, mesh),
     }
 

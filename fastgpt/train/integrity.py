@@ -119,7 +119,7 @@ def own_loss(engine: Engine) -> dict[str, Any]:
     facts = [
         torch.__version__, torch.backends.cpu.get_cpu_capability(),
         device.device_name(engine.device), engine.world.size, asdict(config.parallel),
-        engine.micro_batch, engine.plan.precision, config.train.tf32, config.train.residual,
+        engine.micro_batch, engine.plan.precision, config.train.tf32, engine.plan.narrow_residual,
         engine.plan.compiled, engine.model.ops.names,
     ]  # fmt: skip
     setup = hashlib.sha256(json.dumps([*facts, installed("triton"), sources()]).encode())

@@ -112,8 +112,9 @@ def build_parts(plan: Plan, warn: Warn = print) -> Parts:
 
 def _build_network(plan: Plan) -> Network:
     model = build_parallel_model(
-        plan.config, plan.ops, plan.world, plan.device, compiled=plan.compiled
-    )
+        plan.config, plan.ops, plan.world, plan.device,
+        narrow_residual=plan.narrow_residual, compiled=plan.compiled,
+    )  # fmt: skip
     loss: Callable[..., Tensor] = model
     alone, replica = plan.world.size == 1, None
     if plan.compiled and alone and not plan.sharded:

@@ -43,6 +43,7 @@ class Plan:
     device: str
     precision: str
     """Precision of autocast: fp32, bf16 or fp16."""
+    narrow_residual: bool
     compiled: bool
     sharded: bool
     """True if each rank holds a part of each weight."""
@@ -87,6 +88,7 @@ def resolve(
     warn = warn if world.is_main else lambda _: None
     precision = device.pick_precision(config.train.precision, on)
     sharded = shards_weights(config.parallel, world)
+    narrow = device.pick_residual(config.train.residual, on, precision)
     _check_precision(config, precision, sharded)
     compiled, note = device.pick_compile(config.train.compile, on, world.size)
     choose.require_toolchain(config.ops, on)
@@ -108,7 +110,6 @@ def resolve(
     coverage = [order.coverage() for order in orders]
     check_splits(config, opened, coverage, warn)
     micro_batch = largest_micro_batch(config, world, warn)
-    narrow = config.train.residual == "bf16"
     sizes = Sizes(config.model, micro_batch, precision, compiled, narrow)
     chosen, trials = world.on_rank0(
         lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
@@ -118,6 +119,7 @@ def resolve(
         world=world,
         device=on,
         precision=precision,
+        narrow_residual=narrow,
         compiled=compiled,
         sharded=sharded,
         ops=tables.select(chosen, on, compiled=compiled),
@@ -137,9 +139,6 @@ def _check_precision(config: Config, precision: str, sharded: bool) -> None:
         check_combination(config, precision)
     if config.ops.attention == "flash_attn" and precision == "fp32":
         raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
-    if config.train.residual == "bf16" and precision != "bf16":
-        expected = "expected --train.precision bf16"
-        raise UserError(f"--train.residual is bf16: {expected}, which is {precision} here")
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

@@ -239,6 +239,7 @@ def parts_shapes(q: Tensor, k: Tensor, options: Options) -> list[tuple[int, int]
     blocks = config("dq", q, common, sm)["BLOCK_M"], config("dkv", q, common, sm)["BLOCK_N"]
     return [(B * -(-Tq // blocks[0]), H * D), (B * -(-Tk // blocks[1]), 2 * K * D)]
 
+
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
     grads: tuple[Tensor, ...], sums: tuple[Tensor, Tensor] | None = None,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import as_rows, row_blocks
+from ..rows import as_rows, row_blocks, row_programs
 from ..runtime import launch, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -197,9 +197,7 @@ def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) 
 def bwd_plan(M: int, F: int, kind: str, device: torch.device) -> tuple[dict[str, int], int, int]:
     """Returns how the backward runs: tile, programs (0 without rows) and parts of the columns."""
     config = bwd_tile(F, kind)
-    parts_n = triton.cdiv(F, config["BLOCK_N"])
-    programs = max(1, bwd_programs(device, config) // parts_n)
-    return config, min(programs, triton.cdiv(M, config["BLOCK_M"])), parts_n
+    return config, *row_programs(M, F, config, bwd_programs(device, config))
 
 
 def bias_act_bwd(

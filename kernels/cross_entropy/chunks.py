@@ -43,7 +43,7 @@ def chunk_on_gpu(M: int, V: int, C: int, most: int, processors: int) -> int:
     """Returns the number of tokens per chunk: the most with which its products leave little unused.
 
     The product that gives x's gradient has few tiles: 96 for 4096 tokens of width 768, which keep
-    96 of 132 multiprocessors busy, and 132 for 5632. Up to 1 % more is left unused for fewer chunks.
+    96 of 132 multiprocessors busy, and 132 for 5632. Up to 1 % more is unused for fewer chunks.
 
     Args:
         most: bound on the number.

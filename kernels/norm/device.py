@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import as_rows, row_blocks
+from ..rows import as_rows, row_blocks, row_programs
 from ..runtime import launch, multiprocessors
 
 
@@ -249,11 +249,9 @@ def bwd_plan(
         dresidual: True if x and the residual get gradients of two dtypes.
         vectors: number of gradients with N elements.
     """
-    whole = N <= (WHOLE_ROW if dresidual + vectors <= 2 else WHOLE_ROW_OF_MANY)
-    config = bwd_tile(N if whole else PART_N)
-    parts_n = triton.cdiv(N, config["BLOCK_N"])
-    programs = max(1, bwd_programs(device, config["num_warps"]) // parts_n)
-    return config, min(programs, triton.cdiv(M, config["BLOCK_M"])), parts_n
+    most = WHOLE_ROW if dresidual + vectors <= 2 else WHOLE_ROW_OF_MANY
+    config = bwd_tile(N if most >= N else PART_N)
+    return config, *row_programs(M, N, config, bwd_programs(device, config["num_warps"]))
 
 
 def norm_bwd(
@@ -268,8 +266,9 @@ def norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the backward kernels: returns (dx, dresidual, parts).
 
-    x is the normalised input. dresidual is empty without a dtype for it, else dx in that dtype. parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and
-    dinput_bias, the last of which holds the column sums of dx.
+    x is the normalised input. dresidual is empty without a dtype for it, else dx in that dtype.
+    parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and dinput_bias, the
+    last of which holds the column sums of dx.
     """
     N = x.shape[-1]
     M = x.numel() // N

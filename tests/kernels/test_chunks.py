@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from fastgpt.kernels import linear_cross_entropy

@@ -1,0 +1,115 @@
+"""What is merged in the graphs of torch.compile: fewer launches, the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import GraphModule
+from torch.nn.functional import embedding
+
+from fastgpt.kernels import add_layer_norm, bias_act, layer_norm
+from fastgpt.kernels.graphs import Merged
+from fastgpt.kernels.rows import MOST
+from fastgpt.kernels.runtime import LAUNCHES
+
+aten = torch.ops.aten
+
+
+def gradients(loss, given, merged: bool) -> tuple[list[Tensor], GraphModule]:
+    """Returns the gradients of a compiled loss and the graph of its backward."""
+    graphs = []
+
+    def backward(graph: GraphModule, _: list[Tensor]) -> GraphModule:
+        if merged:
+            Merged()(graph.graph)
+            stable_topological_sort(graph.graph)  # as Inductor does after our pass
+            graph.graph.eliminate_dead_code()
+            graph.graph.lint()
+            graph.recompile()
+        graphs.append(graph)
+        return graph
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=backward,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=compiler, fullgraph=True)
+    return list(torch.autograd.grad(compiled(*given), given)), graphs[-1]
+
+
+def parameters(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(*shape, requires_grad=True) for shape in shapes]
+
+
+def targets_of(graph: GraphModule) -> list[object]:
+    return [node.target for node in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("layers", [1, MOST // 2, MOST + 1])
+def test_one_launch_sums_what_several_backwards_left(layers):
+    given = parameters((6, 24), *[(24,)] * (3 * layers))
+
+    def loss(x: Tensor, *vectors: Tensor) -> Tensor:
+        total = x
+        for weight, bias, of_activation in zip(*[iter(vectors)] * 3, strict=True):
+            y, total = add_layer_norm(x, total, weight, bias)
+            x = bias_act(y, of_activation, "gelu_tanh")
+        return x.square().sum()
+
+    one_by_one, _ = gradients(loss, given, merged=False)
+    LAUNCHES.clear()
+    together, graph = gradients(loss, given, merged=True)
+    launches = -(-2 * layers // MOST)
+    assert LAUNCHES["_norm_sum_kernel"] == launches
+    assert targets_of(graph).count(torch.ops.fastgpt.sum_parts.default) == launches
+    for got, expected in zip(together, one_by_one, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_sum_that_the_next_one_needs_is_apart():
+    given = parameters((6, 24), (24,))
+
+    class Sums(torch.autograd.Function):
+        """Stands for a network in whose backward a bias's gradient goes on."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
+            return x * bias
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+            first = torch.ops.fastgpt.sum_parts(dy, [])
+            return dy * first, torch.ops.fastgpt.sum_parts(dy + first, [])
+
+    def loss(x: Tensor, bias: Tensor) -> Tensor:
+        return Sums.apply(x, bias).square().sum()  # pyright: ignore
+
+    one_by_one, _ = gradients(loss, given, merged=False)
+    together, graph = gradients(loss, given, merged=True)
+    assert targets_of(graph).count(torch.ops.fastgpt.sum_parts.default) == 2
+    for got, expected in zip(together, one_by_one, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_the_embedding_are_added_to_the_gradient_of_the_head(tied):
+    given = parameters((11, 8), (11, 8))[: 1 if tied else 2]
+    tokens = torch.tensor([[1, 3, 3], [0, 10, 3]])
+
+    def loss(table: Tensor, head: Tensor | None = None) -> Tensor:
+        x = layer_norm(embedding(tokens, table), None)
+        return (x @ (table if head is None else head).t()).logsumexp(-1).sum()
+
+    apart, before = gradients(loss, given, merged=False)
+    together, after = gradients(loss, given, merged=True)
+    torch.testing.assert_close(together, apart)
+    zeros = [targets_of(graph).count(aten.full.default) for graph in (before, after)]
+    adds = [targets_of(graph).count(aten.add.Tensor) for graph in (before, after)]
+    assert (zeros[0] - zeros[1], adds[0] - adds[1]) == ((1, 1) if tied else (0, 0))
