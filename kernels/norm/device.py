@@ -94,7 +94,7 @@ def _norm_dots_kernel(
 def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branches
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
     dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, dinput_bias_ptr,
-    stride_dym, stride_dtm, stride_xm, stride_part,
+    stride_dym, stride_dtm, stride_xm,
     M, N,
     CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,10 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
-    part = pid.to(tl.int64) * stride_part + offs_n
+    vectors: tl.constexpr = (
+        (dweight_ptr is not None) + (dbias_ptr is not None) + (dinput_bias_ptr is not None)
+    )
+    part = pid.to(tl.int64) * (vectors * N) + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
     if dbias_ptr is not None:
@@ -295,7 +298,7 @@ def norm_bwd(
         _norm_bwd_kernel, (programs, parts_n),
         dy, dtotal, x, weight, stats, dots,
         dx, dresidual if apart else None, *(next(columns) if it else None for it in wanted),
-        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0), parts.stride(0),
+        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
         M, N, CENTRED=centred, **config,
     )  # fmt: skip
     return dx, dresidual, parts
