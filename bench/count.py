@@ -31,6 +31,8 @@ from bench import contenders, records, tables
 from bench.contenders import Workload
 from bench.step import StepBench, base_config, with_batch
 from fastgpt import flags
+from fastgpt.config.config import Config
+from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 
@@ -263,6 +265,21 @@ def total(counts: Counts) -> Row:
     return {key: sum(row[key] for row in counts.values()) for key in FIELDS}
 
 
+def recorded(name: str, config: Config) -> Counts | None:
+    """Returns the counts of a trainer's step by part, as the record foretells them; None if it
+    cannot, because it has another trainer, network or optimizer."""
+    record = json.loads(RECORD.read_text())
+    found, model = record["trainers"].get(name), config.model
+    counted = replace(
+        RECIPES[record["recipe"]][1].model,
+        num_layers=model.num_layers, context=model.context, vocab_size=record["vocab_size"],
+    )  # fmt: skip
+    if found is None or model != counted or config.optim.kind != record["optimizer"]:
+        return None
+    corners = {tuple(map(int, at.split(", "))): {"parts": x} for at, x in found["corners"].items()}
+    return predicted(corners, model.num_layers, config.global_batch, model.context, model.dim)
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -400,7 +417,8 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
     settings = {name: getattr(bench, name) for name in SETTINGS}
     record = {
         **about, **settings, "layers": config.model.num_layers,
-        "precision": "bf16", "optimizer": config.optim.kind, "trainers": trainers,
+        "vocab_size": config.model.vocab_size, "precision": "bf16",
+        "optimizer": config.optim.kind, "trainers": trainers,
     }  # fmt: skip
     bench.out.write_text(json.dumps(record, indent=1) + "\n")
     bench.page.write_text(page(record))

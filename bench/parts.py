@@ -165,6 +165,40 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
 
 
+GROUPS = (
+    ("products and loss", ("GEMM", "loss"), ("projections", "head and loss")),
+    ("attention", ("attention",), ("attention",)),
+    ("norms", ("norm",), ("norms",)),
+    ("clipping and optimizer", ("optimizer",), ("clipping", "optimizer")),
+    ("rest", ("other",), ("data", "embedding and casts", "activation", "other")),
+)
+"""Parts that are measured here, and those of `bench.count` which they consist of."""
+
+
+def beside_counts(
+    spent: dict[str, float], counts: dict[str, dict[str, float]], roof: dict[str, float]
+) -> list[str]:
+    """Describes the measured time of a step's parts beside what `bench.count` foretells.
+
+    That is the time of what was counted on the simulated GPU at this machine's rates: of bytes or
+    products, whichever take longer.
+    """
+    lines = []
+    for name, measured, counted in GROUPS:
+        rows = [counts[part] for part in counted]
+        moved = [row["read"] + row["written"] for row in rows]
+        least = sum(
+            max(row["flops"] / roof["matmul"], size / roof["copy"])
+            for row, size in zip(rows, moved, strict=True)
+        )
+        launches = sum(row["launches"] for row in rows)
+        lines.append(
+            f"{name}: {sum(spent[part] for part in measured):.2f} ms, foretold {1e3 * least:.2f}"
+            f" ({sum(moved) / 1e9:.2f} GB in {launches:.0f} launches)"
+        )
+    return lines
+
+
 def explain(spent: dict[str, float], least: dict[str, float], count: int = 3) -> list[str]:
     """Describes the parts of a step that take the most time beyond their limit, one per line."""
     over = sorted(PARTS, key=lambda part: least[part] - spent[part])

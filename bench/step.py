@@ -179,6 +179,8 @@ def _contenders(
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yields the measurements of one batch size, each as soon as it is known."""
+    from bench.count import recorded  # imports this module
+
     before = records.state(workload.on)
     how = {"alternating": True, "first_step_alone": not bench.parallel_start}
     found = contenders.take_turns(
@@ -190,6 +192,8 @@ def _contenders(
         if "reason" in figures:
             yield "missing", row
             continue
+        if workload.on == "cuda" and figures["precision"] == "bf16":
+            row["counted"] = recorded(name, workload.config)
         state = {"before": before, "after": records.state(workload.on)}
         yield "step", {**row, **how, **_rates(workload, figures, rates), **state}
 
@@ -270,6 +274,8 @@ def run(bench: StepBench) -> Path:
             if is_ours(row):
                 found = "parts" in row
                 lines = parts.explain(row["parts"], row["limits"]) if found else [row["no_parts"]]
+                if found and row.get("counted"):
+                    lines += parts.beside_counts(row["parts"], row["counted"], row["roof"])
                 print(f"{row['case']} {row['implementation']}:")
                 print("\n".join(f"  {line}" for line in lines))
     if not rows:

@@ -1,10 +1,11 @@
 """bench.count without its simulated GPU: the record, its page, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from bench import count
+from bench import count, parts
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 
@@ -32,6 +33,46 @@ def test_a_formula_in_both_directions():
     corners = {(layers, batch): row(layers, batch) for layers in (2, 4) for batch in (4, 8)}
     launches = row(12, 8)["launches"]  # of the larger number of sequences
     assert count.whole(corners, 12, 256) == {**row(12, 256), "launches": launches}
+
+
+def config_of_the_record(batch, **model):
+    config = RECIPES[RECORD["recipe"]][1]
+    sizes = {"vocab_size": RECORD["vocab_size"], "context": RECORD["context"], **model}
+    config = replace(config, model=replace(config.model, **sizes))
+    tokens = batch * config.model.context
+    return replace(config, train=replace(config.train, batch_tokens=tokens))
+
+
+def test_the_record_foretells_a_step_of_other_sizes():
+    ours = "fastgpt triton"
+    config = config_of_the_record(RECORD["batch"])
+    assert count.recorded(ours, config) == RECORD["trainers"][ours]["parts"]
+    deeper = count.recorded(ours, config_of_the_record(2 * RECORD["batch"], num_layers=24))
+    assert (
+        deeper["attention"]["launches"]
+        == 2 * RECORD["trainers"][ours]["parts"]["attention"]["launches"]
+    )
+    assert deeper["activation"]["written"] == pytest.approx(
+        4 * RECORD["trainers"][ours]["parts"]["activation"]["written"], rel=0.01
+    )
+    assert count.recorded("llm.c", config) is None
+    assert count.recorded(ours, config_of_the_record(16, dim=1536)) is None
+    assert count.recorded(ours, config_of_the_record(16, vocab_size=65)) is None
+
+
+def test_parts_are_told_beside_their_counts():
+    spent = dict.fromkeys(parts.PARTS, 0.0) | {"GEMM": 20.0, "loss": 3.0, "norm": 4.0}
+    counts = {part: dict.fromkeys(count.FIELDS, 0) for part in count.PARTS}
+    counts["projections"] |= {"flops": 6e12, "read": 2e9, "launches": 144}  # 10 ms, 1 ms
+    counts["head and loss"] |= {"flops": 3e12, "read": 8e9, "written": 4e9, "launches": 9}
+    counts["norms"] |= {"read": 3e9, "written": 3e9, "launches": 50}
+    lines = parts.beside_counts(spent, counts, {"matmul": 600e12, "copy": 2e12})
+    assert lines[0] == "products and loss: 23.00 ms, foretold 16.00 (14.00 GB in 153 launches)"
+    assert lines[2] == "norms: 4.00 ms, foretold 3.00 (6.00 GB in 50 launches)"
+    assert len(lines) == len(parts.GROUPS)
+    assert sorted(part for *_, counted in parts.GROUPS for part in counted) == sorted(
+        set(count.PARTS) - {"collectives"}
+    )
 
 
 def test_without_a_simulated_gpu_it_is_one_line(monkeypatch):
