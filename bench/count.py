@@ -276,7 +276,11 @@ def recorded(name: str, config: Config) -> Counts | None:
     )  # fmt: skip
     if found is None or model != counted or config.optim.kind != record["optimizer"]:
         return None
-    corners = {tuple(map(int, at.split(", "))): {"parts": x} for at, x in found["corners"].items()}
+    corners = {
+        (int(layers), int(batch)): {"parts": counts}
+        for at, counts in found["corners"].items()
+        for layers, batch in [at.split(", ")]
+    }
     return predicted(corners, model.num_layers, config.global_batch, model.context, model.dim)
 
 

@@ -13,7 +13,7 @@ def _gpt2(layers: int, heads: int, dim: int) -> Config:
         model=ModelConfig(num_layers=layers, num_heads=heads, dim=dim, vocab_size=50_257),
         data=DataConfig(source="prepared", eval_tokens=2**20, final_eval_tokens=10 * 2**20),
         optim=OptimConfig(warmup_steps=715),
-        train=TrainConfig(micro_batch=64 if dim == 768 else 16),
+        train=TrainConfig(micro_batch=64 if dim == 768 else 16, sample_tokens=64),
     )
 
 
