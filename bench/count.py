@@ -35,6 +35,7 @@ from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
+from fastgpt.kernels.runtime import H100_BYTES, H100_PROCESSORS
 
 HERE = Path(__file__).parent
 RECORD = HERE / "counts.json"
@@ -43,8 +44,6 @@ BATCHES, TOKENS = (4, 8), 64
 """The sizes that are run: numbers of sequences, and tokens in a sequence."""
 UNTRACED = 3
 """Number of steps before the one that is counted: what is compiled or allocated once is done."""
-PROCESSORS, MEMORY = 132, 79 << 30
-"""Multiprocessors and bytes of an H100, for which the loss is divided into chunks."""
 CHUNKS = "fastgpt.kernels.cross_entropy.linear.tokens_at_a_time"
 PROGRAMS = tuple(f"fastgpt.kernels.{op}.device.bwd_programs" for op in ("norm", "bias_act"))
 FIELDS = ("launches", "read", "written", "flops")
@@ -239,7 +238,9 @@ def chunks_at(config: Any, batch: int, context: int) -> int:
     """Returns in how many chunks our loss takes the tokens of a whole step, on an H100."""
     model, tokens = config.model, batch * context
     vocab = model.padded_vocab
-    size = chunk_on_gpu(tokens, vocab, model.dim, MEMORY // GPU_SHARE // (2 * vocab), PROCESSORS)
+    size = chunk_on_gpu(
+        tokens, vocab, model.dim, H100_BYTES // GPU_SHARE // (2 * vocab), H100_PROCESSORS
+    )
     return -(-tokens // size)
 
 
@@ -266,8 +267,12 @@ def total(counts: Counts) -> Row:
 
 
 def recorded(name: str, config: Config) -> Counts | None:
-    """Returns the counts of a trainer's step by part, as the record foretells them; None if it
-    cannot, because it has another trainer, network or optimizer."""
+    """Returns the counts of a trainer's step by part, as the record foretells them.
+
+    Returns:
+        Counts | None: None for another trainer, network or optimizer than the record's, and where
+        our loss divides the tokens into another number of chunks.
+    """
     record = json.loads(RECORD.read_text())
     found, model = record["trainers"].get(name), config.model
     counted = replace(
@@ -275,6 +280,9 @@ def recorded(name: str, config: Config) -> Counts | None:
         num_layers=model.num_layers, context=model.context, vocab_size=record["vocab_size"],
     )  # fmt: skip
     if found is None or model != counted or config.optim.kind != record["optimizer"]:
+        return None
+    sizes = (config.global_batch, model.context), (record["batch"], record["context"])
+    if len({chunks_at(config, *size) for size in sizes}) > 1:
         return None
     corners = {
         (int(layers), int(batch)): {"parts": counts}

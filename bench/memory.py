@@ -27,7 +27,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy import chunks
-from fastgpt.kernels.runtime import Launch, recording
+from fastgpt.kernels.runtime import H100_BYTES, Launch, recording
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 
@@ -91,7 +91,7 @@ def account(
         dtype: number format of the weights.
         recompute: as in `GPT`.
     """
-    on_h100 = 2 * (80 << 30) // chunks.GPU_SHARE  # logits are counted there as fp32
+    on_h100 = 2 * H100_BYTES // chunks.GPU_SHARE  # logits are counted there as fp32
     asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
     with (
         mock.patch.object(chunks, "CPU_BYTES", on_h100),

@@ -5,13 +5,13 @@ of its gradient, and one launch can add up those of eight; and the gradient of a
 embedding and head would be zeros, to which the embedding's rows are added, plus the head's.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from . import sums
 from .rows import MOST
 
 aten = torch.ops.aten
@@ -25,8 +25,12 @@ class Merged(CustomGraphPass):
         add_to_head(graph)
 
     def uuid(self) -> Any:
-        """Identifies this pass in Inductor's cache of compiled graphs."""
-        return get_hash_for_files((__file__, sums.__file__))
+        """Returns a hash of all kernels: compiled graphs in the cache call ops as they were."""
+        return get_hash_for_files(tuple(map(str, sorted(Path(__file__).parent.rglob("*.py")))))
+
+
+MERGED = Merged()
+"""The one instance: blocks whose options differ would be compiled apart."""
 
 
 def merge_sums(graph: Graph) -> None:
@@ -85,12 +89,12 @@ def add_to_head(graph: Graph) -> None:
     scatter = aten._unsafe_masked_index_put_accumulate.default
     for rows in graph.find_nodes(op="call_function", target=scatter):
         zeros, *rest = rows.args
-        (user, *others) = rows.users
-        is_sum = user.target is aten.add.Tensor and not user.kwargs and not others
-        if not is_sum or zeros.target is not aten.full.default or zeros.args[1] != 0:
+        if zeros.target is not aten.full.default or zeros.args[1] != 0 or len(rows.users) != 1:
             continue
-        (x,) = [it for it in user.args if it is not rows]
-        if not isinstance(x, Node) or x.meta["val"].shape != zeros.meta["val"].shape:
+        (user,) = rows.users
+        x = next((it for it in user.args if it is not rows), None)
+        is_sum = user.target is aten.add.Tensor and not user.kwargs and isinstance(x, Node)
+        if not is_sum or _kind(x) != _kind(zeros):
             continue
         with graph.inserting_before(user):
             added = graph.call_function(scatter, (x, *rest))
@@ -98,3 +102,8 @@ def add_to_head(graph: Graph) -> None:
         user.replace_all_uses_with(added)
         graph.erase_node(user)
         graph.erase_node(rows)
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.shape, value.dtype, value.device

@@ -25,6 +25,9 @@ from .interpreter import mend_bf16
 # Triton itself reads the variable when it is imported, so a later change has no effect.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
+H100_PROCESSORS, H100_BYTES = 132, 79 << 30
+"""Multiprocessors and memory of an H100, which sizes are chosen for where there is no GPU."""
+
 LAUNCHES: Counter[str] = Counter()
 """Number of launches of each kernel in this process, which tests assert on."""
 
@@ -61,7 +64,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def memory(device: torch.device) -> int:
     """Returns the bytes of a CUDA device's memory; a stand-in's are an H100's."""
-    return 80 << 30 if _stand_in is not None else _cuda(device.index)[2]
+    return H100_BYTES if _stand_in is not None else _cuda(device.index)[2]
 
 
 def _is_cuda(device: torch.device) -> bool:
@@ -143,7 +146,7 @@ _stand_in: _StandIn | None = None
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     launches: list[Launch] = []
-    with _standing_in(_StandIn(arch, 132, launches.append, runs=False)):
+    with _standing_in(_StandIn(arch, H100_PROCESSORS, launches.append, runs=False)):
         yield launches
 
 

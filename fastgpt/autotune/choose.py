@@ -102,7 +102,8 @@ def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) ->
     """Times an implementation forward and backward as the run would call it."""
     inputs = trial.inputs(sizes.batch, sizes.model.context)
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
-    op = torch.compile(op) if sizes.compiled else op
+    if sizes.compiled:
+        op = torch.compile(op, options=device.compile_options(on, "on"))
 
     def step() -> None:
         with device.autocast(on, sizes.precision):

@@ -171,7 +171,7 @@ _attention_packed_bwd = define_op(
     _packed_bwd_fake,
 )
 _attention_packed = define_op(
-    "attention_packed(Tensor qkv, SymInt heads, Tensor? input_bias, "
+    "attention_packed_fwd(Tensor qkv, SymInt heads, Tensor? input_bias, "
     f"{OPTIONS}) -> (Tensor, Tensor)",
     _packed_fwd,
     _packed_fwd_fake,

@@ -115,7 +115,7 @@ _bias_act_bwd = define_op(
     _bwd_fake,
 )
 _bias_act = define_op(
-    "bias_act(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
+    "bias_act_forward(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,

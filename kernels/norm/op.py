@@ -147,7 +147,7 @@ _norm_bwd = define_op(
     _bwd_fake,
 )
 _norm = define_op(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias, "
+    "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,

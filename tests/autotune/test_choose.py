@@ -99,7 +99,7 @@ def test_our_kernels_pass_their_trials(name, kernel, options):
 def test_timed_as_the_run_calls_it():
     sizes = Sizes(TINY, 2, "bf16", True)
     trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
-    with mock.patch.object(torch, "compile", side_effect=lambda op: op) as compiled:
+    with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
         choose.seconds(trial.ops["torch"], trial, sizes, "cpu", timer_of(1.0))
     assert compiled.called
 

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, _TorchCompileInductorWrapper
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule
 from torch.nn.functional import embedding
 
+from fastgpt.device.device import compile_options
 from fastgpt.kernels import add_layer_norm, bias_act, layer_norm
 from fastgpt.kernels.graphs import Merged
 from fastgpt.kernels.rows import MOST
@@ -113,3 +114,24 @@ def test_rows_of_the_embedding_are_added_to_the_gradient_of_the_head(tied):
     zeros = [targets_of(graph).count(aten.full.default) for graph in (before, after)]
     adds = [targets_of(graph).count(aten.add.Tensor) for graph in (before, after)]
     assert (zeros[0] - zeros[1], adds[0] - adds[1]) == ((1, 1) if tied else (0, 0))
+
+
+def test_blocks_share_a_graph():
+    """Compilers that differed would compile each block apart, up to PyTorch's limit of 8."""
+    one, other = (
+        _TorchCompileInductorWrapper("default", compile_options("cuda", "on"), dynamic=False)
+        for _ in range(2)
+    )
+    assert "post_grad_custom_post_pass" in one.config
+    assert one == other
+
+
+def test_a_gradient_of_rows_alone_stays_right():
+    tokens = torch.tensor([[1, 3, 3], [0, 10, 3]])
+
+    def loss(table: Tensor) -> Tensor:
+        return (embedding(tokens, table) + embedding(tokens, table)).square().sum()
+
+    given = parameters((11, 8))
+    apart, together = (gradients(loss, given, merged=merged)[0] for merged in (False, True))
+    torch.testing.assert_close(together, apart)

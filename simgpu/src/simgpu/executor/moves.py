@@ -107,7 +107,7 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
     if not isinstance(to, int):
         raise unknown(instruction)
     dtype, kind = b.program.dtypes[to], TYPES[instruction.type]
-    if isinstance(name, Address):
+    if isinstance(name, Address) and name.offset == 0:
         return _ld_chosen(b, to, name, kind)
     if not isinstance(name, Name) or kind.itemsize != dict(b.program.params)[name.text].itemsize:
         raise unknown(instruction)
