@@ -166,7 +166,8 @@ def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
         return lambda *args: max(1, round(function(*args) * tokens / whole))
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch(CHUNKS, return_value=-(-tokens // chunks)))
+        # a function: a Mock would keep the tensors of all calls, and so allocate in each step
+        patches.enter_context(mock.patch(CHUNKS, lambda *_: -(-tokens // chunks)))
         for name in PROGRAMS:
             patches.enter_context(mock.patch(name, fewer(pkgutil.resolve_name(name))))
         yield
