@@ -154,6 +154,10 @@ def by_part(works: list[Work], table: int) -> Counts:
     return found
 
 
+def fixed(value: int) -> Callable[..., int]:
+    return lambda *_: value
+
+
 @contextmanager
 def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
     """Lets our kernels divide few tokens as they would divide those of a whole step.
@@ -166,8 +170,8 @@ def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
         return lambda *args: max(1, round(function(*args) * tokens / whole))
 
     with ExitStack() as patches:
-        # a function: a Mock would keep the tensors of all calls, and so allocate in each step
-        patches.enter_context(mock.patch(CHUNKS, lambda *_: -(-tokens // chunks)))
+        # a Mock would keep the tensors of all calls, and so allocate in each step
+        patches.enter_context(mock.patch(CHUNKS, fixed(-(-tokens // chunks))))
         for name in PROGRAMS:
             patches.enter_context(mock.patch(name, fewer(pkgutil.resolve_name(name))))
         yield
@@ -330,7 +334,8 @@ def page(record: dict[str, Any]) -> str:
         "f(L, N) = a + b L + c N + d L N, from two L and N = "
         f"{' and '.join(str(TOKENS * b) for b in BATCHES)} tokens in sequences of {TOKENS} (the "
         f"corners in the record); the whole step has L = {record['layers']}, N = "
-        f"{record['batch'] * record['context']:,}, and the launches of the larger N. A launch's "
+        f"{record['batch'] * record['context']:,}, and the launches of the larger N (off by one "
+        "where a launch serves several layers, like ours that sums partial gradients). A launch's "
         "bytes are counted once each: what it reads twice from the L2 cache, or from memory "
         "because that is full, is one read. An operator of PyTorch's is one launch and moves its "
         "tensors. Positions beyond the "
