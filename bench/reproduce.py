@@ -168,8 +168,10 @@ def all_runs() -> list[dict[str, Any]]:
 
 
 def _anywhere(config: Config) -> dict[str, Any]:
-    """Returns the settings, the same for any device."""
-    return settings(replace(config, train=replace(config.train, device="auto")))
+    """Returns the settings, the same for any device: on a CPU, residual `auto` is fp32."""
+    residual = {"auto": "fp32"}.get(config.train.residual, config.train.residual)
+    train = replace(config.train, device="auto", residual=residual)
+    return settings(replace(config, train=train))
 
 
 def on_record(

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from .rows import MOST
+from .sums import MOST
 
 aten = torch.ops.aten
 

@@ -291,7 +291,7 @@ def compile_options(device: str, asked: str) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     if kind_of(device) is CUDA:
-        from fastgpt.kernels.graphs import MERGED  # imports Triton and Inductor
+        from fastgpt.kernels.graphs import MERGED  # imports Inductor
 
         options = {"combo_kernels": True, "post_grad_custom_post_pass": MERGED}
     return options | ({"triton.cudagraphs": True} if asked == "graphs" else {})
