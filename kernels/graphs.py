@@ -12,8 +12,6 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from .sums import MOST
-
 aten = torch.ops.aten
 
 
@@ -38,6 +36,8 @@ def merge_sums(graph: Graph) -> None:
 
     Those of a whole backward would keep the partial sums of all layers in memory.
     """
+    from .rows import MOST  # imports Triton
+
     group: list[Node] = []
     for call in graph.find_nodes(op="call_function", target=torch.ops.fastgpt.sum_parts.default):
         several = sum(len(_matrices(node)) for node in (*group, call)) > MOST

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .runtime import launch
-from .sums import MOST
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -36,6 +35,8 @@ def row_programs(M: int, N: int, config: dict[str, int], at_once: int) -> tuple[
     return min(max(1, at_once // parts), -(-M // config["BLOCK_M"])), parts
 
 
+MOST = 8
+"""Number of matrices of partial sums that one launch adds up."""
 _SIZES = [f"{size}_{letter}" for letter in "abcdefgh" for size in "PN"]
 
 

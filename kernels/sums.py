@@ -9,9 +9,6 @@ from torch import Tensor
 
 from .runtime import define_op
 
-MOST = 8
-"""Number of matrices of partial sums that one launch adds up."""
-
 
 def _sum(parts: Tensor, more: list[Tensor]) -> Tensor:
     from .rows import sum_parts  # imported when first run: triton is missing on macOS

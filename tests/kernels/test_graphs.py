@@ -14,8 +14,8 @@ from torch.nn.functional import embedding
 from fastgpt.device.device import compile_options
 from fastgpt.kernels import add_layer_norm, bias_act, layer_norm
 from fastgpt.kernels.graphs import Merged
+from fastgpt.kernels.rows import MOST
 from fastgpt.kernels.runtime import LAUNCHES
-from fastgpt.kernels.sums import MOST
 
 aten = torch.ops.aten
 
