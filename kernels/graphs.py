@@ -1,6 +1,6 @@
-"""What is merged in the graphs that torch.compile makes of a step on CUDA.
+"""Pass over the graphs of torch.compile on CUDA that merges launches of a training step.
 
-Two things there only show in the graph of a whole backward. Each op with a bias leaves partial sums
+Two things only show in the graph of a whole backward. Each op with a bias leaves partial sums
 of its gradient, and one launch can add up those of eight; and the gradient of a weight that is both
 embedding and head would be zeros, to which the embedding's rows are added, plus the head's.
 """

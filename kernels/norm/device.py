@@ -278,7 +278,9 @@ def norm_bwd(
     apart, vectors = dresidual_dtype is not None, sum(wanted)
     config, programs, parts_n = bwd_plan(M, N, x.device, apart, vectors)
     dx = torch.empty(x.shape, dtype=dx_dtype, device=x.device)
-    dresidual = torch.empty(x.shape if apart else 0, dtype=dresidual_dtype, device=x.device)
+    dresidual = torch.empty(
+        x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype, device=x.device
+    )
     parts = torch.empty((programs, vectors * N), dtype=torch.float32, device=x.device)
     if M == 0:
         return dx, dresidual, parts

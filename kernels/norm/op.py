@@ -107,7 +107,7 @@ def _bwd_fake(
 
     apart, vectors, N = dresidual_dtype is not None, sum(wanted), x.shape[-1]
     _, programs, _ = bwd_plan(x.numel() // N, N, x.device, apart, vectors)
-    dresidual = x.new_empty(x.shape if apart else 0, dtype=dresidual_dtype or torch.float32)
+    dresidual = x.new_empty(x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype)
     parts = x.new_empty((programs, vectors * N), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dx_dtype), dresidual, parts
 

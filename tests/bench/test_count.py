@@ -35,6 +35,17 @@ def test_a_formula_in_both_directions():
     assert count.whole(corners, 12, 256) == {**row(12, 256), "launches": launches}
 
 
+def test_the_record_has_what_is_claimed_of_our_step():
+    trainers = RECORD["trainers"]
+    sums = {name: count.total(it["parts"]) for name, it in trainers.items()}
+    moved = {name: row["read"] + row["written"] for name, row in sums.items()}
+    ours = "fastgpt triton"
+    assert moved[ours] <= 0.75 * moved["nanogpt"]
+    assert moved[ours] == min(moved.values())
+    assert sums[ours]["launches"] <= 0.6 * sums["nanogpt"]["launches"]
+    assert (trainers[ours]["waits"], trainers[ours]["allocations"]) == (0, 0)
+
+
 def config_of_the_record(batch, **model):
     config = RECIPES[RECORD["recipe"]][1]
     sizes = {"vocab_size": RECORD["vocab_size"], "context": RECORD["context"], **model}

@@ -1,4 +1,4 @@
-"""What is merged in the graphs of torch.compile: fewer launches, the same gradients."""
+"""The pass over torch.compile's graphs: merged launches are fewer and give the same gradients."""
 
 from typing import Any
 
