@@ -50,22 +50,12 @@ def _norm_sum_kernel(
 
     One axis of the grid is for the columns, the other for the matrices (P, N).
     """
-    pid = tl.program_id(1)
     parts_ptr, P, N = a_ptr, P_a, N_a
-    if pid > 0:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, b_ptr, P_b, N_b
-    if pid > 1:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, c_ptr, P_c, N_c
-    if pid > 2:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, d_ptr, P_d, N_d
-    if pid > 3:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, e_ptr, P_e, N_e
-    if pid > 4:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, f_ptr, P_f, N_f
-    if pid > 5:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, g_ptr, P_g, N_g
-    if pid > 6:
-        sums_ptr, parts_ptr, P, N = sums_ptr + N, h_ptr, P_h, N_h
+    others = (b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
+    heights, widths = (P_b, P_c, P_d, P_e, P_f, P_g, P_h), (N_b, N_c, N_d, N_e, N_f, N_g, N_h)
+    for i in tl.static_range(7):
+        if tl.program_id(1) > i:
+            sums_ptr, parts_ptr, P, N = sums_ptr + N, others[i], heights[i], widths[i]
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
