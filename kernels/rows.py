@@ -53,7 +53,7 @@ def _norm_sum_kernel(
     parts_ptr, P, N = a_ptr, P_a, N_a
     others = (b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
     heights, widths = (P_b, P_c, P_d, P_e, P_f, P_g, P_h), (N_b, N_c, N_d, N_e, N_f, N_g, N_h)
-    for i in tl.static_range(7):
+    for i in tl.static_range(7):  # pyright: ignore[reportGeneralTypeIssues] (its stub)
         if tl.program_id(1) > i:
             sums_ptr, parts_ptr, P, N = sums_ptr + N, others[i], heights[i], widths[i]
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
