@@ -19,7 +19,7 @@ from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
 from bench.timing import Timer, machine_rates, roof_of
 from fastgpt import flags
-from fastgpt.device import device
+from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
         return 0
     timer = Timer(on)
     if on == "cpu":
-        device.keep_freed_memory()
+        cpu.keep_freed_memory()
     settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
     writer = records.Writer(on, bench.out, **settings)
     rows = run_cases(bench, todo, timer, writer) if todo else []

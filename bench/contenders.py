@@ -27,7 +27,7 @@ from bench.timing import quantiles
 from bench.trainers import GELUS, nanochat_step, nanogpt_step, plain_step
 from fastgpt.config.config import Config, OpsConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.device import device
+from fastgpt.device import cpu
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
 
@@ -225,7 +225,7 @@ def _peak(on: str) -> int | None:
 def serve(pipe: Connection, name: str, workload: Workload) -> None:
     """Builds the contender and answers commands until it is told to stop."""
     if workload.on == "cpu" and not name.startswith("nanogpt"):
-        device.keep_freed_memory()
+        cpu.keep_freed_memory()
     try:
         torch.manual_seed(0)
         start = time.perf_counter()

@@ -25,9 +25,7 @@ from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import VOCAB_TABLES
-from fastgpt.parallel.fsdp import (
-    unpermuted,
-)
+from fastgpt.parallel.fsdp import unpermuted
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.train.parts import Parts, build_parts

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgpt.device.device import kind_of
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import full_tensor, is_sharded, local_shard, shard_like
 
@@ -35,6 +36,8 @@ class Muon(torch.optim.Muon):
     def __init__(self, matrices: Sequence[Tensor], world: World, **settings: Any) -> None:
         super().__init__(list(matrices), **settings)
         self._world = world
+        emulated = matrices[0].is_cpu and not kind_of("cpu").fast_bf16()
+        self._dtype = torch.float32 if emulated else torch.bfloat16
         self.found_inf: Tensor | None = None
         """1.0 if the next step is to change nothing, else 0.0, as in PyTorch's fused AdamW."""
 
@@ -63,9 +66,7 @@ class Muon(torch.optim.Muon):
                 decay = group["lr"] * group["weight_decay"]
                 if taken is not None:
                     updates, decay = updates * taken, decay * taken
-                own = [
-                    local_shard(shard_like(update, like)) for update, like in zip(updates, alike)
-                ]
+                own = [local_shard(shard_like(*pair)) for pair in zip(updates, alike)]
                 kept = 1 - decay
                 if updates.is_cpu:  # which rounds a number to the weights' bf16, but not a tensor
                     kept = torch.as_tensor(kept, dtype=torch.float64)
@@ -84,7 +85,7 @@ class Muon(torch.optim.Muon):
                 yield alike[first : first + together]
 
     def _updates(self, alike: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Returns the updates of matrices of one shape: bf16, (n or a little more, rows, columns).
+        """Returns the updates of matrices of one shape: (n or a little more, rows, columns).
 
         Each rank computes as many; beyond the last matrix, these are the last one again.
         """
@@ -97,14 +98,14 @@ class Muon(torch.optim.Muon):
         )
 
     def _nesterov(self, alike: list[Tensor], own: list[int], momentum: float) -> Tensor:
-        """Returns the whole gradients with momentum of the matrices `own`, in bf16."""
+        """Returns the whole gradients with momentum of the matrices `own`, to orthogonalise."""
         grads = gradients(alike)
         momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
         if is_sharded(alike[0]):  # all ranks gather each of them, and some keep it
-            sums = [g.lerp(m, momentum).bfloat16() for g, m in zip(grads, momenta)]
+            sums = [g.lerp(m, momentum).to(self._dtype) for g, m in zip(grads, momenta)]
             wholes = [full_tensor(x, like) for x, like in zip(sums, alike)]
             return torch.stack([wholes[i] for i in own])
-        nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=torch.bfloat16)
+        nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=self._dtype)
         sums = torch._foreach_lerp([grads[i] for i in own], [momenta[i] for i in own], momentum)
         torch._foreach_copy_(nesterov.unbind(), sums)
         return nesterov
@@ -123,17 +124,17 @@ def orthogonalised(
     where batched products round as single ones do.
 
     Args:
-        x: (n, rows, columns), any float dtype.
+        x: (n, rows, columns), fp32 or bf16, which is the dtype of the products.
         coefficients: factors of X, (X X^T) X and (X X^T)^2 X.
         steps: number of iterations.
         eps: least norm to divide by.
 
     Returns:
-        Tensor: (n, rows, columns), bf16.
+        Tensor: (n, rows, columns), dtype of `x`.
     """
     a, b, c = coefficients
     tall = x.shape[1] > x.shape[2]
-    y = x.bfloat16().mT if tall else x.bfloat16()
+    y = x.mT if tall else x
     y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = torch.bmm(y, y.mT)

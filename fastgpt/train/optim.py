@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.config.config import OptimConfig
+from fastgpt.device.cpu import AdamW
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard, norms, shard_like, unpermuted
@@ -36,7 +37,7 @@ class Optimizers:
         )
         taken = {id(p) for p in matrices}
         rest = [p for p in self.parameters if id(p) not in taken]
-        adamw = torch.optim.AdamW(
+        adamw = AdamW(
             [
                 {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
                 {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -97,10 +98,8 @@ class Optimizers:
         # the scaler would have set its own; elsewhere fused AdamW takes no notice
         if not self.scaler.is_enabled() and norm.device.type in ("cpu", "cuda"):
             self.all[0].grad_scale = excess  # pyright: ignore[reportAttributeAccessIssue]
-            others = [
-                x for it in self.all[1:] for group in it.param_groups for x in group["params"]
-            ]
-            gradients = [cast(Tensor, weight.grad) for weight in others]
+            groups = [group for it in self.all[1:] for group in it.param_groups]
+            gradients = [cast(Tensor, x.grad) for group in groups for x in group["params"]]
         if gradients:
             torch._foreach_div_([local_shard(x) for x in gradients], excess)  # pyright: ignore
 

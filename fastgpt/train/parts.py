@@ -20,7 +20,7 @@ from fastgpt.config.config import Config
 from fastgpt.config.saved import changes, saved_config
 from fastgpt.data.loader import Loader
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
-from fastgpt.device import device
+from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
@@ -86,7 +86,8 @@ def build_parts(plan: Plan, warn: Warn = print) -> Parts:
     warn = warn if plan.world.is_main else lambda _: None
     config = plan.config
     if plan.device == "cpu":
-        device.keep_freed_memory()
+        tokens, dtype = plan.micro_batch * config.model.context, device.DTYPES[plan.precision]
+        cpu.prepare(config.model.dim, tokens, dtype, compiled=plan.compiled)
     if config.train.tf32:
         torch.set_float32_matmul_precision("high")
     network = _build_network(plan)

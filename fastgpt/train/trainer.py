@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -414,7 +414,8 @@ class Trainer:
         engine = self.engine
         engine.model.eval()
         # the texts' lengths differ, and each would be compiled
-        with engine.autocast(), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager") if engine.plan.compiled else nullcontext()
+        with engine.autocast(), eager:
             [text] = sample_text(
                 engine.model,
                 engine.data.tokenizer,

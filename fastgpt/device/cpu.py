@@ -1,0 +1,210 @@
+"""Settings of this process that make training on a CPU faster: threads, waiting, memory, imports.
+
+PyTorch's threads wait for each other by spinning, which is fastest on an idle machine. On a busy
+one a thread that spins keeps its core from the thread that it waits for: with as many other busy
+processes as cores, training fell to a tenth of its speed or less.
+"""
+
+import ctypes
+import functools
+import inspect
+import json
+import os
+import platform
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt.device.device import device_name
+from fastgpt.files import cache_dir, parse_json, write_atomically
+
+LOOK_S = 0.5
+"""Seconds between two looks at how long the training thread waited for a core."""
+CROWDED = 0.1
+"""Least share of its time that it waits on a busy machine. On an idle one it is under 0.01."""
+CALM_LOOKS = 4
+"""Number of looks in a row without other programs after which threads spin again."""
+PROXY_FLOPS = 2e9
+"""Most FLOPs of the work by which numbers of threads are compared."""
+PROXY_S = 0.15
+"""Seconds to spend on each number of threads."""
+
+
+def prepare(width: int, tokens: int, dtype: torch.dtype, *, compiled: bool) -> None:
+    """Sets up this process for training on a CPU.
+
+    Args:
+        width: of the model.
+        tokens: number of tokens in a micro-batch.
+        dtype: of the matrix products.
+        compiled: True if torch.compile is going to be used.
+    """
+    keep_freed_memory()
+    if not compiled:
+        spare_dynamo()
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
+        torch.set_num_threads(thread_count(width, tokens, dtype))
+    if torch.get_num_threads() > 1 and _schedstat().exists():
+        _start_watching(_schedstat())
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc's allocator to keep freed memory, so that the next step can reuse it.
+
+    By default it returns large blocks to the system, and getting them back costs page faults and
+    zeroing: a step of 6 layers of 384 (B=16, T=256, bf16, two AVX-512 cores) took 549 ms instead of
+    463 ms. The process then keeps its peak memory. With other allocators this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(M_TOP_PAD, 2**26)
+
+
+def spare_dynamo() -> None:
+    """Keeps PyTorch's optimizers from importing torch._dynamo, which takes a second.
+
+    Their methods import it to tell it to leave them alone. Without torch.compile nothing reads
+    that.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        vars(function).setdefault("__dynamo_disable", function)
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW without the decorators of `step`, which import torch._dynamo."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+# --- number of threads ----------------------------------------------------------------------------
+
+
+def thread_count(width: int, tokens: int, dtype: torch.dtype) -> int:
+    """Returns the number of threads with which layers of this width are fastest here.
+
+    The first call on a machine takes at most 2 seconds; the answer is kept in the cache folder.
+    Up to PyTorch's own number, the number of physical cores, each half of the one before is tried.
+    """
+    most = torch.get_num_threads()
+    path = cache_dir() / "threads.json"
+    key = f"{device_name('cpu')}, torch {torch.__version__}, {dtype}, {tokens} x {width}"
+    try:
+        known = dict(parse_json(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or damaged
+        known = {}
+    found = known.get(key)
+    if type(found) is int and 1 <= found <= most:
+        return found
+    found = _fastest(width, tokens, dtype, most)
+    with suppress(OSError):  # a folder that cannot be written to: measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(known | {key: found}, indent=1).encode())
+    return found
+
+
+def _fastest(width: int, tokens: int, dtype: torch.dtype, most: int) -> int:
+    rows = max(1, min(tokens, int(PROXY_FLOPS / (16 * width**2))))
+    x, up, down = (
+        torch.randn(n, m).to(dtype)
+        for n, m in ((rows, width), (4 * width, width), (width, 4 * width))
+    )
+    best, count = most, most
+    seconds = _seconds(x, up, down, most)
+    while count > 1:
+        count //= 2
+        fewer = _seconds(x, up, down, count)
+        if fewer > 1.5 * seconds:
+            break
+        if fewer < 0.95 * seconds:  # more threads unless fewer are clearly faster
+            best, seconds = count, fewer
+    torch.set_num_threads(most)
+    return best
+
+
+def _seconds(x: Tensor, up: Tensor, down: Tensor, threads: int) -> float:
+    """Times a feed-forward layer, in seconds: the least of several runs."""
+    torch.set_num_threads(threads)
+    best, end = float("inf"), time.perf_counter() + PROXY_S
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        F.layer_norm(x + F.linear(F.gelu(F.linear(x, up)), down), x.shape[1:])
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+
+def _schedstat() -> Path:
+    """Returns Linux's file with the times that this thread ran, and waited for a core, in ns."""
+    return Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+
+@functools.cache
+def _start_watching(schedstat: Path) -> None:
+    threading.Thread(target=Waiting(schedstat).watch, name="waiting", daemon=True).start()
+
+
+class Waiting:
+    """Makes PyTorch's threads sleep while they wait, as long as other programs need the cores.
+
+    libgomp, the OpenMP of PyTorch's builds for Linux, reads its settings once, at its start. But it
+    hardly spins while a process has more OpenMP threads than cores. So on a busy machine a second
+    team of threads is kept, which does nothing. Results do not depend on it.
+
+    Args:
+        schedstat: file of the thread that trains; see `_schedstat`.
+    """
+
+    def __init__(self, schedstat: Path) -> None:
+        self._schedstat = schedstat
+        self._before = self._read()
+        self._calm = 0
+        self._let_go: threading.Event | None = None
+
+    @property
+    def sleeps(self) -> bool:
+        """True while threads sleep instead of spinning."""
+        return self._let_go is not None
+
+    def watch(self) -> None:
+        """Looks until the thread that trains has ended."""
+        with suppress(OSError):
+            while True:
+                time.sleep(LOOK_S)
+                self.look()
+
+    def look(self) -> None:
+        """Compares the time that the thread waited for a core since the last look."""
+        now = self._read()
+        ran, waited = (after - before for before, after in zip(self._before, now))
+        self._before = now
+        crowded = waited > CROWDED * max(ran + waited, LOOK_S * 1e8)  # a tenth of the time, in ns
+        self._calm = 0 if crowded else self._calm + 1
+        if crowded and self._let_go is None:
+            self._let_go = threading.Event()
+            hold = threading.Thread(target=_hold_team, args=(self._let_go,), daemon=True)
+            hold.start()
+        elif self._calm == CALM_LOOKS and self._let_go is not None:
+            self._let_go.set()
+            self._let_go = None
+
+    def _read(self) -> tuple[int, int]:
+        ran, waited, _ = map(int, self._schedstat.read_text().split())
+        return ran, waited
+
+
+def _hold_team(let_go: threading.Event) -> None:
+    """Keeps a team of OpenMP threads, which end with the thread that began them."""
+    torch.zeros(2**20).add_(1)
+    let_go.wait()
