@@ -59,7 +59,7 @@ class GenerateBench:
 
 
 def ours(config: ModelConfig, precision: str, tokens: int) -> Generates:
-    model = build_model(config, select(OpsConfig(), "cpu", compiled=False)).eval()
+    model = build_model(config, select(OpsConfig(), "cpu")).eval()
     vocab = config.vocab_size
     assert vocab is not None
 

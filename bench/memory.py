@@ -99,7 +99,7 @@ def account(
         FakeTensorMode(),
         LiveBytes(launches) as live,
     ):
-        model = GPT(config, tables.select(asked, "cpu", compiled=False), recompute=recompute)
+        model = GPT(config, tables.select(asked, "cpu"), recompute=recompute)
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
         gc.collect()

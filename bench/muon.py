@@ -43,7 +43,7 @@ class MuonBench:
 def matrices(recipe: str) -> list[nn.Parameter]:
     """Makes the matrices of a recipe's layers, random, each with a random gradient."""
     config = replace(RECIPES[recipe][1].model, vocab_size=VOCABULARY)
-    ops = select(OpsConfig(), "cpu", compiled=False)
+    ops = select(OpsConfig(), "cpu")
     found = [x for x in build_model(config, ops).h.parameters() if x.dim() == 2]
     for matrix in found:
         matrix.grad = torch.randn_like(matrix)

@@ -55,7 +55,7 @@ def main() -> None:
     torch.autograd.gradcheck(gelu, (x, bias))
 
     config = fastgpt.ModelConfig(num_layers=2, num_heads=2, dim=32, context=32, vocab_size=50)
-    ops = replace(select(fastgpt.OpsConfig(), device, compiled=False), activation=gelu)
+    ops = replace(select(fastgpt.OpsConfig(), device), activation=gelu)
     model = fastgpt.build_model(config, ops).to(device)
     tokens = torch.randint(50, (4, 33), device=device)
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])

@@ -49,7 +49,7 @@ each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked
 
 def on_cpu(**asked: str) -> Ops:
     """Returns the ops of an uncompiled model on a CPU."""
-    return tables.select(OpsConfig(**asked), "cpu", compiled=False)  # pyright: ignore
+    return tables.select(OpsConfig(**asked), "cpu")  # pyright: ignore
 
 
 def build(*, attention: str = "torch", chosen: Ops | None = None, **options) -> GPT:

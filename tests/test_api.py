@@ -89,7 +89,7 @@ def test_the_types_of_the_public_names_are_known(tmp_path):
 def test_errors_name_what_is_wrong():
     config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=8)
     with pytest.raises(UserError, match=r"^vocab_size is missing"):
-        fastgpt.build_model(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
+        fastgpt.build_model(config, select(fastgpt.OpsConfig(), "cpu"))
     model = fastgpt.GPT.from_config(config, vocab_size=50)  # padded to 64
     for call in (model, lambda tokens: model.generate(tokens, max_new_tokens=1)):
         with pytest.raises(UserError, match=r"from 0 to 50: expected ids of the vocabulary, 0 to"):

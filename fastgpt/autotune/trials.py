@@ -223,8 +223,7 @@ def _layer(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     """
     model = sizes.model
     layers = {
-        name: Block(model, tables.select(chosen, on, compiled=sizes.compiled)).to(on)
-        for name, chosen in sizes.sets.items()
+        name: Block(model, tables.select(chosen, on)).to(on) for name, chosen in sizes.sets.items()
     }
     angles = Rotary(model).to(on) if model.position == "rotary" else None
     pre_norm = model.norm_position == "pre"

@@ -62,7 +62,7 @@ class OpenedModel:
 
     def build_gpt(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
-        selected = tables.select(asked or OpsConfig(), device, compiled=False)
+        selected = tables.select(asked or OpsConfig(), device)
         model = build_model(self.config, selected)
         state = model.state_dict()
         with _reading(self.path):  # a training run may have removed the checkpoint
@@ -205,7 +205,7 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Returns the shapes of a model's weights, without padding of the vocabulary."""
     try:
         with torch.device("meta"):
-            model = build_model(config, tables.select(OpsConfig(), "cpu", compiled=False))
+            model = build_model(config, tables.select(OpsConfig(), "cpu"))
     except RuntimeError as error:
         raise UserError(f"the model's sizes are too large: {reason(error)}") from error
     return {name: x.shape for name, x in model.state_dict().items()}

@@ -292,7 +292,8 @@ def compile_options(device: str, asked: str) -> dict[str, Any]:
     On CUDA kernels that do not depend on each other, such as the casts of all weights, are launched
     together (docs/benchmarks/counts.md).
     """
-    options: dict[str, Any] = {}
+    # on a CPU Inductor's own random numbers take several times as long as PyTorch's
+    options: dict[str, Any] = {"fallback_random": True} if kind_of(device) is CPU else {}
     if kind_of(device) is CUDA:
         from fastgpt.kernels.graphs import MERGED  # imports Inductor
 

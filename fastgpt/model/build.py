@@ -118,7 +118,7 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
 
     >>> config = fastgpt.ModelConfig(architecture="bigram", activation="relu", vocab_size=50)
     >>> from fastgpt.ops import select
-    >>> ops = select(fastgpt.OpsConfig(), "cpu", compiled=False)
+    >>> ops = select(fastgpt.OpsConfig(), "cpu")
     >>> fastgpt.build_model(config, ops).num_params()
     2500
     """

@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
     >>> config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, vocab_size=50)
     >>> from fastgpt.ops import select
-    >>> model = fastgpt.GPT(config, select(fastgpt.OpsConfig(), "cpu", compiled=False))
+    >>> model = fastgpt.GPT(config, select(fastgpt.OpsConfig(), "cpu"))
     >>> model.num_params()
     20496
     """
@@ -128,7 +128,7 @@ class GPT(nn.Module):
         config = replace(config or ModelConfig(), **settings)
         if config.architecture != "gpt":
             raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
-        ops = select(OpsConfig(), device, compiled=False)
+        ops = select(OpsConfig(), device)
         return cls(config, ops).to(device)
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:

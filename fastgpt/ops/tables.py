@@ -77,30 +77,26 @@ LOSS: dict[str, LossOp] = {
 DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 
-def select(config: OpsConfig, device: torch.device | str, *, compiled: bool) -> Ops:
+def select(config: OpsConfig, device: torch.device | str) -> Ops:
     """Resolves `auto`, and checks that the implementations asked for run on `device`.
 
-    On a CPU the blocked attention and lane dropout are faster (`docs/design.md`), except under
-    torch.compile, where Inductor fuses PyTorch's. `auto` never resolves to our Triton kernels here:
-    the user, or `fastgpt.autotune.choose` for a run on CUDA, asks for them.
+    On a CPU the blocked attention and lane dropout are faster (`docs/design.md`), with and without
+    torch.compile. `auto` never resolves to our Triton kernels here: the user, or
+    `fastgpt.autotune.choose` for a run on CUDA, asks for them.
     """
     device = torch.device(device)
     on_cpu = device.type == "cpu"
-    fast_cpu = on_cpu and not compiled
     automatic = {
-        "attention": "blocked" if fast_cpu else "sdpa",
+        "attention": "blocked" if on_cpu else "sdpa",
         "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
-        "dropout": "lanes" if fast_cpu else "torch",
+        "dropout": "lanes" if on_cpu else "torch",
     }
     names: dict[str, str] = asdict(config)
     for op, name in names.items():
         if name == "auto":
             names[op] = automatic.get(op, "torch")
-        if name in ("blocked", "lanes") and not fast_cpu:
-            where = "with torch.compile" if on_cpu else f"on {device.type}"
-            raise UserError(
-                f"--ops.{op} is {name}: it runs on CPUs without torch.compile, not {where}"
-            )
+        if name in ("blocked", "lanes") and not on_cpu:
+            raise UserError(f"--ops.{op} is {name}: it runs on CPUs, not on {device.type}")
         if name == "triton" and not runs_kernels(device):
             where = "cpu" if on_cpu else kind_of(device).name
             raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")

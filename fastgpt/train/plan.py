@@ -122,7 +122,7 @@ def resolve(
         narrow_residual=narrow,
         compiled=compiled,
         sharded=sharded,
-        ops=tables.select(chosen, on, compiled=compiled),
+        ops=tables.select(chosen, on),
         trials=trials,
         micro_batch=micro_batch,
         source=source,

@@ -30,12 +30,16 @@ def dropout_keep(
         tuple[Tensor, float]: mask of `shape` and `dtype`, 1 where kept and 0 elsewhere, and the
         factor 1 / (kept share).
     """
+    dropped = min(round(p * _LEVELS), _LEVELS - 1)
+    least, scale = dropped - _LEVELS // 2, _LEVELS / (_LEVELS - dropped)
     numel = math.prod(shape)
     draws = torch.empty((numel + 3) // 4, dtype=torch.int64, device=device)
+    if torch.compiler.is_compiling():  # which knows no random_, and fuses the comparison
+        draws = torch.randint_like(draws, -(2**63), 2**63 - 1) ^ -(2**63)  # random_'s bits
+        return (draws.view(torch.int16)[:numel].view(shape) >= least).to(dtype), scale
     draws = draws.random_(-(2**63), None).view(torch.int16)[:numel].view(shape)
-    dropped = min(round(p * _LEVELS), _LEVELS - 1)
     mask = torch.empty(shape, dtype=dtype, device=device)
-    return torch.ge(draws, dropped - _LEVELS // 2, out=mask), _LEVELS / (_LEVELS - dropped)
+    return torch.ge(draws, least, out=mask), scale
 
 
 def dropout(x: Tensor, p: float) -> Tensor:

@@ -111,7 +111,7 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     called = mock.Mock(side_effect=tables.PACKED_ATTENTION["triton"])
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
     sizes = replace(SIZES, model=replace(TINY, **options))
-    chosen = tables.select(OpsConfig(attention="triton"), "cpu", compiled=False)
+    chosen = tables.select(OpsConfig(attention="triton"), "cpu")
     trial = TRIALS["attention"](sizes, "cpu", torch.float32)
     choose.seconds(trial.ops["triton"], trial, sizes, "cpu", timer_of(1.0))
     assert called.call_count == packed
@@ -127,7 +127,7 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
 def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     model = replace(TINY, residual_dropout=dropout)
     tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
-    chosen = tables.select(OpsConfig(norm="triton"), "cpu", compiled=False)
+    chosen = tables.select(OpsConfig(norm="triton"), "cpu")
     fused_bias = GPT(model, chosen).h[0].attn.c_proj.fused_bias
     assert ("input_bias" in tried) == (fused_bias is not None) == (dropout == 0)
 
@@ -233,7 +233,7 @@ def test_other_sizes_or_kernels_are_tried_anew_but_not_other_proofs(on_cuda, mon
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
     chosen, _, said = on_cuda(f"{NO_LAYER}\nprint({ANSWER!r}, flush=True); {ending}")
-    names = tables.select(chosen, "cuda", compiled=True).names
+    names = tables.select(chosen, "cuda").names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
     assert len(said) == 4
     for line, op in zip(said[1:], ("attention", "loss", "activation"), strict=True):

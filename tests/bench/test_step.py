@@ -229,7 +229,7 @@ def test_llmcs_program_for_cpus_is_given_weights_and_tokens_and_stopped(tmp_path
     header = np.fromfile(tmp_path / "gpt2_124M.bin", np.int32, 256)
     assert header[:8].tolist() == [20240326, 3, 64, 300, 2, 2, 16, 320]
     weights = np.fromfile(tmp_path / "gpt2_124M.bin", np.float32, offset=1024)
-    model = build_model(TINY_GPT2, select(OpsConfig(), "cpu", compiled=False))
+    model = build_model(TINY_GPT2, select(OpsConfig(), "cpu"))
     assert len(weights) == sum(p.numel() for p in model.parameters())
     tokens = np.fromfile(tmp_path / "tiny_shakespeare_train.bin", np.uint16, offset=1024)
     assert tokens.max() < 300

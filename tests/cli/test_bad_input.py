@@ -125,7 +125,6 @@ def test_missing_arguments_are_named(capsys):
         ("--train.device cuda", ("sees no CUDA device", "--train.device cpu")),
         ("--train.precision fp16", ("fp16",)),
         ("--train.residual bf16", ("expected --train.precision bf16, which is fp32 here",)),
-        ("--ops.attention blocked --train.compile on", ("--ops.attention is blocked",)),
         (
             "--train.compile graphs",
             ("--train.compile is graphs: expected one rank on CUDA, got 1 on",),

@@ -292,7 +292,7 @@ def elsewhere(monkeypatch):
         chosen = OpsConfig(attention="sdpa", decode=decode)  # pyright: ignore
         with runtime.recording(90) as launched:
             with torch.device("meta"):
-                model = build_model(config, tables.select(chosen, "meta", compiled=False)).eval()
+                model = build_model(config, tables.select(chosen, "meta")).eval()
             prompt = torch.zeros(1, 5, dtype=torch.int64, device="meta")
             generate(model, prompt, max_new_tokens=new, vocab_size=30)
         tensors = ([x for x in launch.args if isinstance(x, Tensor)] for launch in launched)

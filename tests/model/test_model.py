@@ -126,7 +126,7 @@ def with_dropout_as_zero() -> tuple[Ops, list[float]]:
         seen.append(dropout_p)
         return attention_ref(q, k, v, scale=scale, window=window, doc_ids=doc_ids)
 
-    plain = tables.select(OpsConfig(loss="torch"), "cpu", compiled=True)
+    plain = tables.select(OpsConfig(loss="torch"), "cpu")
     return replace(plain, attention=attention, dropout=lambda x, p: x * 0), seen
 
 
@@ -288,14 +288,15 @@ def test_default_widths():
     [
         ({}, "torch"),
         ({}, "sdpa"),
-        (OPTIONS["modern"], "sdpa"),
+        ({}, "blocked"),
+        (OPTIONS["modern"], "blocked"),
         (OPTIONS["original"], "sdpa"),
-        ({"document_mask": True, "eot_id": 7}, "sdpa"),
+        ({"document_mask": True, "eot_id": 7}, "blocked"),
     ],
-    ids=["gpt2-torch", "gpt2", "modern", "original", "documents"],
+    ids=["gpt2-torch", "gpt2", "gpt2-blocked", "modern", "original", "documents"],
 )
 def test_compiles_fullgraph_and_only_once(options, attention):
-    chosen = tables.select(OpsConfig(attention=attention), "cpu", compiled=True)
+    chosen = tables.select(OpsConfig(attention=attention), "cpu")
     model = build(chosen=chosen, num_layers=1, dropout=0.1, **options)
     torch.compiler.reset()
     backend = CompileCounterWithBackend("aot_eager")  # no code is built, so this is fast

@@ -48,10 +48,8 @@ def test_model_on_our_kernels_is_the_model_on_torchs_ops(options, autocast):
         options = {**options, "num_layers": 1}
     config = replace(TINY, **options)
     # the interpreter multiplies the raw bits of bf16
-    ours = tables.select(
-        replace(OURS, attention="torch") if autocast else OURS, "cpu", compiled=False
-    )
-    plain = sharp(0.1, config=config, chosen=tables.select(PLAIN, "cpu", compiled=False))
+    ours = tables.select(replace(OURS, attention="torch") if autocast else OURS, "cpu")
+    plain = sharp(0.1, config=config, chosen=tables.select(PLAIN, "cpu"))
     model = initial(config, chosen=ours)
     model.load_state_dict(plain.state_dict())
     with launches():
@@ -82,9 +80,7 @@ class ColumnSums(TorchDispatchMode):
 )
 def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(options, left):
     def count(asked):
-        model = initial(
-            replace(TINY, **options), chosen=tables.select(asked, "cpu", compiled=False)
-        )
+        model = initial(replace(TINY, **options), chosen=tables.select(asked, "cpu"))
         with ColumnSums() as sums:
             loss_and_gradients(model, autocast=False)
         return sums.count
@@ -97,18 +93,17 @@ def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "compiled", "changed"),
+    ("asked", "device", "changed"),
     [
-        (OpsConfig(), "cpu", True, {"attention": "sdpa"}),
-        (OpsConfig(), "cpu", False, {"attention": "blocked", "dropout": "lanes"}),
-        (OpsConfig(), "cuda", True, {"attention": "sdpa", "loss": "torch"}),
-        (OURS, "cuda", True, dict.fromkeys(TRITON, "triton")),
+        (OpsConfig(), "cpu", {"attention": "blocked", "dropout": "lanes"}),
+        (OpsConfig(), "cuda", {"attention": "sdpa", "loss": "torch"}),
+        (OURS, "cuda", dict.fromkeys(TRITON, "triton")),
     ],
 )
-def test_what_runs_where(monkeypatch, asked, device, compiled, changed):
+def test_what_runs_where(monkeypatch, asked, device, changed):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     names = dict.fromkeys(OpsConfig.__slots__, "torch") | {"loss": "chunked"} | changed
-    assert tables.select(asked, device, compiled=compiled).names == names
+    assert tables.select(asked, device).names == names
 
 
 @pytest.mark.parametrize("op", [*TRITON, "decode"])
@@ -119,12 +114,9 @@ def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
 
 
 @pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "lanes")])
-@pytest.mark.parametrize(
-    ("device", "compiled", "where"), [("cpu", True, "torch.compile"), ("cuda", False, "cuda")]
-)
-def test_ops_reject_what_cannot_run_there(op, name, device, compiled, where):
-    with pytest.raises(UserError, match=rf"--ops.{op} is {name}: .*, not \w+ {where}"):
-        tables.select(OpsConfig(**{op: name}), device, compiled=compiled)
+def test_ops_reject_what_cannot_run_there(op, name):
+    with pytest.raises(UserError, match=rf"--ops.{op} is {name}: it runs on CPUs, not on cuda"):
+        tables.select(OpsConfig(**{op: name}), "cuda")
 
 
 # --- the package flash-attn -----------------------------------------------------------------------
@@ -150,9 +142,9 @@ def flash_attn(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_model_on_flash_attn_is_the_model_on_torchs_attention(flash_attn, window):
-    chosen = tables.select(OpsConfig(attention="flash_attn"), "cuda", compiled=False)
+    chosen = tables.select(OpsConfig(attention="flash_attn"), "cuda")
     config = replace(TINY, window=window, num_kv_heads=2)
-    model = GPT(config, tables.select(PLAIN, "cpu", compiled=False))
+    model = GPT(config, tables.select(PLAIN, "cpu"))
     want = loss_and_gradients(model, False)
     for block in model.h:
         block.attn.ops = chosen
@@ -166,6 +158,6 @@ def test_flash_attn_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for device, reason in (("cpu", "not on cpu"), ("cuda", "which is not installed")):
         with pytest.raises(UserError, match=rf"^--ops\.attention is flash_attn: .*{reason}$"):
-            tables.select(asked, device, compiled=True)
+            tables.select(asked, device)
     with pytest.raises(UserError, match=r"does not support --model\.document-mask"):
         Config(model=replace(TINY, document_mask=True), ops=asked)

@@ -56,8 +56,8 @@ def loss_and_gradients(model, x, y, precision):
 )
 def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
     config = replace(SMALL, **options)
-    truth = GPT(config, tables.select(OpsConfig(attention="torch"), "cpu", compiled=False))
-    model = GPT(config, tables.select(asked, "cuda", compiled=True)).cuda()
+    truth = GPT(config, tables.select(OpsConfig(attention="torch"), "cpu"))
+    model = GPT(config, tables.select(asked, "cuda")).cuda()
     model.load_state_dict(truth.state_dict())
     x, y = torch.randint(0, 257, (2, 3, 64))
     compiled = torch.compile(model, fullgraph=True, dynamic=False)

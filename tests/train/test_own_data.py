@@ -54,7 +54,7 @@ def test_losses_are_those_of_a_loop_by_hand(tiny):
     config, data = parse(tiny(FLAGS)), own()
     [order] = open_own(data, 16, config.data).orders(16, config.seed)
     torch.manual_seed(config.seed)
-    plain = select(config.ops, "cpu", compiled=False)
+    plain = select(config.ops, "cpu")
     model = build_model(replace(config.model, vocab_size=50), plain)
     betas = (config.optim.beta1, config.optim.beta2)
     adamw = torch.optim.AdamW(model.parameters(), 1e-2, betas, eps=1e-3, weight_decay=0)
