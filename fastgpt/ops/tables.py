@@ -18,6 +18,7 @@ from fastgpt import kernels
 from fastgpt.config.config import OpsConfig
 from fastgpt.device.device import kind_of
 from fastgpt.errors import UserError
+from fastgpt.kernels.rotary.op import rotary_plain
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.ops import torch_ops
 from fastgpt.ops.kv_cache import Cache
@@ -39,8 +40,8 @@ def decode_triton(
 ) -> Tensor:
     """`DecodeOp` by our kernels."""
     return kernels.decode_attention(
-        q, keys, values, cache.lengths, starts=cache.starts, scale=scale
-    )
+        q.to(keys.dtype), keys, values, cache.lengths, starts=cache.starts, scale=scale
+    ).to(q.dtype)
 
 
 ATTENTION: dict[str, AttentionOp] = {
@@ -52,7 +53,7 @@ ATTENTION: dict[str, AttentionOp] = {
 }
 PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
 DECODE: dict[str, DecodeOp] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
-ROTARY: dict[str, RotaryOp] = {"torch": kernels.rotary_ref, "triton": kernels.rotary}
+ROTARY: dict[str, RotaryOp] = {"torch": rotary_plain, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(
         torch_ops.layer_norm,

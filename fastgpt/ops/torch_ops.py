@@ -57,7 +57,8 @@ def decode_sdpa(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
     """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
-    return _sdpa(q, keys, values, cache.hidden(q.dtype)[:, None], scale=scale)
+    wide = q.to(keys.dtype)
+    return _sdpa(wide, keys, values, cache.hidden(wide.dtype)[:, None], scale=scale).to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

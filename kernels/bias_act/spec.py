@@ -91,6 +91,7 @@ def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Prob
         op=bias_act,
         ref=bias_act_ref,
         eager=eager,
+        cpu=eager,
         inputs=inputs,
         options=options,
         launches=lambda s: (FWD, BWD, SUM) if s.get("bias", True) else (FWD, BWD),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Case
@@ -32,6 +33,19 @@ def eager(
     scores = (q * (D**-0.5 if scale is None else scale)) @ k.transpose(2, 3)
     weights = scores.masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1)
     return (weights.masked_fill(hidden, 0) @ v).transpose(1, 2)
+
+
+def widened(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
+    block_table: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention by PyTorch's fused op in fp32; on a CPU the model keeps its cache so."""
+    k, v = (whole_cache(x, block_table) for x in (k, v))
+    seen = visible_places(q.shape[1], k.shape[1], lengths, starts)[:, None]
+    grouped = q.shape[2] != k.shape[2]
+    wide = (x.transpose(1, 2).float() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*wide, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).to(q.dtype)
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
@@ -164,6 +178,7 @@ DECODE_ATTENTION = Spec(
     op=decode_attention,
     ref=decode_attention_ref,
     eager=eager,
+    cpu=widened,
     inputs=inputs,
     options=options,
     launches=lambda s: (SPLIT,),  # COMBINE too, where there are several splits

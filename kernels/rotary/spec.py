@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..proof.compile import Case
 from ..spec import Make, Problem, Spec, Work, work
-from .op import rotary, rotary_ref
+from .op import rotary, rotary_plain, rotary_ref
 
 KERNEL = "_rotary_kernel"
 
@@ -71,6 +71,7 @@ ROTARY = Spec(
     op=rotary,
     ref=rotary_ref,
     eager=eager,
+    cpu=rotary_plain,
     inputs=inputs,
     options=options,
     launches=lambda s: (KERNEL,),
