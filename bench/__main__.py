@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import track
 
 from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
@@ -24,9 +22,11 @@ from fastgpt.errors import UserError, run_command
 
 SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Time in seconds to spend on one pass (forward, backward or both) of a case, by device."""
+BUDGET = {"cuda": float("inf"), "cpu": 120.0}
+"""Default of `--budget`, by device; the last step that is begun on a CPU takes under a minute."""
 CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-cpu": {"rounds": 5},
-    "shakespeare-char": {"rounds": 2, "batch": (16,)},  # its own 64 would take minutes
+    "shakespeare-char": {"rounds": 2, "batch": (4,)},  # its own 64 would take minutes
 }
 """Recipes whose training step is measured on a CPU."""
 
@@ -43,7 +43,7 @@ class Bench:
     list: bool = False
     """Print the cases and their implementations, without measuring them."""
     quick: bool = False
-    """Measure one shape of each op, in less time."""
+    """Measure one shape of each op, in less time: a minute on a CPU."""
     full: bool = False
     """Measure every case, including those that take long."""
     goals: bool = False
@@ -52,8 +52,9 @@ class Bench:
     """On a CPU, also measure torch.compile of the references (10 to 20 s for each case)."""
     rounds: int | None = None
     """Number of rounds of each pass; by default as many as fit into 0.5 s (0.2 s on a CPU)."""
-    budget: float = float("inf")
-    """Seconds after which no further case is started; skipped cases are recorded as missing."""
+    budget: float | None = None
+    """Seconds after which nothing further is started, 120 on a CPU by default; what is skipped is
+    recorded as missing."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     sizes: Literal["usual", "tiny"] = "usual"
@@ -108,20 +109,25 @@ def print_list(todo: list[Case], on: str) -> None:
 
 
 def run_cases(
-    bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer
+    bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer, end: float
 ) -> list[measure.Row]:
-    """Measures and records the cases; returns all their rows."""
+    """Measures and records the cases; returns all their rows.
+
+    Args:
+        end: time of the clock from which on no case is started.
+    """
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
-    end = time.perf_counter() + bench.budget
     rates = machine_rates(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
     writer.write("machine", {"rates": rates})
     seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
     rows: list[measure.Row] = []
     before = records.state(timer.on)
-    for case in track(todo, "cases", console=Console(stderr=True)):
+    for number, case in enumerate(todo, start=1):
+        start = time.perf_counter()
         about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
         if time.perf_counter() > end:
-            writer.write("missing", {**about, "reason": f"over the budget of {bench.budget:.0f} s"})
+            writer.write("missing", {**about, "reason": "over the budget"})
+            print(f"{number}/{len(todo)} {case.name}: over the budget", flush=True)
             continue
         roof = roof_of(rates, case.dtype)
         try:
@@ -133,7 +139,23 @@ def run_cases(
             writer.write(kind, {**row, "before": before, "after": after})
         rows += found
         before = after
+        took = time.perf_counter() - start
+        print(f"{number}/{len(todo)} {case.name}: {outcome(found)}, {took:.1f} s", flush=True)
     return rows
+
+
+def outcome(found: list[measure.Row]) -> str:
+    """Describes in a few words what was measured of a case."""
+    timed = [row for kind, row in found if kind == "op"]
+    last = {row["implementation"]: row["device_s"]["p50"] for row in timed}  # of the last pass
+    if "ours" not in last:
+        return next((row["reason"] for kind, row in found if kind == "refused"), "not timed")
+    ms = f"{timed[-1]['pass']} {last['ours'] * 1e3:.3g} ms"
+    others = {name: seconds for name, seconds in last.items() if name != "ours"}
+    if not others:
+        return ms
+    best = min(others, key=others.__getitem__)
+    return f"{ms}, {others[best] / last['ours']:.2f}x {best}"
 
 
 def print_rows(rows: list[measure.Row]) -> None:
@@ -167,10 +189,17 @@ def main(argv: list[str]) -> int:
         cpu.keep_freed_memory()
     settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
     writer = records.Writer(on, bench.out, **settings)
-    rows = run_cases(bench, todo, timer, writer) if todo else []
+    budget = bench.budget if bench.budget is not None else BUDGET[on]
+    end = time.perf_counter() + budget
+    rows = run_cases(bench, todo, timer, writer, end) if todo else []
     if rows:
         print_rows(rows)
     for recipe in steps:
+        if time.perf_counter() > end:
+            about = {"case": f"step/{recipe}", "implementation": "all"}
+            writer.write("missing", {**about, "reason": "over the budget"})
+            print(f"step/{recipe}: over the budget of {budget:.0f} s", flush=True)
+            continue
         asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
         step.run(replace(asked, **CPU_STEPS[recipe]))
     print(writer.path)

@@ -131,24 +131,30 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) -> dict[str, float]:
+def limits(
+    config: ModelConfig, tokens: int, size: int, roof: dict[str, float], *, muon: bool = False
+) -> dict[str, float]:
     """Computes the shortest time in milliseconds that each part of a step can take on this machine.
 
     GEMM: 6 FLOPs for each weight and token. Attention: what its `Spec` counts, forward and
     backward. Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a
     sum. Loss: the logits read once and their gradient written. Optimizer: AdamW's 28 bytes for each
-    parameter. The other parts have no such limit.
+    parameter, and Muon's products. The other parts have no such limit.
 
     Args:
         tokens: number of tokens in a step.
         size: bytes of an activation.
         roof: rates, `matmul` and `copy`.
+        muon: the blocks' matrices are updated by Muon, in 5 iterations.
     """
     C, V, T = config.dim, config.padded_vocab, config.context
     up = 2 * config.ffn_width if config.activation == "swiglu" else config.ffn_width
     heads = config.num_heads + 2 * config.kv_heads
     outputs = config.num_heads * config.head_dim
-    block = C * heads * config.head_dim + outputs * C + C * up + config.ffn_width * C
+    shapes = [(C, heads * config.head_dim), (outputs, C), (C, up), (config.ffn_width, C)]
+    block = sum(rows * columns for rows, columns in shapes)
+    pairs = [(min(shape), max(shape)) for shape in shapes] if muon else []
+    iterated = 5 * config.num_layers * sum(2 * m * m * (2 * n + m) for m, n in pairs)
     weights = config.num_layers * block + V * C
     one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
     attention = limit(*SPECS["attention"].work(one, size)["both"], roof)[0] * config.num_layers
@@ -160,7 +166,7 @@ def limits(config: ModelConfig, tokens: int, size: int, roof: dict[str, float]) 
         "attention": attention,
         "norm": norm_bytes / roof["copy"],
         "loss": 2 * tokens * V * size / roof["copy"],
-        "optimizer": 28 * (weights + T * C) / roof["copy"],
+        "optimizer": 28 * (weights + T * C) / roof["copy"] + iterated / roof["matmul"],
     }
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
 

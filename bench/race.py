@@ -41,7 +41,7 @@ class Race:
     nanogpt: Path
     """Path of a nanoGPT checkout, of which a copy is run."""
     recipes: tuple[str, ...] = ("shakespeare-cpu", "shakespeare-cpu-adamw")
-    """Recipes to run."""
+    """Recipes to run; flags may follow the name, as in "shakespeare-cpu --steps 200"."""
     rounds: int = 3
     """Number of runs of each."""
 
@@ -91,8 +91,8 @@ def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
 
 def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
     """Trains a recipe; returns seconds and the loss over all windows of the held-out text."""
-    run_dir = folder / f"{recipe}-{time.time_ns()}"
-    seconds, _ = time_process(recipe, "train.py", recipe, "--run-dir", str(run_dir))
+    run_dir = folder / f"run-{time.time_ns()}"
+    seconds, _ = time_process(recipe, "train.py", *recipe.split(), "--run-dir", str(run_dir))
     losses = [r["val_loss"] for r in read_records(run_dir / "metrics.jsonl") if "val_loss" in r]
     return seconds, losses[-1]
 
@@ -117,7 +117,8 @@ def main(argv: list[str]) -> None:
             {"run_name": name, "seconds": seconds, "val_loss": losses, "nanogpt_over_it": ratios}
         )
     records.show(tables.RACE, map(tables.race_cells, rows))
-    print(records.Writer("cpu").write("race", *rows))
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    print(records.Writer("cpu", isa=isa).write("race", *rows))
 
 
 if __name__ == "__main__":

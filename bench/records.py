@@ -2,8 +2,8 @@
 
 Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
 `test`, `environment`, `convergence`, `host`, `save`, `muon`, `generate`, `reproduction`, `tune`,
-`training` (a run's manifest and losses); and a `run`, so that only figures of one run are ever
-compared.
+`process` (a run's phases), `training` (a run's manifest and losses); and a `run`, so that only
+figures of one run are ever compared.
 
 A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
 beside the committed ones.

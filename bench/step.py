@@ -19,7 +19,7 @@ import tyro
 from bench import contenders, parts, records
 from bench.contenders import TINY, Workload
 from bench.goals import is_ours
-from bench.timing import Timer, machine_rates, roof_of
+from bench.timing import Timer, busy_processes, machine_rates, roof_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
 from fastgpt import flags
 from fastgpt.config.config import Config, DataConfig
@@ -56,6 +56,8 @@ class StepBench:
     """
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported."""
+    nanochat: Path | None = None
+    """Path of a nanochat checkout, whose nanochat/gpt.py is imported."""
     llmc: Path | None = None
     """Path of llm.c's train_gpt2cu (on a CPU train_gpt2), or of a checkout that has it."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -73,6 +75,8 @@ class StepBench:
     """Seconds after which no further batch size is started; the record lists skipped ones."""
     explain: bool = False
     """Print the three parts of fastgpt's step that cost the most over their limit."""
+    busy: int = 0
+    """Number of other processes that keep a core busy meanwhile."""
     tiny: bool = False
     """Use a network of 1 layer of 16, for rehearsals."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -112,8 +116,9 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     """Returns the names of the contenders asked for, or of all that make sense on the device."""
     if unknown := [name for name in bench.contenders if name not in contenders.CONTENDERS]:
         raise unknown_name("contender", unknown[0], contenders.CONTENDERS)
-    if wanted := [n for n in bench.contenders if n.startswith("nanogpt") and not bench.nanogpt]:
-        raise UserError(f"contender {wanted[0]} needs --nanogpt PATH, a checkout")
+    for peer, path in (("nanogpt", bench.nanogpt), ("nanochat", bench.nanochat)):
+        if wanted := [name for name in bench.contenders if name.startswith(peer) and not path]:
+            raise UserError(f"contender {wanted[0]} needs --{peer} PATH, a checkout")
     if bench.contenders:
         return bench.contenders
     names = ["fastgpt"]
@@ -144,6 +149,7 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
     workload = Workload(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
+    workload = replace(workload, nanochat=bench.nanochat)
     both = (precision, "fp32") if on == "cpu" and precision != "fp32" else (precision,)
     rates = machine_rates(Timer(on), both, 0.2 if bench.tiny else 1.0)
     if on == "cuda":
@@ -152,11 +158,12 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
     usual = (8 if bench.tiny else RECIPES[config.recipe][1].global_batch,)
     for batch in bench.batch or (BATCHES if on == "cuda" else usual):
         length = "" if bench.context is None else f"/T={bench.context}"
+        busy = f"/busy={bench.busy}" if bench.busy else ""
         about = {
             "recipe": config.recipe,
             "precision": precision,
             "tiny": bench.tiny,
-            "case": f"step/{config.recipe}/B={batch}{length}",
+            "case": f"step/{config.recipe}/B={batch}{length}{busy}",
             "shape": {"B": batch, "T": config.model.context},
             "dropout": config.model.dropout,
         }
@@ -210,7 +217,10 @@ def _rates(workload: Workload, found: dict[str, Any], rates: dict[str, float]) -
     }  # fmt: skip
     if "parts" in found:
         size = 4 if precision == "fp32" else 2
-        speed["limits"] = parts.limits(workload.config.model, workload.tokens, size, roof)
+        speed["limits"] = parts.limits(
+            workload.config.model, workload.tokens, size, roof,
+            muon=found.get("optimizer") == "muon",
+        )  # fmt: skip
     return speed
 
 
@@ -259,7 +269,7 @@ def run(bench: StepBench) -> Path:
     settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
     writer = records.Writer(on, bench.out, **settings)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, busy_processes(bench.busy):
         for kind, row in measure(bench, on, Path(name)):
             writer.write(kind, row)
             said = f"{row['case']} {row['implementation']}"

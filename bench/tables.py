@@ -189,7 +189,10 @@ def other_tables(rows: list[Row]) -> str:
     """Lays out races of whole processes, text generation, data, and the stages of `make gpu`."""
     kinds = ("race", "generate", "data", "stage")
     races, texts, data, stages = ([r for r in rows if r["kind"] == kind] for kind in kinds)
-    races = [row for row in races if row["run"] == max(r["run"] for r in races)]
+    under: dict[Any, str] = {}  # newest race under each condition
+    for row in races:
+        under[_condition(row)] = max(under.get(_condition(row), ""), row["run"])
+    races = [row for row in races if row["run"] == under[_condition(row)]]
     stages = list({row["stage"]: row for row in stages}.values())
     text = ""
     for title, header, found, cells in (
@@ -204,10 +207,16 @@ def other_tables(rows: list[Row]) -> str:
     return text
 
 
+def _condition(row: Row) -> str:
+    """Describes what a race ran under, if not with all instructions of the CPU."""
+    isa = row.get("settings", {}).get("isa")
+    return f", ONEDNN_MAX_CPU_ISA={isa}" if isa else ""
+
+
 def race_cells(row: Row) -> tuple[str, ...]:
     """Formats the record of one trainer's runs, in the order of the runs."""
     return (
-        row["run_name"],
+        row["run_name"] + _condition(row),
         " ".join(f"{s:.1f}" for s in row["seconds"]),
         " ".join(f"{loss:.4f}" for loss in row["val_loss"]),
         " ".join(f"{ratio:.2f}" for ratio in row["nanogpt_over_it"]),

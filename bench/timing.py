@@ -12,7 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,15 @@ def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, s
         said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
         raise UserError(f"{what} failed: {said[0]}")
     return seconds, done.stdout
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Context in which `count` processes of this machine keep a core busy each."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()

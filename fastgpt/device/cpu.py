@@ -189,7 +189,9 @@ class Waiting:
         now = self._read()
         ran, waited = (after - before for before, after in zip(self._before, now))
         self._before = now
-        crowded = waited > CROWDED * max(ran + waited, LOOK_S * 1e8)  # a tenth of the time, in ns
+        if ran + waited < 1e9 * LOOK_S / 5:  # an idle thread shows nothing
+            return
+        crowded = waited > CROWDED * (ran + waited)
         self._calm = 0 if crowded else self._calm + 1
         if crowded and self._let_go is None:
             self._let_go = threading.Event()

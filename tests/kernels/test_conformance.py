@@ -1,5 +1,7 @@
 """Tests every op against the reference in its `Spec`, and by the checks that all ops must pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,14 @@ def test_parity(name, label, dtype, device):
 )  # fmt: skip
 def test_conforms(name, label, check, device):
     check(PROVED[name], PROVED[name].problems[label], device)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name, spec in PROVED.items() if spec.cpu])
+def test_what_the_model_calls_on_a_cpu_is_right(name, dtype):
+    spec = replace(PROVED[name], op=PROVED[name].cpu, launches=lambda s: ())
+    problem = list(spec.sizes["cpu"].values())[-1]  # an awkward one, where there is one
+    conformance.parity(spec, problem, "cpu", DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -1,0 +1,179 @@
+"""Accounts for the time of training on a CPU: `python -m bench.cpu`.
+
+For each of four recipes it times a step beside those of other trainers, in bf16 where the CPU
+multiplies bf16 and in fp32, and breaks ours into parts; then it runs two recipes as whole processes
+and times their phases. With `--publish` it writes docs/benchmarks/cpu.md from the newest records.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import records, step, tables
+from bench.report import DOCS, newest
+from bench.tables import Row
+from bench.timing import ROOT
+from fastgpt import flags
+from fastgpt.errors import UserError, run_command
+from fastgpt.files import data_dir
+
+STEPS: dict[str, dict[str, Any]] = {
+    "baby": {},
+    "shakespeare-cpu": {"rounds": 5},
+    "shakespeare-char": {"batch": (16,)},
+    "gpt2-124m": {"batch": (4,), "context": 64},
+}
+"""Recipes whose steps are timed, with their options of `bench.step`."""
+PROCESSES = ("shakespeare-cpu", "baby")
+"""Recipes that are run as whole processes."""
+PHASES: tuple[str, ...] = ("start", "training", "evaluations", "samples", "end")
+HEAD = """# Where the time goes on a CPU
+
+`python -m bench.cpu --publish` writes this page from its records; nothing on it is typed by hand.
+[performance.md](../performance.md#on-a-cpu) says what was done about it, and what did not help.
+"""
+NOTES = """
+A part's percentage is its limit over its time: the time of its products at the matmul rate that was
+measured in that run, or of its bytes at the copy rate. The optimizer's limit includes Muon's
+products. `other` is embedding, activation, dropout and casts, `host gap` the time of Python and of
+PyTorch's dispatcher in which no op runs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """Accounts for the time of training steps and whole runs on a CPU, beside other trainers."""
+
+    nanogpt: Path | None = None
+    """Path of a nanoGPT checkout."""
+    nanochat: Path | None = None
+    """Path of a nanochat checkout; its step is compiled, and has AdamW for its optimizer."""
+    llmc: Path | None = None
+    """Path of llm.c's train_gpt2, or of a checkout that has it; timed at GPT-2's sizes only."""
+    compiled: bool = False
+    """Also time a plain loop under torch.compile, which takes a minute for each recipe."""
+    recipes: tuple[str, ...] = tuple(STEPS)
+    """Recipes whose steps are timed."""
+    processes: tuple[str, ...] = PROCESSES
+    """Recipes to run as whole processes."""
+    rounds: int = 2
+    """Number of timed rounds of each recipe that takes seconds a step."""
+    publish: bool = False
+    """Move the local records beside the committed ones and write docs/benchmarks/cpu.md."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.recipes if name not in STEPS]:
+            raise UserError(f"--recipes {unknown[0]}: expected some of {', '.join(STEPS)}")
+
+
+def step_bench(account: Account, recipe: str) -> step.StepBench:
+    """Returns the benchmark of one recipe's step, without dropout as llm.c and `eager` need it."""
+    names = ["fastgpt", "fastgpt fp32", "eager"] + ["compiled"] * account.compiled
+    names += ["nanogpt", "nanogpt fp32"] if account.nanogpt else []
+    names += ["nanochat"] if account.nanochat else []
+    asked = step.StepBench(
+        recipe=recipe, rounds=account.rounds, device="cpu", contenders=tuple(names),
+        nanogpt=account.nanogpt, nanochat=account.nanochat,
+        llmc=account.llmc if recipe == "gpt2-124m" else None,
+    )  # fmt: skip
+    return replace(asked, **STEPS[recipe])
+
+
+def phases(lines: Iterable[tuple[float, str]], end: float) -> dict[str, float]:
+    """Sums the seconds of a run's phases from the times at which its lines were printed.
+
+    Args:
+        lines: (seconds since the start, line); each line ends the phase that it reports.
+        end: seconds from the start to the end of the process.
+    """
+    spent, before, began = dict.fromkeys(PHASES, 0.0), 0.0, False
+    for at, line in lines:
+        if line.startswith("step") and "val loss" in line:
+            phase = "evaluations"
+        elif line.startswith("step"):
+            phase = "training"
+        elif line.startswith("--- sample"):
+            phase = "samples"
+        else:
+            phase = "end" if began else "start"
+        began |= line.startswith("step")
+        spent[phase] += at - before
+        before = at
+    spent["end"] += end - before
+    return spent
+
+
+def run_process(recipe: str) -> dict[str, Any]:
+    """Runs a recipe as `python train.py`; returns its seconds in all and by phase."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "train.py", recipe, "--run-dir", f"{folder}/run"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "FASTGPT_DATA": str(data_dir().absolute())},
+        )  # fmt: skip
+        assert process.stdout is not None
+        lines = [(time.perf_counter() - start, line) for line in process.stdout]
+        if process.wait():
+            raise UserError(f"train.py {recipe} ended with exit status {process.returncode}")
+        seconds = time.perf_counter() - start
+    return {
+        "case": f"process/{recipe}", "seconds": seconds, "phases": phases(lines, seconds),
+        "header": [line.strip() for _, line in lines[:2]],
+    }  # fmt: skip
+
+
+def process_cells(row: Row) -> tuple[str, ...]:
+    spent = (f"{row['phases'][phase]:.1f}" for phase in PHASES)
+    return row["case"].split("/", 1)[1], f"{row['seconds']:.1f}", *spent
+
+
+PROCESS = f"recipe|seconds|{'|'.join(PHASES)}"
+
+
+def page(rows: list[Row]) -> str:
+    """Lays out the newest records of each CPU that has an account."""
+    text = HEAD
+    for group in tables.grouped([row for row in rows if row["on"] == "cpu"], "device"):
+        found = newest([row for row in group if row["kind"] in ("step", "process")])
+        steps = [row for row in found if row["kind"] == "step"]
+        runs = {row["case"]: row for row in found if row["kind"] == "process"}
+        if not (steps and runs):
+            continue
+        text += f"\n## {group[0]['device']}\n{NOTES}\n### Steps\n\n{tables.step_table(steps, [])}"
+        text += f"\n### Milliseconds by part\n\n{tables.parts_table(steps)}"
+        lines = ((*process_cells(row), tables.link(row)) for row in runs.values())
+        text += f"\n### Whole processes, seconds\n\n{tables.table(f'{PROCESS}|', lines)}"
+    return text
+
+
+def write(docs: Path) -> Path:
+    """Writes `docs/benchmarks/cpu.md` from the committed records."""
+    path = docs / "benchmarks" / "cpu.md"
+    rows = records.read()
+    for row in rows:
+        row["link"] = os.path.relpath(row["path"], path.parent)
+    path.write_text(page(rows), encoding="utf-8")
+    return path
+
+
+def main(argv: list[str]) -> None:
+    account = flags.parse(Account, argv, prog="python -m bench.cpu")
+    for recipe in account.recipes:
+        step.run(step_bench(account, recipe))
+    rows = [run_process(recipe) for recipe in account.processes]
+    records.show(PROCESS, map(process_cells, rows))
+    print(records.Writer("cpu").write("process", *rows))
+    if account.publish:
+        records.publish()
+        print(write(DOCS))
+
+
+if __name__ == "__main__":
+    run_command(main)
