@@ -20,6 +20,7 @@ from bench.report import DOCS, newest
 from bench.tables import Row
 from bench.timing import ROOT
 from fastgpt import flags
+from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import data_dir
 
@@ -32,6 +33,7 @@ STEPS: dict[str, dict[str, Any]] = {
 """Recipes whose steps are timed, with their options of `bench.step`."""
 PROCESSES = ("shakespeare-cpu", "baby")
 """Recipes that are run as whole processes."""
+PAGE = DOCS / "benchmarks" / "cpu.md"
 PHASES: tuple[str, ...] = ("start", "training", "evaluations", "samples", "end")
 HEAD = """# Where the time goes on a CPU
 
@@ -42,7 +44,8 @@ NOTES = """
 A part's percentage is its limit over its time: the time of its products at the matmul rate that was
 measured in that run, or of its bytes at the copy rate. The optimizer's limit includes Muon's
 products. `other` is embedding, activation, dropout and casts, `host gap` the time of Python and of
-PyTorch's dispatcher in which no op runs.
+PyTorch's dispatcher in which no op runs. Of a run's phases an evaluation includes the checkpoint
+before it, and `end` the last one's writing, the plot and the end of the process.
 """
 
 
@@ -63,7 +66,7 @@ class Account:
     processes: tuple[str, ...] = PROCESSES
     """Recipes to run as whole processes."""
     rounds: int = 2
-    """Number of timed rounds of each recipe that takes seconds a step."""
+    """Number of timed rounds; shakespeare-cpu has 5."""
     publish: bool = False
     """Move the local records beside the committed ones and write docs/benchmarks/cpu.md."""
 
@@ -74,8 +77,9 @@ class Account:
 
 def step_bench(account: Account, recipe: str) -> step.StepBench:
     """Returns the benchmark of one recipe's step, without dropout as llm.c and `eager` need it."""
-    names = ["fastgpt", "fastgpt fp32", "eager"] + ["compiled"] * account.compiled
-    names += ["nanogpt", "nanogpt fp32"] if account.nanogpt else []
+    narrow = device.pick_precision("auto", "cpu") != "fp32"
+    names = ["fastgpt", *["fastgpt fp32"] * narrow, "eager", *["compiled"] * account.compiled]
+    names += ["nanogpt", *["nanogpt fp32"] * narrow] if account.nanogpt else []
     names += ["nanochat"] if account.nanochat else []
     asked = step.StepBench(
         recipe=recipe, rounds=account.rounds, device="cpu", contenders=tuple(names),
@@ -139,28 +143,26 @@ PROCESS = f"recipe|seconds|{'|'.join(PHASES)}"
 
 def page(rows: list[Row]) -> str:
     """Lays out the newest records of each CPU that has an account."""
-    text = HEAD
+    said = HEAD + NOTES
     for group in tables.grouped([row for row in rows if row["on"] == "cpu"], "device"):
         found = newest([row for row in group if row["kind"] in ("step", "process")])
         steps = [row for row in found if row["kind"] == "step"]
         runs = {row["case"]: row for row in found if row["kind"] == "process"}
         if not (steps and runs):
             continue
-        text += f"\n## {group[0]['device']}\n{NOTES}\n### Steps\n\n{tables.step_table(steps, [])}"
-        text += f"\n### Milliseconds by part\n\n{tables.parts_table(steps)}"
+        said += f"\n## {group[0]['device']}\n\n### Steps\n\n{tables.step_table(steps, [])}"
+        said += f"\n### Milliseconds by part\n\n{tables.parts_table(steps)}"
         lines = ((*process_cells(row), tables.link(row)) for row in runs.values())
-        text += f"\n### Whole processes, seconds\n\n{tables.table(f'{PROCESS}|', lines)}"
-    return text
+        said += f"\n### Whole processes, seconds\n\n{tables.table(f'{PROCESS}|', lines)}"
+    return said
 
 
-def write(docs: Path) -> Path:
-    """Writes `docs/benchmarks/cpu.md` from the committed records."""
-    path = docs / "benchmarks" / "cpu.md"
+def text() -> str:
+    """Returns the page of the committed records."""
     rows = records.read()
     for row in rows:
-        row["link"] = os.path.relpath(row["path"], path.parent)
-    path.write_text(page(rows), encoding="utf-8")
-    return path
+        row["link"] = os.path.relpath(row["path"], PAGE.parent)
+    return page(rows)
 
 
 def main(argv: list[str]) -> None:
@@ -172,7 +174,8 @@ def main(argv: list[str]) -> None:
     print(records.Writer("cpu").write("process", *rows))
     if account.publish:
         records.publish()
-        print(write(DOCS))
+        PAGE.write_text(text(), encoding="utf-8")
+        print(PAGE)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,8 @@ def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict
             yield "missing", {**about, "implementation": "all", "reason": reason}
             continue
         now = with_batch(workload, batch)
-        yield from _contenders(bench, names, now, rates, about, folder / "caches")
+        with busy_processes(bench.busy):
+            yield from _contenders(bench, names, now, rates, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
                 reason = f"not given: --{name.replace('.', '')} PATH"
@@ -269,7 +270,7 @@ def run(bench: StepBench) -> Path:
     settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
     writer = records.Writer(on, bench.out, **settings)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, busy_processes(bench.busy):
+    with tempfile.TemporaryDirectory() as name:
         for kind, row in measure(bench, on, Path(name)):
             writer.write(kind, row)
             said = f"{row['case']} {row['implementation']}"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,10 +184,9 @@ def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, s
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Context in which `count` processes of this machine keep a core busy each."""
-    command = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(command) for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
         yield
-    finally:
-        for process in processes:
-            process.kill()

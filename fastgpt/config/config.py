@@ -130,7 +130,8 @@ class TrainConfig:
     """Device to train on: cuda (NVIDIA, AMD), xpu (Intel), mps (Apple), cpu or auto. `auto` uses
     the first of them that torch sees; AMD's GPUs need a build of torch for ROCm."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32."""
+    """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32; a run that
+    is resumed on a CPU keeps its own."""
     residual: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the residual stream, the sum that runs through all layers. bf16 halves what
     the norms read and write, and needs precision bf16; auto: on CUDA, where that is, else fp32."""

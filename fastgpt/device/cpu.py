@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.device.device import device_name
-from fastgpt.files import cache_dir, parse_json, write_atomically
+from fastgpt.files import cache_dir, cores, parse_json, write_atomically
 
 LOOK_S = 0.5
 """Seconds between two looks at how long the training thread waited for a core."""
@@ -35,7 +35,7 @@ PROXY_S = 0.15
 """Seconds to spend on each number of threads."""
 
 
-def prepare(width: int, tokens: int, dtype: torch.dtype, *, compiled: bool) -> None:
+def prepare(width: int, tokens: int, dtype: torch.dtype, *, compiled: bool, alone: bool) -> None:
     """Sets up this process for training on a CPU.
 
     Args:
@@ -43,13 +43,14 @@ def prepare(width: int, tokens: int, dtype: torch.dtype, *, compiled: bool) -> N
         tokens: number of tokens in a micro-batch.
         dtype: of the matrix products.
         compiled: True if torch.compile is going to be used.
+        alone: True if this is the only rank; the others keep the number of threads they were given.
     """
     keep_freed_memory()
     if not compiled:
         spare_dynamo()
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
+    if "OMP_NUM_THREADS" not in os.environ and alone:  # torchrun sets it
         torch.set_num_threads(thread_count(width, tokens, dtype))
-    if torch.get_num_threads() > 1 and _schedstat().exists():
+    if torch.get_num_threads() > 1:
         _start_watching(_schedstat())
 
 
@@ -72,8 +73,8 @@ def keep_freed_memory() -> None:
 def spare_dynamo() -> None:
     """Keeps PyTorch's optimizers from importing torch._dynamo, which takes a second.
 
-    Their methods import it to tell it to leave them alone. Without torch.compile nothing reads
-    that.
+    Their methods import it to tell it to leave them alone. Without torch.compile there is nothing
+    to tell; a program that later compiles a call of these methods compiles through them.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
@@ -92,12 +93,14 @@ class AdamW(torch.optim.AdamW):
 def thread_count(width: int, tokens: int, dtype: torch.dtype) -> int:
     """Returns the number of threads with which layers of this width are fastest here.
 
-    The first call on a machine takes at most 2 seconds; the answer is kept in the cache folder.
-    Up to PyTorch's own number, the number of physical cores, each half of the one before is tried.
+    The first call on a machine takes at most 2 seconds; the answer is kept in the cache folder,
+    unless other programs needed the cores meanwhile. Up to PyTorch's own number, the number of
+    physical cores, each half of the one before is tried.
     """
-    most = torch.get_num_threads()
+    most = _own_number()
     path = cache_dir() / "threads.json"
-    key = f"{device_name('cpu')}, torch {torch.__version__}, {dtype}, {tokens} x {width}"
+    facts = (device_name("cpu").split(",")[0], most, torch.__version__, dtype, tokens, width)
+    key = ", ".join(map(str, facts))
     try:
         known = dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or damaged
@@ -105,11 +108,20 @@ def thread_count(width: int, tokens: int, dtype: torch.dtype) -> int:
     found = known.get(key)
     if type(found) is int and 1 <= found <= most:
         return found
+    before = _times(_schedstat())
     found = _fastest(width, tokens, dtype, most)
+    if _crowded(before, _times(_schedstat())):
+        return most
     with suppress(OSError):  # a folder that cannot be written to: measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(known | {key: found}, indent=1).encode())
     return found
+
+
+@functools.cache
+def _own_number() -> int:
+    """Returns the number of threads that PyTorch began with."""
+    return torch.get_num_threads()
 
 
 def _fastest(width: int, tokens: int, dtype: torch.dtype, most: int) -> int:
@@ -146,8 +158,23 @@ def _seconds(x: Tensor, up: Tensor, down: Tensor, threads: int) -> float:
 
 
 def _schedstat() -> Path:
-    """Returns Linux's file with the times that this thread ran, and waited for a core, in ns."""
+    """Returns Linux's file with the times that this thread ran, and waited for a core."""
     return Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+
+def _times(schedstat: Path) -> tuple[int, int]:
+    """Reads the nanoseconds that a thread ran and waited; 0 and 0 where nothing says so."""
+    try:
+        ran, waited = map(int, schedstat.read_text().split()[:2])
+    except (OSError, ValueError):
+        return 0, 0
+    return ran, waited
+
+
+def _crowded(before: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Returns True if a thread waited for a core for more than a `CROWDED` part of its time."""
+    ran, waited = (after - earlier for earlier, after in zip(before, now))
+    return waited > CROWDED * (ran + waited)
 
 
 @functools.cache
@@ -159,8 +186,8 @@ class Waiting:
     """Makes PyTorch's threads sleep while they wait, as long as other programs need the cores.
 
     libgomp, the OpenMP of PyTorch's builds for Linux, reads its settings once, at its start. But it
-    hardly spins while a process has more OpenMP threads than cores. So on a busy machine a second
-    team of threads is kept, which does nothing. Results do not depend on it.
+    hardly spins while a process has more OpenMP threads than logical cores. So on a busy machine
+    further teams of threads are kept, which do nothing. Results do not depend on them.
 
     Args:
         schedstat: file of the thread that trains; see `_schedstat`.
@@ -168,7 +195,7 @@ class Waiting:
 
     def __init__(self, schedstat: Path) -> None:
         self._schedstat = schedstat
-        self._before = self._read()
+        self._before = _times(schedstat)
         self._calm = 0
         self._let_go: threading.Event | None = None
 
@@ -179,34 +206,35 @@ class Waiting:
 
     def watch(self) -> None:
         """Looks until the thread that trains has ended."""
-        with suppress(OSError):
-            while True:
-                time.sleep(LOOK_S)
-                self.look()
+        while self._schedstat.exists():
+            time.sleep(LOOK_S)
+            self.look()
+        self.release()
 
     def look(self) -> None:
         """Compares the time that the thread waited for a core since the last look."""
-        now = self._read()
-        ran, waited = (after - before for before, after in zip(self._before, now))
-        self._before = now
-        if ran + waited < 1e9 * LOOK_S / 5:  # an idle thread shows nothing
+        before, self._before = self._before, _times(self._schedstat)
+        if sum(self._before) - sum(before) < 1e9 * LOOK_S / 5:  # an idle thread shows nothing
             return
-        crowded = waited > CROWDED * (ran + waited)
+        crowded = _crowded(before, self._before)
         self._calm = 0 if crowded else self._calm + 1
         if crowded and self._let_go is None:
             self._let_go = threading.Event()
-            hold = threading.Thread(target=_hold_team, args=(self._let_go,), daemon=True)
-            hold.start()
-        elif self._calm == CALM_LOOKS and self._let_go is not None:
+            own = torch.get_num_threads()  # of which a team adds all but the one that begins it
+            for _ in range((cores() - own) // max(1, own - 1) + 1):
+                hold = threading.Thread(target=_hold_team, args=(self._let_go,), daemon=True)
+                hold.start()
+        elif self._calm >= CALM_LOOKS:
+            self.release()
+
+    def release(self) -> None:
+        """Lets the threads spin again."""
+        if self._let_go is not None:
             self._let_go.set()
             self._let_go = None
-
-    def _read(self) -> tuple[int, int]:
-        ran, waited, _ = map(int, self._schedstat.read_text().split())
-        return ran, waited
 
 
 def _hold_team(let_go: threading.Event) -> None:
     """Keeps a team of OpenMP threads, which end with the thread that began them."""
-    torch.zeros(2**20).add_(1)
+    torch.zeros(torch.get_num_threads() * 2**17).add_(1)  # PyTorch gives each thread 2**15 at least
     let_go.wait()

@@ -301,6 +301,14 @@ def compile_options(device: str, asked: str) -> dict[str, Any]:
     return options | ({"triton.cudagraphs": True} if asked == "graphs" else {})
 
 
+def eager(compiled: bool) -> AbstractContextManager:
+    """Returns a context for texts, whose lengths differ: each would be compiled if a model is.
+
+    PyTorch's own context imports torch._dynamo, so there is none where nothing is compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
 # --- speed ----------------------------------------------------------------------------------------
 
 

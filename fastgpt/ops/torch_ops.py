@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.kernels.attention.plain import attention_mask
-from fastgpt.kernels.runtime import with_gradient_of
+from fastgpt.kernels.runtime import with_gradient_of, without_autocast
 from fastgpt.ops.dtensor import all_gather, linear
 from fastgpt.ops.kv_cache import Cache
 
@@ -58,7 +58,9 @@ def decode_sdpa(
 ) -> Tensor:
     """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
     wide = q.to(keys.dtype)
-    return _sdpa(wide, keys, values, cache.hidden(wide.dtype)[:, None], scale=scale).to(q.dtype)
+    with without_autocast(q):  # which would narrow all of them again
+        out = _sdpa(wide, keys, values, cache.hidden(wide.dtype)[:, None], scale=scale)
+    return out.to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 
 import fastgpt
 from fastgpt.commands import installed
+from fastgpt.config.config import Config
+from fastgpt.device.device import DTYPES, kind_of
 from fastgpt.files import parse_json
 
 
@@ -31,6 +35,33 @@ def manifest(facts: dict[str, Any], path: Path) -> str:
     except (OSError, ValueError, TypeError, AttributeError):  # damaged: nothing is left to keep
         return json.dumps(now, indent=1)
     return json.dumps(first, indent=1)
+
+
+def precision_asked(config: Config, on: str, warn: Callable[[str], None]) -> str:
+    """Returns `train.precision`, or for `auto` that with which a run on CPUs began.
+
+    So it goes on with the same arithmetic on a CPU with other instructions.
+
+    Args:
+        on: kind of device; on any other than `cpu` the run follows the device.
+        warn: called with one line if that is slow here.
+    """
+    asked = config.train.precision
+    if asked != "auto" or on != "cpu" or config.resume is None:
+        return asked
+    resumed = Path(config.resume).absolute()  # a run, or a checkpoint in one
+    for path in (resumed / "manifest.json", resumed.parents[1] / "manifest.json"):
+        with suppress(OSError, ValueError, TypeError, LookupError):  # none, an older one, damaged
+            begun = parse_json(path.read_text())
+            if begun["on"] == on and begun["precision"] in DTYPES:
+                asked = begun["precision"]
+                break
+    if asked == "bf16" and not kind_of(on).fast_bf16():
+        warn(
+            "the run began in bf16, which this CPU emulates: --train.precision fp32 is faster, and"
+            " goes on with other roundings"
+        )
+    return asked
 
 
 def provenance() -> dict[str, Any]:

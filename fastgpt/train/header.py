@@ -10,8 +10,6 @@ from fastgpt.errors import counted
 from fastgpt.model.flops import MFU_CONVENTION
 from fastgpt.train.engine import Engine
 
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
-
 
 def facts(engine: Engine, peak: float) -> dict[str, Any]:
     """Returns what the manifest records of a run, beside its settings.
@@ -21,6 +19,7 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
     """
     return {
         "device": device.device_name(engine.device),
+        "on": engine.device,
         "ranks": engine.world.size,
         "precision": engine.plan.precision,
         "compile": engine.plan.compiled,
@@ -69,7 +68,7 @@ def header(engine: Engine, peak: float, run_dir: Path) -> dict[str, str]:
         f" ({data['tokenizer'].removesuffix('s')} tokenizer), "
         f"sha256 {data['sha256'][:16]}",
         "training": f"{left} of {config.train.batch_tokens:,} tokens each ({batch}),"
-        f" {OPTIMIZERS[config.optim.kind]}",
+        " " + {"adamw": "AdamW", "muon": "Muon"}[config.optim.kind],
         "epochs": _epochs_planned(engine),
         "estimate": _estimate(engine, peak),
         "ops": ", ".join(f"{op} {name}" for op, name in known["ops"].items()),

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgpt.device.device import kind_of
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import full_tensor, is_sharded, local_shard, shard_like
 
@@ -33,11 +32,12 @@ class Muon(torch.optim.Muon):
         settings: those of `torch.optim.Muon`, but for `nesterov` and `adjust_lr_fn`.
     """
 
+    products = torch.bfloat16
+    """Dtype of the products; fp32 where a CPU would emulate those in bf16."""
+
     def __init__(self, matrices: Sequence[Tensor], world: World, **settings: Any) -> None:
         super().__init__(list(matrices), **settings)
         self._world = world
-        emulated = matrices[0].is_cpu and not kind_of("cpu").fast_bf16()
-        self._dtype = torch.float32 if emulated else torch.bfloat16
         self.found_inf: Tensor | None = None
         """1.0 if the next step is to change nothing, else 0.0, as in PyTorch's fused AdamW."""
 
@@ -102,10 +102,10 @@ class Muon(torch.optim.Muon):
         grads = gradients(alike)
         momenta = [self.state[weight]["momentum_buffer"] for weight in alike]
         if is_sharded(alike[0]):  # all ranks gather each of them, and some keep it
-            sums = [g.lerp(m, momentum).to(self._dtype) for g, m in zip(grads, momenta)]
+            sums = [g.lerp(m, momentum).to(self.products) for g, m in zip(grads, momenta)]
             wholes = [full_tensor(x, like) for x, like in zip(sums, alike)]
             return torch.stack([wholes[i] for i in own])
-        nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=self._dtype)
+        nesterov = grads[0].new_empty((len(own), *grads[0].shape), dtype=self.products)
         sums = torch._foreach_lerp([grads[i] for i in own], [momenta[i] for i in own], momentum)
         torch._foreach_copy_(nesterov.unbind(), sums)
         return nesterov
@@ -120,8 +120,8 @@ def orthogonalised(
 ) -> Tensor:
     """Turns the singular values of each matrix of a batch into numbers near 1 (0.5 to 1.5).
 
-    This is the Newton-Schulz iteration of `torch.optim.Muon`. Its results are the same bit for bit
-    where batched products round as single ones do.
+    This is the Newton-Schulz iteration of `torch.optim.Muon`. In bf16 its results are the same bit
+    for bit where batched products round as single ones do.
 
     Args:
         x: (n, rows, columns), fp32 or bf16, which is the dtype of the products.

@@ -21,6 +21,7 @@ class Optimizers:
         model: only its parameters with two dimensions have weight decay.
         scaler: enabled for fp16 only.
         world: the ranks, which share out Muon's work.
+        precision: of the run; in fp32 on a CPU Muon's products are, too.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Optimizers:
         config: OptimConfig,
         scaler: torch.amp.GradScaler,
         world: World = World(),  # noqa: B008
+        precision: str = "bf16",
     ) -> None:
         self.config, self.scaler = config, scaler
         self.parameters = list(model.parameters())
@@ -49,13 +51,10 @@ class Optimizers:
         )
         self.all: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            muon = Muon(
-                matrices,
-                world,
-                lr=config.muon_lr,
-                momentum=config.muon_momentum,
-                weight_decay=config.weight_decay,
-            )
+            settings = {"lr": config.muon_lr, "momentum": config.muon_momentum}
+            muon = Muon(matrices, world, **settings, weight_decay=config.weight_decay)
+            if matrices[0].is_cpu and precision == "fp32":
+                muon.products = torch.float32
             self.all.append(muon)
         self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
         """Norm of each parameter's gradient at the last step, before clipping."""

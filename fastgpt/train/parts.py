@@ -87,12 +87,13 @@ def build_parts(plan: Plan, warn: Warn = print) -> Parts:
     config = plan.config
     if plan.device == "cpu":
         tokens, dtype = plan.micro_batch * config.model.context, device.DTYPES[plan.precision]
-        cpu.prepare(config.model.dim, tokens, dtype, compiled=plan.compiled)
+        alone = plan.world.size == 1
+        cpu.prepare(config.model.dim, tokens, dtype, compiled=plan.compiled, alone=alone)
     if config.train.tf32:
         torch.set_float32_matmul_precision("high")
     network = _build_network(plan)
     scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
-    optimizers = Optimizers(network.model, config.optim, scaler, plan.world)
+    optimizers = Optimizers(network.model, config.optim, scaler, plan.world, plan.precision)
     restored = _restore(plan, network.model, optimizers, warn)
     if plan.config.train.compile == "graphs":
         optimizers.keep_gradients()

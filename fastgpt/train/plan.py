@@ -26,6 +26,7 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
+from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from
 from fastgpt.train.data import check_splits, open_for_run
 from fastgpt.train.micro_batch import largest_micro_batch, least_bytes
@@ -86,7 +87,7 @@ def resolve(
     world = distributed.start(on)
     world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
     warn = warn if world.is_main else lambda _: None
-    precision = device.pick_precision(config.train.precision, on)
+    precision = world.on_rank0(lambda: device.pick_precision(precision_asked(config, on, warn), on))
     sharded = shards_weights(config.parallel, world)
     narrow = device.pick_residual(config.train.residual, on, precision)
     _check_precision(config, precision, sharded)

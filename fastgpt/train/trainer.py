@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -388,7 +388,7 @@ class Trainer:
         self.engine.model.eval()
         for task in self.tasks:
             self._doing(f"evaluating {task.name}")
-            with torch.compiler.set_stance("force_eager"):  # the texts' lengths differ
+            with device.eager(self.engine.plan.compiled):
                 scores = run_task(task, self._scorer(self.stop), self.world)
             found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
         self.engine.model.train()
@@ -413,9 +413,7 @@ class Trainer:
         """Samples on the main rank, or with sharded weights the same on all, and shows it."""
         engine = self.engine
         engine.model.eval()
-        # the texts' lengths differ, and each would be compiled
-        eager = torch.compiler.set_stance("force_eager") if engine.plan.compiled else nullcontext()
-        with engine.autocast(), eager:
+        with engine.autocast(), device.eager(engine.plan.compiled):
             [text] = sample_text(
                 engine.model,
                 engine.data.tokenizer,

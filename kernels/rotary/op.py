@@ -10,8 +10,9 @@ Source
     Su et al. 2021, arXiv:2104.09864, eq. 34.
 
 On CUDA, and on CPU tensors in Triton's interpreter, `kernels.rotary.device` runs, once for q and k
-together; elsewhere the plain form does. All math is fp32. Dtypes are kept, under autocast, too, as
-q and k come from a product that autocast has cast. A gradient of a gradient raises.
+together; elsewhere `rotary_plain` does. All math is fp32, but on a CPU that of the inputs' dtype.
+Dtypes are kept, under autocast, too, as q and k come from a product that autocast has cast. A
+gradient of a gradient of the kernels raises.
 """
 
 from typing import Any

@@ -215,7 +215,7 @@ def test_a_kernel_of_ours_that_is_refused_fails_the_command(
 def test_what_the_budget_leaves_out_is_said(tmp_path, capsys):
     command.main([*TINY, str(tmp_path), "--budget", "0", "--only", "rms_norm/*"])
     rows = [row for row in records.read(tmp_path) if row["kind"] == "missing"]
-    assert [row["reason"] for row in rows] == ["over the budget"] * len(rows) != []
+    assert [row["reason"] for row in rows] == ["over the budget of 0 s"] * len(rows) != []
 
 
 @pytest.mark.parametrize(("visible", "index"), [(None, "1"), ("3,5", "5")])

@@ -21,6 +21,18 @@ def no_compiler(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("most", "fast"),
+    [(None, True), ("AVX512_CORE", False), ("avx512_core_bf16", True), ("AVX512_CORE_AMX", True)],
+)
+def test_bf16_is_as_fast_as_the_instructions_that_onednn_may_use(monkeypatch, most, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if most is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert device.CPU.fast_bf16() == fast
+
+
+@pytest.mark.parametrize(
     ("asked", "kind", "fast", "expected"),
     [
         ("auto", "cpu", True, "bf16"),

@@ -79,7 +79,7 @@ def seen(monkeypatch, request):
     indirect=["seen"],
 )
 def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_path):
-    flags = "--train.precision auto --model.dropout 0.1 --train.compile "
+    flags = "--optim.kind adamw --train.precision auto --model.dropout 0.1 --train.compile "
     plain = fit(flags, "off --train.precision fp32", PLAIN, f"--run-dir {tmp_path / 'cpu'}")
     with OnTheCPU(kind) as mode:
         run = fit(flags, "off" if kind == "cuda" else "auto", "--train.device auto")

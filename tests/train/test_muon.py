@@ -9,11 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgpt.config.config import OptimConfig
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import norms
 from fastgpt.train import muon
 from fastgpt.train.muon import Muon
+from fastgpt.train.optim import Optimizers
 from tests.runs import finish, torchrun
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
@@ -54,6 +56,24 @@ def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch, most):
         for old, ours, theirs in zip(before, weights, others):
             # equal bits on x86; batched products of other libraries may round another way
             assert (ours - theirs).norm() < 0.01 * (theirs - old).norm()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_cpu_it_iterates_in_the_runs_precision(precision):
+    model = nn.Module()
+    model.h = nn.ModuleList([nn.Linear(32, 96, bias=False)])
+    settings = OptimConfig(kind="muon", muon_lr=0.02, muon_momentum=0.9, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    _, optimizer = Optimizers(cast(Any, model), settings, scaler, precision=precision).all
+    [weight] = weights = list(model.parameters())
+    before = weight.detach().clone()
+    advance(optimizer, weights, 0)
+    group = optimizer.param_groups[0]
+    sums = cast(torch.Tensor, weight.grad) * (1 - SETTINGS["momentum"] ** 2)
+    options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    [exact] = muon.orthogonalised(sums[None], *options) * -SETTINGS["lr"] * 3**0.5
+    error = (weight - before - exact).norm() / exact.norm()
+    assert error < 1e-4 if precision == "fp32" else 1e-3 < error < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,46 @@
+"""The account of CPU training: phases of a run, and the page made of the records."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import cpu, report
+from fastgpt.errors import UserError
+
+LINES = [
+    (2.0, "recipe      baby\n"),
+    (2.5, "step      0  epoch 0.00  val loss 4.2\n"),
+    (3.0, "step      1/20  loss 4.2\n"),
+    (7.0, "step     20/20  loss 1.5\n"),
+    (8.0, "step     20  epoch 0.46  val loss 1.8\n"),
+    (8.5, "--- sample ---\n"),
+    (8.5, "text\n"),
+    (9.0, "done after step 20\n"),
+]
+
+
+def test_a_line_ends_the_phase_that_it_reports():
+    spent = {"start": 2.0, "training": 4.5, "evaluations": 1.5, "samples": 0.5, "end": 1.5}
+    assert cpu.phases(LINES, 10.0) == spent
+
+
+def test_peers_are_timed_where_they_are_given():
+    asked = cpu.step_bench(cpu.Account(), "shakespeare-cpu")
+    assert asked.contenders == ("fastgpt", "fastgpt fp32", "eager")
+    here = Path(".")
+    account = cpu.Account(nanogpt=here, nanochat=here, llmc=here, compiled=True)
+    asked = cpu.step_bench(account, "gpt2-124m")
+    assert asked.contenders[3:] == ("compiled", "nanogpt", "nanogpt fp32", "nanochat")
+    assert (asked.batch, asked.context, asked.llmc) == ((4,), 64, here)
+    assert cpu.step_bench(account, "baby").llmc is None
+
+
+def test_a_recipe_without_a_case_is_refused():
+    with pytest.raises(UserError, match="--recipes gpt2: expected some of baby, "):
+        cpu.Account(recipes=("gpt2",))
+
+
+def test_the_page_is_that_of_the_records():
+    written = (report.DOCS / "benchmarks" / "cpu.md").read_text(encoding="utf-8")
+    assert written == cpu.text(), "run python -m bench.cpu --publish"
+    assert "| shakespeare-cpu |" in written

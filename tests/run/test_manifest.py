@@ -1,0 +1,47 @@
+"""What the manifest of a run decides when the run goes on."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fastgpt.config.config import Config
+from fastgpt.device import device
+from fastgpt.run.manifest import precision_asked
+
+BEGUN = {"on": "cpu", "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "begun", "expected"),
+    [
+        ("auto", "cpu", BEGUN, "bf16"),
+        ("fp32", "cpu", BEGUN, "fp32"),
+        ("auto", "cuda", BEGUN, "auto"),
+        ("auto", "cpu", BEGUN | {"on": "cuda"}, "auto"),
+        ("auto", "cpu", BEGUN | {"precision": "int8"}, "auto"),
+        ("auto", "cpu", {"precision": "bf16"}, "auto"),
+        ("auto", "cpu", [], "auto"),
+    ],
+)
+def test_a_run_on_cpus_keeps_its_precision(tmp_path, asked, on, begun, expected):
+    (tmp_path / "manifest.json").write_text(json.dumps(begun))
+    config = Config()
+    config = replace(config, train=replace(config.train, precision=asked))
+    assert precision_asked(config, on, print) == asked  # a new run
+    for resumed in (tmp_path, tmp_path / "checkpoints" / "step_7"):
+        assert precision_asked(replace(config, resume=str(resumed)), on, print) == expected
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_that_is_emulated_now_is_warned_of(tmp_path, monkeypatch, fast):
+    kind = replace(device.CPU, fast_bf16=lambda: fast)
+    monkeypatch.setitem(device.KINDS, "cpu", kind)
+    (tmp_path / "manifest.json").write_text(json.dumps(BEGUN))
+    said = []
+    assert precision_asked(Config(resume=str(tmp_path)), "cpu", said.append) == "bf16"
+    assert len(said) == (not fast)
+
+
+def test_without_a_manifest_the_cpu_decides(tmp_path):
+    assert precision_asked(Config(resume=str(tmp_path)), "cpu", print) == "auto"
