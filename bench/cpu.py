@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import records, step, tables
-from bench.report import DOCS, newest
+from bench.report import DOCS
 from bench.tables import Row
 from bench.timing import ROOT
 from fastgpt import flags
@@ -145,9 +145,8 @@ def page(rows: list[Row]) -> str:
     """Lays out the newest records of each CPU that has an account."""
     said = HEAD + NOTES
     for group in tables.grouped([row for row in rows if row["on"] == "cpu"], "device"):
-        found = newest([row for row in group if row["kind"] in ("step", "process")])
-        steps = [row for row in found if row["kind"] == "step"]
-        runs = {row["case"]: row for row in found if row["kind"] == "process"}
+        steps = beside_most([row for row in group if row["kind"] == "step"])
+        runs = {row["case"]: row for row in group if row["kind"] == "process"}
         if not (steps and runs):
             continue
         said += f"\n## {group[0]['device']}\n\n### Steps\n\n{tables.step_table(steps, [])}"
@@ -155,6 +154,14 @@ def page(rows: list[Row]) -> str:
         lines = ((*process_cells(row), tables.link(row)) for row in runs.values())
         said += f"\n### Whole processes, seconds\n\n{tables.table(f'{PROCESS}|', lines)}"
     return said
+
+
+def beside_most(steps: list[Row]) -> list[Row]:
+    """Returns the rows of each case of the run with the most contenders, the newest of several."""
+    found: list[Row] = []
+    for rows in tables.grouped(steps, "case"):
+        found += max(tables.grouped(rows, "run"), key=lambda group: (len(group), group[0]["run"]))
+    return found
 
 
 def text() -> str:
