@@ -70,6 +70,7 @@ SHORTER = [
     (r"bench.save gpt2-124m --kind fsdp$", "bench.save shakespeare-cpu --kind fsdp --rounds 1"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
     (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
+    (r"^python -m bench\.cpu.*$", "python -m bench.cpu --help"),  # its own takes 15 minutes
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
 # How the last line begins, where it tells that all went well.

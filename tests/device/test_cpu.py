@@ -61,9 +61,10 @@ def wait(condition):
         assert time.monotonic() < end, threads()
         time.sleep(0.01)
 
-waiting, before = cpu.Waiting(cpu._schedstat()), threads()
-values = iter([(10**9, 10**9), *((n * 10**9, 10**9) for n in range(2, 6))])
+busy = [(0, 0), (10**9, 10**9)]
+values = iter([*busy, *((n * 10**9, 10**9) for n in range(2, 6))])
 cpu._times = lambda _: next(values)
+waiting, before = cpu.Waiting(cpu._schedstat()), threads()
 waiting.look()
 wait(lambda: threads() >= before + 2 * (cpu.cores() - 1))
 for _ in range(cpu.CALM_LOOKS):
