@@ -65,7 +65,8 @@ def cpu(train):
 def test_eager(train, cpu):
     found = train(*EAGER, *TORCH)
     assert found[:2] == pytest.approx(cpu[:2], abs=1e-5)
-    assert found == pytest.approx(cpu, abs=2e-5)
+    # in an fp32 run Muon's products are in bf16, but in fp32 on a CPU
+    assert found == pytest.approx(cpu, abs=1e-4)
 
 
 @pytest.mark.long
