@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +17,22 @@ def data_dir() -> Path:
 def cache_dir() -> Path:
     """Returns the folder of downloads and caches: `$FASTGPT_CACHE`, else `~/.cache/fastgpt`."""
     return Path(os.environ.get("FASTGPT_CACHE") or Path.home() / ".cache" / "fastgpt")
+
+
+def recall(name: str) -> dict[str, Any]:
+    """Reads the JSON object `name` of the cache folder; an empty one if missing or damaged."""
+    try:
+        return dict(parse_json((cache_dir() / name).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def remember(name: str, known: dict[str, Any]) -> None:
+    """Writes `known` as `name` into the cache folder, if that can be written to."""
+    path = cache_dir() / name
+    with suppress(OSError):  # the next process does the work again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(known, indent=1).encode())
 
 
 def sync(file: BinaryIO) -> None:

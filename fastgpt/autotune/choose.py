@@ -32,7 +32,7 @@ from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.files import cache_dir, write_atomically
+from fastgpt.files import recall, remember
 from fastgpt.kernels import parity, runtime
 
 ROOT = Path(__file__).parents[2]
@@ -214,18 +214,13 @@ def remembered_or_tried(
     asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> dict[str, Verdict]:
     """Returns the verdict of each trial asked for, from the cache where it is known there."""
-    path = cache_dir() / "ops.json"
-    known: dict[str, dict[str, Verdict]] = {}
-    with suppress(OSError, ValueError):
-        known = dict(json.loads(path.read_text()))
+    known: dict[str, dict[str, Verdict]] = recall("ops.json")
     verdicts = known.setdefault(_key(sizes, on), {})
     if missing := [name for name in asked if name not in verdicts]:
         warn("checking and timing our kernels on this device, once; this takes a minute or two")
         found, reasons = _tried(missing, sizes, on)
         verdicts.update(found)
-        with suppress(OSError):  # a cache that cannot be written costs the trial next time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(known, indent=1).encode())
+        remember("ops.json", known)
         for name, reason in reasons.items():  # not cached: the next run tries again
             plain = plain_name(name, sizes)
             verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}

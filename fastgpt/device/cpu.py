@@ -8,12 +8,10 @@ processes as cores, training fell to a tenth of its speed or less.
 import ctypes
 import functools
 import inspect
-import json
 import os
 import platform
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.device.device import device_name
-from fastgpt.files import cache_dir, cores, parse_json, write_atomically
+from fastgpt.files import cores, recall, remember
 
 LOOK_S = 0.5
 """Seconds between two looks at how long the training thread waited for a core."""
@@ -81,12 +79,6 @@ def spare_dynamo() -> None:
         vars(function).setdefault("__dynamo_disable", function)
 
 
-class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW without the decorators of `step`, which import torch._dynamo."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-
-
 # --- number of threads ----------------------------------------------------------------------------
 
 
@@ -98,13 +90,9 @@ def thread_count(width: int, tokens: int, dtype: torch.dtype) -> int:
     physical cores, each half of the one before is tried.
     """
     most = _own_number()
-    path = cache_dir() / "threads.json"
     facts = (device_name("cpu").split(",")[0], most, torch.__version__, dtype, tokens, width)
     key = ", ".join(map(str, facts))
-    try:
-        known = dict(parse_json(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or damaged
-        known = {}
+    known = recall("threads.json")
     found = known.get(key)
     if type(found) is int and 1 <= found <= most:
         return found
@@ -112,9 +100,7 @@ def thread_count(width: int, tokens: int, dtype: torch.dtype) -> int:
     found = _fastest(width, tokens, dtype, most)
     if _crowded(before, _times(_schedstat())):
         return most
-    with suppress(OSError):  # a folder that cannot be written to: measured again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(known | {key: found}, indent=1).encode())
+    remember("threads.json", known | {key: found})
     return found
 
 

@@ -15,14 +15,7 @@ from fastgpt.config.config import Recompute
 from fastgpt.config.model import ModelConfig
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from fastgpt.model.context_split import ContextShard
-from fastgpt.model.layers import (
-    Dropout,
-    HeadNorm,
-    Norm,
-    Projection,
-    Residual,
-    norm_fuses_bias_grad,
-)
+from fastgpt.model.layers import Dropout, HeadNorm, Norm, Projection, Residual, norm_fuses_bias_grad
 from fastgpt.ops.dtensor import linear, local
 from fastgpt.ops.kv_cache import LayerCache
 from fastgpt.ops.protocols import Ops

@@ -1,5 +1,6 @@
 """Optimizers: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -7,11 +8,16 @@ import torch
 from torch import Tensor
 
 from fastgpt.config.config import OptimConfig
-from fastgpt.device.cpu import AdamW
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard, norms, shard_like, unpermuted
 from fastgpt.train.muon import Muon
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW without the decorators of `step`, which import torch._dynamo (1 s)."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Optimizers:
