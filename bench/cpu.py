@@ -1,8 +1,9 @@
 """Accounts for the time of training on a CPU: `python -m bench.cpu`.
 
-For each of four recipes it times a step beside those of other trainers, in bf16 where the CPU
-multiplies bf16 and in fp32, and breaks ours into parts; then it runs two recipes as whole processes
-and times their phases. With `--publish` it writes docs/benchmarks/cpu.md from the newest records.
+It runs two recipes as whole processes and times their phases. Then, for each of four recipes, it
+times a step beside those of other trainers, in bf16 where the CPU multiplies bf16 and in fp32, and
+breaks each into parts. With `--publish` it writes docs/benchmarks/cpu.md from the records, for each
+step from the run with the most trainers.
 """
 
 import os
@@ -20,8 +21,9 @@ from bench.report import DOCS
 from bench.tables import Row
 from bench.timing import ROOT
 from fastgpt import flags
+from fastgpt.config.recipes import RECIPES
 from fastgpt.device import device
-from fastgpt.errors import UserError, run_command
+from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.files import data_dir
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -71,12 +73,16 @@ class Account:
     """Move the local records beside the committed ones and write docs/benchmarks/cpu.md."""
 
     def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"--rounds is {self.rounds}: expected 1 or more")
         if unknown := [name for name in self.recipes if name not in STEPS]:
             raise UserError(f"--recipes {unknown[0]}: expected some of {', '.join(STEPS)}")
+        if unknown := [name for name in self.processes if name not in RECIPES]:
+            raise unknown_name("recipe", unknown[0], RECIPES)
 
 
 def step_bench(account: Account, recipe: str) -> step.StepBench:
-    """Returns the benchmark of one recipe's step, without dropout as llm.c and `eager` need it."""
+    """Returns the benchmark of one recipe's step, beside the peers that were given."""
     narrow = device.pick_precision("auto", "cpu") != "fp32"
     names = ["fastgpt", *["fastgpt fp32"] * narrow, "eager", *["compiled"] * account.compiled]
     names += ["nanogpt", *["nanogpt fp32"] * narrow] if account.nanogpt else []
@@ -142,7 +148,7 @@ PROCESS = f"recipe|seconds|{'|'.join(PHASES)}"
 
 
 def page(rows: list[Row]) -> str:
-    """Lays out the newest records of each CPU that has an account."""
+    """Lays out the steps and the newest whole processes of each CPU that has records of both."""
     said = HEAD + NOTES
     for group in tables.grouped([row for row in rows if row["on"] == "cpu"], "device"):
         steps = beside_most([row for row in group if row["kind"] == "step"])
@@ -174,11 +180,11 @@ def text() -> str:
 
 def main(argv: list[str]) -> None:
     account = flags.parse(Account, argv, prog="python -m bench.cpu")
-    for recipe in account.recipes:
-        step.run(step_bench(account, recipe))
     rows = [run_process(recipe) for recipe in account.processes]
     records.show(PROCESS, map(process_cells, rows))
     print(records.Writer("cpu").write("process", *rows))
+    for recipe in account.recipes:
+        step.run(step_bench(account, recipe))
     if account.publish:
         records.publish()
         PAGE.write_text(text(), encoding="utf-8")

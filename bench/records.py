@@ -104,6 +104,8 @@ class Writer:
         self, on: str, folder: Path | None = None, name: str = "", **settings: Any
     ) -> None:
         started = time.strftime("%Y-%m-%dT%H:%M:%S")
+        if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
+            settings["isa"] = isa
         self.common = {"run": f"{started}-{os.getpid()}", **described(on), "settings": settings}
         folder = folder or folder_of(on)
         folder.mkdir(parents=True, exist_ok=True)

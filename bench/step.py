@@ -130,6 +130,8 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
 
 def check(bench: StepBench, on: str) -> None:
     """Raises `UserError` for options that cannot be measured, before anything runs."""
+    if bench.busy < 0:
+        raise UserError(f"--busy is {bench.busy}: expected 0 or more")
     for name, given in (("rounds", bench.rounds), ("context", bench.context)):
         if given is not None and given < 1:
             raise UserError(f"--{name} is {given}: expected 1 or more")

@@ -20,6 +20,11 @@ from fastgpt.errors import UserError
         ("step", "--contenders nanogpt", "contender nanogpt needs --nanogpt PATH"),
         ("step", "--rounds 0", "--rounds is 0: expected 1 or more"),
         ("step", "--batch 4 0", "--batch 0: expected 1 or more"),
+        ("step", "--busy -1", "--busy is -1: expected 0 or more"),
+        ("step", "--contenders nanochat", "contender nanochat needs --nanochat PATH"),
+        ("cpu", "--recipes gpt2", "--recipes gpt2: expected some of baby, "),
+        ("cpu", "--processes bayb", "unknown recipe 'bayb'; did you mean 'baby'"),
+        ("cpu", "--rounds 0", "--rounds is 0: expected 1 or more"),
         ("race", "", "Missing from python -m bench.race: --nanogpt PATH"),
         ("host", "--calls 0", "--calls is 0"),
         ("host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
@@ -43,7 +48,18 @@ def test_wrong_arguments_get_one_line(name, argv, message, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     "name",
-    ["__main__", "convergence", "data", "host", "memory", "race", "report", "reproduce", "step"],
+    [
+        "__main__",
+        "convergence",
+        "cpu",
+        "data",
+        "host",
+        "memory",
+        "race",
+        "report",
+        "reproduce",
+        "step",
+    ],
 )
 def test_every_flag_is_explained(name, capsys):
     with pytest.raises(SystemExit) as stopped:

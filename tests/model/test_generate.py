@@ -249,7 +249,13 @@ def test_on_our_kernels_logits_are_the_same(options):
 
 
 @torch.no_grad()
-def test_under_autocast_it_is_kept_in_fp32_which_cpus_read_faster():
+def test_under_autocast_it_is_kept_and_read_in_fp32_which_cpus_do_faster(monkeypatch):
+    def attention(q, k, v, **options):
+        read.append((q.dtype, k.dtype, torch.is_autocast_enabled("cpu")))
+        return sdpa(q, k, v, **options)
+
+    sdpa, read = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     model, tokens = build().eval(), draw_tokens()
     cache = Cache(model.config, 2, 16, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
@@ -258,6 +264,7 @@ def test_under_autocast_it_is_kept_in_fp32_which_cpus_read_faster():
     kept = cache.layers[0].keys_values
     assert kept is not None
     assert [x.dtype for x in kept] == [torch.float32] * 2
+    assert set(read) == {(torch.float32, torch.float32, False)}  # autocast would narrow them again
     assert (got - expected).norm() < 0.03 * expected.norm()
 
 

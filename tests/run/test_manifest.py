@@ -1,4 +1,4 @@
-"""What the manifest of a run decides when the run goes on."""
+"""Tests of what a run's manifest decides when the run is resumed."""
 
 import json
 from dataclasses import replace
