@@ -58,8 +58,8 @@ def precision_asked(config: Config, on: str, warn: Callable[[str], None]) -> str
                 break
     if asked == "bf16" and not kind_of(on).fast_bf16():
         warn(
-            "the run began in bf16, which this CPU emulates: --train.precision fp32 is faster, and"
-            " goes on with other roundings"
+            "the run began in bf16, which this CPU emulates: --train.precision fp32 is faster, but"
+            " its losses differ by rounding"
         )
     return asked
 
