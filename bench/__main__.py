@@ -43,7 +43,7 @@ class Bench:
     list: bool = False
     """Print the cases and their implementations, without measuring them."""
     quick: bool = False
-    """Measure one shape of each op, in less time: a minute on a CPU."""
+    """Measure one shape of each op, in less time: about 1.5 minutes on a CPU."""
     full: bool = False
     """Measure every case, including those that take long."""
     goals: bool = False

@@ -69,6 +69,11 @@ def test_eager(train, cpu):
     assert found == pytest.approx(cpu, abs=1e-4)
 
 
+def test_eager_with_adamw(train):
+    flags = [*EAGER, *TORCH, "--optim.kind", "adamw"]
+    assert train(*flags) == pytest.approx(train(*flags, device="cpu", flags="--gpus 0"), abs=2e-5)
+
+
 @pytest.mark.long
 def test_our_kernels(train, cpu):
     assert train(*EAGER, *OURS) == pytest.approx(cpu, abs=1e-4)
