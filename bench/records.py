@@ -76,8 +76,10 @@ def described(on: str) -> dict[str, Any]:
     commit = facts["commit"] or "unknown"
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
     peers = {name: version for name in PEERS if (version := installed(name)) is not None}
+    slow = on == "cpu" and not device.kind_of(on).fast_bf16()
     return {
-        "device": device.device_name(on),
+        # CPUs of one name, rented in parts, differ in what limits a step most
+        "device": device.device_name(on) + (", no bf16" if slow else ""),
         "on": on,
         "driver": driver,
         "versions": {**facts["versions"], **peers},

@@ -55,7 +55,7 @@ def measure(on: str, only: str) -> dict[str, float]:
 def main(argv: list[str]) -> int:
     asked = flags.parse(Regress, argv, prog="python -m bench.regress")
     on = device.pick_device("auto", "--device", ("cuda", "cpu"))
-    path = baseline(device.device_name(on))
+    path = baseline(records.described(on)["device"])
     before = json.loads(path.read_text()) if path.exists() and not asked.save else {}
     found = measure(on, asked.only)
     ratios = {name: ms / before[name] for name, ms in found.items() if name in before}
