@@ -19,6 +19,7 @@ else:
     from .cross_entropy.op import cross_entropy
     from .decode_attention.op import decode_attention
     from .dropout.op import dropout
+    from .invariant import batch_invariant, is_batch_invariant
     from .linear.op import linear
     from .norm.op import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .rotary.op import rotary, rotary_ref
@@ -31,10 +32,12 @@ else:
         "attention_dropout_mask",
         "attention_packed",
         "attention_ref",
+        "batch_invariant",
         "bias_act",
         "cross_entropy",
         "decode_attention",
         "dropout",
+        "is_batch_invariant",
         "layer_norm",
         "linear",
         "linear_cross_entropy",

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastgpt.config.config import Recompute
 from fastgpt.config.model import ModelConfig
-from fastgpt.kernels.bias_act.op import ACTIVATIONS
+from fastgpt.kernels import is_batch_invariant
+from fastgpt.kernels.bias_act.op import activation
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.layers import Dropout, HeadNorm, Norm, Projection, Residual, norm_fuses_bias_grad
 from fastgpt.ops.dtensor import linear, local
@@ -87,7 +88,8 @@ class Attention(nn.Module):
             q, k = self.rotate(q, k, *cos_sin)
         if layer_cache is not None:
             layer_cache.extend(k, v)
-        if layer_cache is None or layer_cache.cache.fresh:
+        # first tokens and later ones get the same bits from the same op only
+        if layer_cache is None or (layer_cache.cache.fresh and not is_batch_invariant()):
             attention = self.ops.attention
             if self.cp_shard is not None and layer_cache is None:
                 attention = partial(self.cp_shard.attend, attention)
@@ -124,7 +126,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ops.activation is None:
-            y = ACTIVATIONS[self.activation](self.c_fc(x))
+            y = activation(self.c_fc(x), self.activation)
         else:  # a kernel that adds the bias as well
             y = linear(x, self.c_fc.weight)
             y = self.ops.activation(y, local(self.c_fc.bias), self.activation)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastgpt.config.config import OpsConfig, Recompute
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
+from fastgpt.kernels import is_batch_invariant
 from fastgpt.kernels.runtime import autocast_dtype
 from fastgpt.model.block import Block
 from fastgpt.model.context_split import ContextShard
@@ -186,9 +187,10 @@ class GPT(nn.Module):
                 f"{tokens.shape[1]} tokens are longer than the model's context,"
                 f" {self.config.context}"
             )
-        if self.cp_shard is not None and targets is None and cache is None:
+        alone = self.cp_shard is not None or is_batch_invariant()
+        if alone and targets is None and cache is None:
             # logits are of whole sequences, and a rank may want them alone: with a cache, even one
-            # that is used once, no rank waits for another
+            # that is used once, no rank waits for another, and bits are those of generation
             cache = Cache(self.config, len(tokens), tokens.shape[1], tokens.device)
         positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
         doc_ids, weight = None, None

@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
-from torch import Tensor
 
 from fastgpt import kernels
 from fastgpt.config.config import OpsConfig
@@ -21,7 +20,6 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.rotary.op import rotary_plain
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.ops import torch_ops
-from fastgpt.ops.kv_cache import Cache
 from fastgpt.ops.protocols import (
     ActivationOp,
     AttentionOp,
@@ -34,16 +32,6 @@ from fastgpt.ops.protocols import (
     RotaryOp,
 )
 
-
-def decode_triton(
-    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
-) -> Tensor:
-    """`DecodeOp` by our kernels."""
-    return kernels.decode_attention(
-        q.to(keys.dtype), keys, values, cache.lengths, starts=cache.starts, scale=scale
-    ).to(q.dtype)
-
-
 ATTENTION: dict[str, AttentionOp] = {
     "torch": kernels.attention_ref,
     "sdpa": torch_ops.sdpa,
@@ -52,7 +40,10 @@ ATTENTION: dict[str, AttentionOp] = {
     "flash_attn": torch_ops.flash_attn,
 }
 PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
-DECODE: dict[str, DecodeOp] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
+DECODE: dict[str, DecodeOp] = {
+    "torch": torch_ops.decode_sdpa,
+    "triton": torch_ops.decode_by_kernels,
+}
 ROTARY: dict[str, RotaryOp] = {"torch": rotary_plain, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+from fastgpt.kernels import decode_attention, is_batch_invariant
 from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.runtime import with_gradient_of, without_autocast
 from fastgpt.ops.dtensor import all_gather, linear
@@ -53,10 +54,21 @@ def flash_attn(
     )
 
 
+def decode_by_kernels(
+    q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
+) -> Tensor:
+    """`DecodeOp` by `kernels.decode_attention`."""
+    return decode_attention(
+        q.to(keys.dtype), keys, values, cache.lengths, starts=cache.starts, scale=scale
+    ).to(q.dtype)
+
+
 def decode_sdpa(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
     """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
+    if is_batch_invariant():
+        return decode_by_kernels(q, keys, values, cache, scale=scale)
     wide = q.to(keys.dtype)
     with without_autocast(q):  # which would narrow all of them again
         out = _sdpa(wide, keys, values, cache.hidden(wide.dtype)[:, None], scale=scale)

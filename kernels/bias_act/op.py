@@ -29,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..checks import check_float
+from ..invariant import elementwise, is_batch_invariant
 from ..runtime import autocast_dtype, define_op, runs_kernels
 from ..sums import vectors_of
 
@@ -50,13 +51,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activation functions of PyTorch by kind."""
 
 
+def activation(x: Tensor, kind: str) -> Tensor:
+    """Computes an activation function of PyTorch: of x (..., F), for "swiglu" (..., 2F)."""
+    if not is_batch_invariant():
+        return ACTIVATIONS[kind](x)
+    if kind == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return elementwise(F.silu, gate) * up
+    return elementwise(ACTIVATIONS[kind], x)
+
+
 def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """Reference of `bias_act` in plain PyTorch; also accepts fp64."""
     dtype = autocast_dtype(x)
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
         z = z + bias.to(z.dtype)
-    return ACTIVATIONS[kind](z).to(dtype)
+    return activation(z, kind).to(dtype)
 
 
 # --- op -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import padded
+from ..invariant import is_batch_invariant
 from ..runtime import arch, launch, multiprocessors
 
 
@@ -75,14 +76,14 @@ def _load_keys(
 
 
 @triton.jit(do_not_specialize=["Tq", "Tmax", "num_splits", "num_pages", "max_pages"])
-def _decode_attention_kernel(
+def _decode_attention_kernel(  # noqa: PLR0915 - a branch of constants
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, starts_ptr, table_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     Tq, Tmax, num_splits, num_pages, max_pages, scale_log2,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, STARTS: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, STARTS: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, split, batch, kv = _program(tl.cdiv(Tq * GROUP, BLOCK_M), num_splits, H // GROUP)
@@ -92,9 +93,13 @@ def _decode_attention_kernel(
     i, h = offs_r // GROUP, kv * GROUP + offs_r % GROUP
     last_i = (tl.minimum((tile + 1) * BLOCK_M, Tq * GROUP) - 1) // GROUP
     place, start, lo, hi = _sight(lengths_ptr, starts_ptr, batch, i, last_i, row, Tq, Tmax, STARTS)
-    each = tl.cdiv(tl.cdiv(hi - lo, num_splits), BLOCK_N) * BLOCK_N
-    first = lo + split * each
-    last = tl.minimum(first + each, hi)
+    if SPLIT_KEYS:  # bits may not depend on the lengths: a block begins at a multiple of BLOCK_N
+        first = tl.maximum(split * SPLIT_KEYS, lo // BLOCK_N * BLOCK_N)
+        last = tl.minimum((split + 1) * SPLIT_KEYS, hi)
+    else:
+        each = tl.cdiv(tl.cdiv(hi - lo, num_splits), BLOCK_N) * BLOCK_N
+        first = lo + split * each
+        last = tl.minimum(first + each, hi)
 
     seen = row[:, None] & (offs_d < D)[None, :]
     offs_q = batch * stride_qb + i.to(tl.int64) * stride_qt + h * stride_qh
@@ -174,6 +179,8 @@ cover 800 ns."""
 PROGRAMS = 2
 """Number of programs that run on a multiprocessor at once."""
 MAX_SPLITS = 128
+SPLIT_KEYS = 1024
+"""Keys of a split where results must be batch-invariant; the interpreter has 32."""
 
 # --- configurations -------------------------------------------------------------------------------
 
@@ -246,10 +253,18 @@ def decode_attention_fwd(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     lengths = lengths.contiguous()
     starts, table = (None if x is None else x.contiguous() for x in (starts, table))
-    rows = Tq * (H // K)
-    config = tile(rows, D, q.element_size(), table is not None, arch(q.device))
+    rows, invariant = Tq * (H // K), is_batch_invariant()
+    sm = arch(q.device)
+    config = tile(1 if invariant else rows, D, q.element_size(), table is not None, sm)
     tiles = B * K * -(-rows // config["BLOCK_M"])
     count = splits(tiles, Tmax, config["BLOCK_N"], PROGRAMS * multiprocessors(q.device))
+    split_keys = 0
+    if invariant:
+        split_keys = SPLIT_KEYS if sm else 32
+        count = -(-Tmax // split_keys)
+        if count > MAX_SPLITS:
+            most = MAX_SPLITS * split_keys
+            raise ValueError(f"k_cache: expected at most {most} positions, got {Tmax}")
     parts, lse = out, None
     if count > 1:
         parts = torch.empty((B, Tq, H, count, D), dtype=torch.float32, device=q.device)
@@ -260,7 +275,7 @@ def decode_attention_fwd(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         Tq, Tmax, count, pages, 0 if table is None else table.shape[1], scale * LOG2E,
         H=H, GROUP=H // K, D=D, BLOCK_D=padded(D), PAGE=0 if table is None else page,
-        STARTS=starts is not None, SPLIT=count > 1, **config,
+        STARTS=starts is not None, SPLIT=count > 1, SPLIT_KEYS=split_keys, **config,
     )  # fmt: skip
     if lse is not None:
         launch(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
+from ..invariant import attention_invariant, is_batch_invariant
 from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
 
 
@@ -40,21 +41,29 @@ def decode_attention_ref(
     q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
     B, Tq, H, D = q.shape
+    factor = D**-0.5 if scale is None else scale
+    wide, k, v, seen = _prepared(q, k_cache, v_cache, lengths, starts, block_table)
+    hidden = ~seen[:, None, None]
+    groups = wide.reshape(B, Tq, k.shape[2], -1, D)
+    with without_autocast(q):
+        scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k) * factor
+        # a finite floor: with -inf the softmax of a row that sees no key is NaN
+        weights = scores.masked_fill(hidden, torch.finfo(wide.dtype).min).softmax(-1)
+        out = torch.einsum("bkgqj,bjkd->bqkgd", weights.masked_fill(hidden, 0.0), v)
+    return out.reshape(B, Tq, H, D).to(q.dtype)
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns q and the caches (B, Tmax, K, D) in fp32 or fp64, and the mask of visible places."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (whole_cache(x, block_table).to(wide) for x in (k_cache, v_cache))
-    Tmax, K = k.shape[1:3]
+    k, v = (whole_cache(x, table).to(wide) for x in (k, v))
+    Tmax = k.shape[1]
     # entries beyond a sequence may be NaN, and NaN times a weight of 0 is NaN
     unused = (torch.arange(Tmax, device=q.device) >= lengths[:, None])[..., None, None]
     k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    hidden = ~visible_places(Tq, Tmax, lengths, starts)[:, None, None]
-    groups = q.to(wide).reshape(B, Tq, K, H // K, D)
-    with without_autocast(q):
-        scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k)
-        scores = scores * (D**-0.5 if scale is None else scale)
-        # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1)
-        out = torch.einsum("bkgqj,bjkd->bqkgd", weights.masked_fill(hidden, 0.0), v)
-    return out.reshape(B, Tq, H, D).to(q.dtype)
+    return q.to(wide), k, v, visible_places(q.shape[1], Tmax, lengths, starts)
 
 
 def visible_places(Tq: int, Tmax: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
@@ -143,11 +152,15 @@ def decode_attention(
                 f"{name}: it requires a gradient; detach it or use torch.no_grad(), because "
                 "decode_attention has no backward"
             )
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    if not runs_kernels(q.device) and is_batch_invariant():
+        with without_autocast(q):
+            wide = _prepared(q, k_cache, v_cache, lengths, starts, block_table)
+            return attention_invariant(*wide, factor).to(q.dtype)
     if not runs_kernels(q.device):
         return decode_attention_ref(
             q, k_cache, v_cache, lengths, starts=starts, block_table=block_table, scale=scale
         )
-    factor = q.shape[3] ** -0.5 if scale is None else scale
     return _decode_attention(q, k_cache, v_cache, lengths, starts, block_table, factor)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
+from ..invariant import batch_invariant
 from ..proof.compile import Case
 from ..spec import Make, Problem, Spec, Work
 from .op import decode_attention, decode_attention_ref, visible_places, whole_cache
@@ -125,11 +126,13 @@ def variants(arch: int) -> Iterator[Case]:
     yield variant(256, fp32, B=1)
     for D, dtype in ((64, bf16), (128, bf16), (256, bf16), (64, fp32), (256, fp32)):
         yield variant(D, dtype, B=4, Tq=4, H=32, K=4, page=16, starts=True)
+    yield variant(64, bf16, invariant=True)
+    yield variant(64, fp32, invariant=True, starts=True)
 
 
 def variant(
     D: int, dtype: torch.dtype, *, B: int = 64, Tq: int = 1, H: int = 12, K: int = 12,
-    page: int = 0, starts: bool = False,
+    page: int = 0, starts: bool = False, invariant: bool = False,
 ) -> Case:  # fmt: skip
     T = 4096
 
@@ -142,11 +145,12 @@ def variant(
         first = make(B, Tq, dtype=torch.int64) if starts else None
         lengths = make(B, dtype=torch.int64)
         q, k, v = make(B, Tq, H, D), make(*shape), make(*shape)
-        decode_attention(q, k, v, lengths, starts=first, block_table=table)
+        with batch_invariant(invariant):
+            decode_attention(q, k, v, lengths, starts=first, block_table=table)
 
     mma: dict[str, Any] = {} if dtype is torch.float32 else {SPLIT: "HMMA"}
     parts = [f"D={D} {str(dtype).removeprefix('torch.')} B={B} Tq={Tq} group={H // K}"]
-    parts += [f"page={page}"] * bool(page) + ["starts"] * starts
+    parts += [f"page={page}"] * bool(page) + ["starts"] * starts + ["invariant"] * invariant
     return Case(" ".join(parts), run, mma)
 
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..runtime import autocast_dtype, bypasses_dispatcher
+from ..invariant import is_batch_invariant, linear_invariant
+from ..runtime import autocast_dtype, bypasses_dispatcher, without_autocast
 
 LEAST = {True: 2**23, False: 2**19}
 """Least N O I for oneDNN, by whether gradients are computed; below it MKL's calls are shorter."""
@@ -144,6 +145,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         Tensor: (..., O), of autocast's dtype if it is on, else of x's.
     """
+    if is_batch_invariant():
+        dtype = autocast_dtype(x)
+        with without_autocast(x):
+            return linear_invariant(x, weight, bias, dtype)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     wide = differentiated and wants_wide_gradients(x, weight)
