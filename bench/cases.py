@@ -49,7 +49,8 @@ PEERS: dict[str, dict[str, Maker]] = {
     },
     "cross_entropy": {"liger": liger("cross_entropy", "LigerCrossEntropyFunction", 1, None)},
     "linear_cross_entropy": {
-        "liger": liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", 1)
+        "liger": liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", 1),
+        "torch-chunked": peers.chunked_cross_entropy,
     },
     "bias_act_swiglu": {"liger": _liger_swiglu},
     "decode_attention": {
@@ -82,7 +83,9 @@ class Case:
     @property
     def implementations(self) -> dict[str, Maker]:
         """Returns implementations by name: `ours`, `eager` (PyTorch's own ops) and other ones."""
-        spec = self.spec
+        spec, others = self.spec, self.peers
+        if self.shape.get("docs"):
+            others = {name: self._with_options(maker) for name, maker in peers.DOCUMENTS.items()}
 
         def ours(on: str) -> Callable[..., Any]:
             """Our kernel where kernels run, else the function that the model calls on a CPU."""
@@ -93,8 +96,11 @@ class Case:
             "ours": ours,
             "eager": lambda on: spec.call(spec.eager, self.shape, on),
             "compiled": lambda on: spec.call(compiled(spec.eager)(on), self.shape, on),
-            **self.peers,
+            **others,
         }
+
+    def _with_options(self, maker: Maker) -> Maker:
+        return lambda on: self.spec.call(maker(on), self.shape, on)
 
     def inputs(self, on: str) -> Inputs:
         """Makes random inputs, never zeros, because the data affects a GPU's power and clocks."""

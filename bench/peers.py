@@ -6,6 +6,7 @@ A peer is a function of the device, `cpu` or `cuda`, that returns the callable o
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -92,17 +93,54 @@ def flex(on: str) -> Callable[..., Tensor]:
         raise MissingError("needs CUDA: on a CPU it has no backward")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    @functools.cache
-    def mask(T: int) -> Any:
-        return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=on)
-
+    masks: dict[tuple[int, int | None], Any] = {}  # made once, as a step shares it among its layers
     attend = torch.compile(flex_attention, dynamic=False)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
+        B, T = q.shape[:2]
+        key = T, None if doc_ids is None else doc_ids.data_ptr()
+        if key not in masks:
+            seen = causal
+            if doc_ids is not None:
+                seen = lambda b, h, i, j: (i >= j) & (doc_ids[b, i] == doc_ids[b, j])  # noqa: E731
+            batch = None if doc_ids is None else B
+            masks[key] = create_block_mask(seen, batch, None, T, T, device=on)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(q, k, v, block_mask=mask(q.shape[2])).transpose(1, 2)
+        return attend(q, k, v, block_mask=masks[key]).transpose(1, 2)
 
     return call
+
+
+def varlen(on: str) -> Callable[..., Tensor]:
+    """PyTorch's attention over sequences of several lengths: here documents, without padding."""
+    try:
+        attend = needs("torch.nn.attention.varlen", "PyTorch 2.13")(on).varlen_attn
+        inspect.signature(attend).bind_partial(window_size=(-1, 0))
+    except (AttributeError, TypeError) as error:
+        raise MissingError(f"needs PyTorch 2.13 ({error})") from error
+    ends: dict[int, tuple[Tensor, int]] = {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor) -> Tensor:
+        if doc_ids.data_ptr() not in ends:
+            ends[doc_ids.data_ptr()] = boundaries(doc_ids)
+        offsets, longest = ends[doc_ids.data_ptr()]
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        out = attend(*rows, offsets, offsets, longest, longest, window_size=(-1, 0))
+        assert isinstance(out, Tensor)
+        return out.view(q.shape)
+
+    return call
+
+
+def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
+    """Returns the offsets where documents (B, T) begin and end, int32, and the longest's length."""
+    begins = doc_ids.diff(dim=1, prepend=doc_ids[:, :1] - 1) != 0
+    total = torch.tensor([doc_ids.numel()], device=doc_ids.device)
+    offsets = torch.cat((begins.flatten().nonzero()[:, 0], total))
+    return offsets.int(), int(offsets.diff().max())
 
 
 def flash_attn(module: str, package: str) -> Maker:
@@ -160,6 +198,20 @@ ATTENTION: dict[str, Maker] = {
     "flash-attn-3": flash_attn("flash_attn_interface", "flash-attn 3"),
     "flash-attn-4": flash_attn("flash_attn.cute", "flash-attn 4"),
 }
+DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
+"""Attention within documents, given as `doc_ids` (B, T)."""
+
+
+def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
+    """F.linear_cross_entropy in chunks of tokens and vocabulary, as PyTorch chooses them."""
+    if on != "cuda":
+        raise MissingError("needs CUDA: on a CPU it took ten times as long as eager")
+    try:
+        options = torch.nn.LinearCrossEntropyOptions()
+        loss = F.linear_cross_entropy
+    except AttributeError as error:
+        raise MissingError("needs PyTorch 2.13") from error
+    return functools.partial(loss, options=options)
 
 
 # --- Liger ----------------------------------------------------------------------------------------

@@ -62,20 +62,28 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
     """
     found = {name: s[name] for name in ("causal", "scale", "window", "dropout_p") if name in s}
     if s.get("docs"):
-        generator = torch.Generator().manual_seed(0)
-        starts = torch.rand(s["B"], s.get("Tk", s["T"]), generator=generator) < 2 / (s["docs"] + 1)
-        found["doc_ids"] = (3 * starts.cumsum(1) - 5).to(device, torch.int32)  # with gaps
+        found["doc_ids"] = (3 * documents(s) - 5).to(device, torch.int32)  # with gaps
     return {**found, "dropout_seed": SEED} if "dropout_p" in s else found
+
+
+def documents(s: Problem) -> Tensor:
+    """Draws where documents begin, and returns the number of each token's: int64 (B, Tk)."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.rand(s["B"], s.get("Tk", s["T"]), generator=generator) < 2 / (s["docs"] + 1)
+    return starts.cumsum(1)
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
     """Counts FLOPs and bytes: q, k, v to the output and a number per query; and to the gradients.
 
-    FLOPs are counted in the usual way: 4 B H T^2 D forward, halved where causal, and 2.5 times that
-    backward.
+    FLOPs are counted in the usual way: 4 B H T^2 D forward, of each document, halved where causal,
+    and 2.5 times that backward.
     """
     B, T, H, D = s["B"], s["T"], s["H"], s["D"]
-    flops = 4 * B * H * T * T * D / (2 if s.get("causal", True) else 1)
+    squares = B * T * T
+    if s.get("docs"):
+        squares = sum(int(ids.unique(return_counts=True)[1].square().sum()) for ids in documents(s))
+    flops = 4 * squares * H * D / (2 if s.get("causal", True) else 1)
     queries, keys = B * T * H * D * itemsize, B * T * s.get("K", H) * D * itemsize
     read, lse = queries + 2 * keys, 4 * B * T * H
     return work((flops, read + queries + lse), (2.5 * flops, 2 * read + 2 * queries + lse))
@@ -264,6 +272,7 @@ SIZES = {
         "16k-d64": problem(1, 16384, 16, 64),
         "awkward-t1000-d80": problem(5, 1000, 7, 80),
         "awkward-t257-d64": problem(33, 257, 5, 64),
+        "documents-of-500": problem(16, 1024, 12, 64, docs=1000),
     },
     "cpu": {
         "gpt2-124m": problem(2, 1024, 12, 64),
