@@ -237,3 +237,12 @@ def test_an_op_without_a_gradient_is_checked_and_timed_forward():
     kinds, _ = rows_of(case)
     assert kinds["ours"] == kinds["eager"] == ["op"]
     assert kinds["wrong"] == ["refused"]
+
+
+def test_documents_have_peers_that_see_them():
+    """Documents of two sequences that meet with the same number are still apart."""
+    ids = torch.tensor([[1, 1, 4], [4, 4, 7]])
+    offsets, longest = peers.boundaries(ids)
+    assert (offsets.tolist(), longest) == ([0, 2, 3, 5, 6], 2)
+    [case] = cases("cuda", only=("attention/documents*",))
+    assert list(case.implementations) == ["ours", "eager", "compiled", "flex", "varlen"]
