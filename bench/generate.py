@@ -25,6 +25,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name
+from fastgpt.kernels import batch_invariant
 from fastgpt.model.build import build_model
 from fastgpt.model.generation import generate
 from fastgpt.ops.tables import select
@@ -58,7 +59,7 @@ class GenerateBench:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected {least} or more")
 
 
-def ours(config: ModelConfig, precision: str, tokens: int) -> Generates:
+def ours(config: ModelConfig, precision: str, tokens: int, exact: bool = False) -> Generates:
     model = build_model(config, select(OpsConfig(), "cpu")).eval()
     vocab = config.vocab_size
     assert vocab is not None
@@ -66,7 +67,7 @@ def ours(config: ModelConfig, precision: str, tokens: int) -> Generates:
     def call(prompts: list[Tensor]) -> Tensor:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         padded = pad_sequence(prompts, batch_first=True)
-        with device.autocast("cpu", precision):
+        with device.autocast("cpu", precision), batch_invariant(exact):
             return generate(
                 model, padded, lengths=lengths, max_new_tokens=tokens, vocab_size=vocab,
                 temperature=0,
@@ -124,6 +125,7 @@ def measure(bench: GenerateBench) -> list[dict[str, Any]]:
         )
     cached = {
         "fastgpt": ours(config, "fp32", bench.tokens),
+        "fastgpt exact": ours(config, "fp32", bench.tokens, exact=True),
         "fastgpt bf16": ours(config, "bf16", bench.tokens),
         "transformers": transformers(config, bench.tokens),
     }

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -22,7 +23,8 @@ from torch import Tensor
 ROWS = 8
 """Rows of the product that defines the bits."""
 TILES = (512, 64, ROWS)
-"""Rows that are multiplied at once, if each then gets those bits."""
+FEWER = (1, 2, 4, ROWS)
+"""Rows that are multiplied at once, if each then gets those bits: of many, and of the last ones."""
 SERIAL = 2**15 - 2**10
 """Elements that PyTorch hands to one thread on a CPU (its grain size is 2**15)."""
 
@@ -40,7 +42,7 @@ def batch_invariant(on: bool = True) -> Iterator[None]:
 
     It holds for `linear`, `bias_act` and `decode_attention` of this package, for the whole process,
     on one machine, with one number of threads. Products cost more time: they are made of tiles of
-    512, 64 or 8 rows, and each size of product is checked once against tiles of 8 rows.
+    512, 64, 8 or fewer rows, and each size of product is checked once against tiles of 8 rows.
 
     >>> with kernels.batch_invariant():
     ...     logits = model(tokens)
@@ -62,17 +64,25 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     M = a.shape[1]
     if 0 in (*a.shape, b.shape[2]):
         return a @ b
-    a = F.pad(a, (0, 0, 0, -M % ROWS)).contiguous()
     key = (a.shape[0], *b.shape[1:], b.is_contiguous(), a.dtype, a.device, torch.get_num_threads())
     parts, first = [], 0
-    for tile in TILES:
-        while a.shape[1] - first >= tile and _keeps_bits(tile, *key):
-            parts.append(_product(a[:, first : first + tile], b))
-            first += tile
-    for row in range(first, a.shape[1]):  # a machine on which the place in a tile matters
-        each = [_product(x[None, row : row + 1], y[None]) for x, y in zip(a, b)]
-        parts.append(torch.cat(each))
+    while first < M:
+        tile = _tile(M - first, key)
+        some = a[:, first : first + max(tile, 1)]
+        if tile:
+            some = F.pad(some, (0, 0, 0, tile - some.shape[1])).contiguous()
+            parts.append(_product(some, b))
+        else:  # a machine on which the place in a tile matters
+            parts.append(torch.cat([_product(x[None], y[None]) for x, y in zip(some, b)]))
+        first += max(tile, 1)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:, :M]
+
+
+def _tile(rows: int, key: Any) -> int:
+    """Returns how many of the next `rows` to multiply at once, or 0 for a row of each matrix."""
+    many = (tile for tile in TILES if tile <= rows)
+    few = (tile for tile in FEWER if tile >= rows)
+    return next((tile for tile in (*many, *few) if _keeps_bits(tile, *key)), 0)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -96,15 +106,14 @@ def _keeps_bits(
         if not contiguous:
             b = b.transpose(1, 2).contiguous().transpose(1, 2)
     each = torch.cat([_product(x[None], y[None]) for x, y in zip(a, b)])
-    if tile == ROWS:
-        return torch.equal(_product(a, b), each) and all(
-            torch.equal(_product(a.roll(place, 1), b), each.roll(place, 1))
-            for place in range(1, ROWS)
+    if tile <= ROWS:  # each row in each place
+        return all(
+            torch.equal(_product(a.roll(n, 1)[:, :tile], b), each.roll(n, 1)[:, :tile])
+            for n in range(ROWS)
         )
     repeats = (1, tile // ROWS, 1)
-    whole = _product(a.repeat(repeats), b)
     return _keeps_bits(ROWS, G, K, N, contiguous, dtype, device, threads) and torch.equal(
-        whole, each.repeat(repeats)
+        _product(a.repeat(repeats), b), each.repeat(repeats)
     )
 
 
