@@ -1,12 +1,11 @@
 """Plan of a run: all that its settings leave open is decided here, once, before it is built.
 
-`fastgpt.cli.parse` turns a command line into a `Config`; `resolve` turns that into a `Plan`, and
-`fastgpt.train.parts` builds the model, the optimizers and the loader from it. After `resolve` no
+`fastgpt.cli.parse` turns a command line into a `Config`, `resolve` turns that into a `Plan`, and
+`fastgpt.train.engine` builds the model, the optimizers and the loader from it. After `resolve` no
 setting changes. A run saves its settings as config.json, and the rest of the plan in manifest.json.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +28,8 @@ from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from
 from fastgpt.train.data import check_splits, open_for_run
+from fastgpt.train.init_from import Warn
 from fastgpt.train.micro_batch import largest_micro_batch, least_bytes
-
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +73,6 @@ def resolve(
     """Decides what a run's settings leave open; a collective operation of the ranks.
 
     Args:
-        warn: called on the main rank with each warning, one line long.
         data: own data sets, in place of what `config.data` names.
         source: the model that `config.init_from` names, if it is open already.
 
@@ -86,13 +83,15 @@ def resolve(
     on = device.pick_device(config.train.device)
     world = distributed.start(on)
     world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
-    warn = warn if world.is_main else lambda _: None
     precision = world.on_rank0(lambda: device.pick_precision(precision_asked(config, on, warn), on))
     sharded = shards_weights(config.parallel, world)
     narrow = device.pick_residual(config.train.residual, on, precision)
-    _check_precision(config, precision, sharded)
-    compiled, note = device.pick_compile(config.train.compile, on, world.size)
+    if sharded:
+        check_combination(config, precision)
+    if config.ops.attention == "flash_attn" and precision == "fp32":
+        raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
     choose.require_toolchain(config.ops, on)
+    compiled, note = device.pick_compile(config.train.compile, on, world.size)
     if note:
         warn(note)
     source = init_from.source_of(config, source, warn)
@@ -116,30 +115,11 @@ def resolve(
         lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
     )
     return Plan(
-        config=config,
-        world=world,
-        device=on,
-        precision=precision,
-        narrow_residual=narrow,
-        compiled=compiled,
-        sharded=sharded,
-        ops=tables.select(chosen, on),
-        trials=trials,
-        micro_batch=micro_batch,
-        source=source,
-        data=opened,
-        orders=orders,
-        epoch_sizes=epoch_sizes,
-        coverage=coverage,
-    )
-
-
-def _check_precision(config: Config, precision: str, sharded: bool) -> None:
-    """Raises `UserError` if a setting does not go with the precision of this device."""
-    if sharded:
-        check_combination(config, precision)
-    if config.ops.attention == "flash_attn" and precision == "fp32":
-        raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+        config=config, world=world, device=on, precision=precision, narrow_residual=narrow,
+        compiled=compiled, sharded=sharded, ops=tables.select(chosen, on), trials=trials,
+        micro_batch=micro_batch, source=source, data=opened, orders=orders,
+        epoch_sizes=epoch_sizes, coverage=coverage,
+    )  # fmt: skip
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -167,13 +147,10 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def with_epochs(config: Config, samples: int) -> Config:
     """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
-    per_step = config.global_batch
-
-    def steps(epochs: float | None, given: int) -> int:
-        return given if epochs is None else math.ceil(epochs * samples / per_step)
-
-    return replace(
-        config,
-        steps=steps(config.epochs, config.steps),
-        eval_every=steps(config.eval_epochs, config.eval_every),
-    )
+    steps, eval_every = (
+        given if epochs is None else math.ceil(epochs * samples / config.global_batch)
+        for epochs, given in (
+            (config.epochs, config.steps), (config.eval_epochs, config.eval_every)
+        )
+    )  # fmt: skip
+    return replace(config, steps=steps, eval_every=eval_every)
