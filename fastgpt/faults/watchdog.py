@@ -29,7 +29,7 @@ def progress(slow: bool = False) -> None:
     if _seconds and (slow or now >= _next):
         _next = now if slow else now + AGAIN_S
         allowed = max(_seconds, SLOW_S if slow else 0) + AGAIN_S
-        faulthandler.dump_traceback_later(allowed, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(allowed, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 def close() -> None:

@@ -9,7 +9,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import OpenedModel, read, read_sidecars
+from fastgpt.convert.source import OpenedModel, read_sidecars
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -47,19 +47,6 @@ def check_architecture(config: Config, source: ModelConfig) -> None:
     if source.position == "learned" and config.model.context > source.context:
         asked, most = f"--model.context is {config.model.context}", source.context
         raise UserError(f"{asked}: expected at most {most}, as {config.init_from} has positions")
-
-
-def source_of(config: Config, opened: OpenedModel | None, warn: Warn) -> OpenedModel | None:
-    """Returns the model that a run starts from; None if there is none, or a checkpoint is resumed.
-
-    `opened` is that model, if it is open already.
-    """
-    if config.init_from is None or directory.resumes(config.resume):
-        return None
-    source = opened or read(config.init_from)
-    for warning in source.warnings:
-        warn(warning)
-    return source
 
 
 def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:

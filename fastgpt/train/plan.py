@@ -12,7 +12,7 @@ from typing import Any
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import Config
-from fastgpt.convert.source import OpenedModel
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import DataSet
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
@@ -25,6 +25,7 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
+from fastgpt.run.directory import resumes
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from
 from fastgpt.train.data import check_splits, open_for_run
@@ -94,7 +95,12 @@ def resolve(
     compiled, note = device.pick_compile(config.train.compile, on, world.size)
     if note:
         warn(note)
-    source = init_from.source_of(config, source, warn)
+    if config.init_from is None or resumes(config.resume):
+        source = None
+    else:
+        source = source or read(config.init_from)
+        for warning in source.warnings:
+            warn(warning)
     opened = open_for_run(config, data, source, world, warn)
     if data is not None:  # no text that a later run could find
         own = replace(config.data, source=data.name)
@@ -105,7 +111,11 @@ def resolve(
     config = with_vocabulary(config, opened.tokenizer)
     if source is not None:
         init_from.check_architecture(config, source.config)
-    config = with_epochs(config, sum(epoch_sizes))
+    samples, batch = sum(epoch_sizes), config.global_batch
+    if config.epochs is not None:
+        config = replace(config, steps=math.ceil(config.epochs * samples / batch))
+    if config.eval_epochs is not None:
+        config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
     device.check_free_memory(on, least_bytes(config) // model_ranks(config.parallel, world))
     coverage = [order.coverage() for order in orders]
     check_splits(config, opened, coverage, warn)
@@ -143,14 +153,3 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
-
-
-def with_epochs(config: Config, samples: int) -> Config:
-    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
-    steps, eval_every = (
-        given if epochs is None else math.ceil(epochs * samples / config.global_batch)
-        for epochs, given in (
-            (config.epochs, config.steps), (config.eval_epochs, config.eval_every)
-        )
-    )  # fmt: skip
-    return replace(config, steps=steps, eval_every=eval_every)
