@@ -54,20 +54,12 @@ class Lifeline:
         """Set when another rank has ended without being done."""
         self._thread, self._orphaned, self._stopping, self._until = None, False, False, math.inf
 
-    def start(self, *, saves: bool, speaks: bool) -> None:
-        """Starts the thread, if it does not run.
-
-        Args:
-            saves: if torchrun ends, the rank saves first, as after SIGTERM. That stops the ranks on
-                all machines with status 0, so it is for jobs on one machine; those on several start
-                again.
-            speaks: the rank writes a line about it on stderr.
-        """
+    def start(self) -> None:
+        """Starts the thread, if it does not run."""
         if self._thread is not None:
             return
         process, parent = STARTED
         self._launcher = parent if process == os.getpid() else os.getppid()  # forked since
-        self._saves, self._speaks = saves, speaks
         self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
@@ -140,14 +132,19 @@ class Lifeline:
                 os._exit(1)
 
     def _end_without_launcher(self) -> None:
-        """Begins to end this process, if torchrun started it, and nothing has begun to end it."""
+        """Begins to end this process, if torchrun started it, and nothing has begun to end it.
+
+        On one machine the rank saves first, as after SIGTERM. That would stop the ranks on all
+        machines with status 0, and a job on several is to start again.
+        """
         if self._stopping or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
-        if self._speaks:
-            what = f"saving, and ending within {ORPHAN_S:.0f} s" if self._saves else "ending"
+        saves = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        if os.environ["LOCAL_RANK"] == "0":
+            what = f"saving, and ending within {ORPHAN_S:.0f} s" if saves else "ending"
             with suppress(OSError):
                 print_line(f"error: torchrun (process {self._launcher}) has ended: {what}")
-        if not self._saves:
+        if not saves:
             os._exit(1)
         self._until = time.monotonic() + ORPHAN_S
         os.kill(os.getpid(), signal.SIGTERM)

@@ -141,7 +141,7 @@ def start(device_type: str) -> World:
         size=int(os.environ["WORLD_SIZE"]),
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
-    lifeline.start(saves=world.local_size == world.size, speaks=world.local_rank == 0)
+    lifeline.start()
     _take_device(device_type, world)
     if not dist.is_initialized():
         backend, store = kind_of(device_type).backend, _rendezvous_store(world)

@@ -69,14 +69,10 @@ class Engine:
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
             self.data.mixture(plan.orders, position(self.restored, self.data, warn)),
-            context=config.model.context,
-            global_batch=config.global_batch,
-            micro_batch=self.micro_batch,
-            rank=self.world.dp_rank,
-            world_size=self.world.dp_size,
-            pad_id=self.data.pad_id,
-            device=self.device,
-        )
+            context=config.model.context, global_batch=config.global_batch,
+            micro_batch=self.micro_batch, rank=self.world.dp_rank, world_size=self.world.dp_size,
+            pad_id=self.data.pad_id, device=self.device,
+        )  # fmt: skip
         self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.finite = Finite(train.skip_nonfinite, self.optimizers.norms)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from fastgpt.config.recipes import expected
 from fastgpt.device import device
 from fastgpt.display import short
 from fastgpt.errors import counted
@@ -81,7 +80,6 @@ def header(engine: Engine, known: dict[str, Any], run_dir: Path) -> dict[str, st
         "training": f"{left} of {config.train.batch_tokens:,} tokens each ({batch}),"
         " " + {"adamw": "AdamW", "muon": "Muon"}[config.optim.kind],
         "epochs": epochs,
-        "expected": expected(config, engine.data.name),
         "ops": ", ".join(f"{op} {name}" for op, name in known["ops"].items()),
         "MFU": f"relative to {known['peak_flops'] / 1e12:.2f} TFLOP/s, the fastest matrix product"
         " measured here",

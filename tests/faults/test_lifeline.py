@@ -14,7 +14,7 @@ from fastgpt.faults.failure import DONE, KILLED, Lifeline
 
 def joined(rank, broadcast):
     lifeline = Lifeline()
-    lifeline.start(saves=False, speaks=False)
+    lifeline.start()
     lifeline.connect(rank, 2, broadcast)
     return lifeline
 
