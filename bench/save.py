@@ -30,7 +30,7 @@ from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard
-from fastgpt.train.parts import load as restore
+from fastgpt.train.resume import load as restore
 from fastgpt.train.trainer import Trainer
 
 FLAGS = (

@@ -177,8 +177,8 @@ class TrainConfig:
     must be the same bit for bit with the same software and devices, else within rounding. `auto`
     keeps it where that takes less than 1 % of a run, and compares it where it was kept."""
     stall_s: Annotated[float, NOT_NEGATIVE] = 1800
-    """Seconds without a micro-step or an evaluation batch after which a run ends, with the Python
-    stacks of all ranks on stderr; 0: never. Compiling, saving and sampling always get half an
+    """Seconds without a micro-step after which a run ends, with the Python stacks of the rank that
+    stalled on stderr; 0: never. Compiling, evaluating, saving and sampling always get half an
     hour. The default is the time for which PyTorch's ranks wait for each other on CPUs."""
     sample_tokens: Annotated[int, Range(words=f"0 to {MOST_TOKENS:,}", ge=0, le=MOST_TOKENS)] = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted
-from fastgpt.faults.failure import ARRIVAL_S, watch_launcher, watch_ranks
+from fastgpt.faults.failure import ARRIVAL_S, lifeline
 
 T = TypeVar("T")
 
@@ -141,13 +141,13 @@ def start(device_type: str) -> World:
         size=int(os.environ["WORLD_SIZE"]),
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
-    watch_launcher(saves=world.local_size == world.size, speaks=world.local_rank == 0)
+    lifeline.start()
     _take_device(device_type, world)
     if not dist.is_initialized():
         backend, store = kind_of(device_type).backend, _rendezvous_store(world)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         if world.size > 1:
-            watch_ranks(world.rank, world.size, world.broadcast_object)
+            lifeline.connect(world.rank, world.size, world.broadcast_object)
     return world
 
 

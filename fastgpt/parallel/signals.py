@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastgpt.faults.failure import stop_begins
+from fastgpt.faults.failure import lifeline
 from fastgpt.parallel.distributed import World
 
 REQUEUE = 75
@@ -42,7 +42,7 @@ class StopSignal:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        others_ended = stop_begins()
+        others_ended = lifeline.stop_begins()
         if number in self.DEFAULTS:
             self._set(self.DEFAULTS)
         self.requeue |= self.received.name == "SIGUSR1"

@@ -16,12 +16,11 @@ ROOT = Path("runs")
 def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path] | None:
     """Finds the run to resume, and the path to load it from: a checkpoint's, or the run's.
 
+    Returns None if `auto` finds no run, so that a new one starts.
+
     Args:
         resume: `auto`, or the path of a run or of a checkpoint.
         run_dir: directory where `auto` looks; None: the newest run of `recipe`.
-
-    Returns:
-        tuple[Path, Path] | None: None if `auto` finds no run, so that a new one starts.
 
     Raises:
         UserError: the path given is neither a run nor a checkpoint.
@@ -44,9 +43,11 @@ def begins_again(path: Path) -> bool:
     return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
 
 
-def resumes(resume: str) -> bool:
+def resumes(resume: str | None) -> bool:
     """Returns True if `resume` stands for a checkpoint; False for a run that has none yet."""
-    return resume != "auto" and not begins_again(Path(resume))  # `auto` that found no run
+    if resume in (None, "auto"):  # which found no run
+        return False
+    return not begins_again(Path(resume))
 
 
 def is_run(path: Path) -> bool:
@@ -57,20 +58,22 @@ def is_run(path: Path) -> bool:
 def new_run_dir(recipe: str) -> Path:
     """Returns a new path for a run of `recipe`, where nothing exists yet."""
     stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (stem if i == 1 else f"{stem}-{i}" for i in itertools.count(1))
-    return next(ROOT / name for name in names if not (ROOT / name).exists())
+    paths = (ROOT / (stem if i == 1 else f"{stem}-{i}") for i in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str | None:
     """Creates the directory of a new run, or reopens that of a run resumed at `step`.
 
-    Returns:
-        str | None: a warning if the run has to start again from its first step.
+    Returns a warning if the run has to start again from its first step.
 
     Raises:
         UserError: the directory holds another run, or cannot be written.
     """
-    if (path / "config.json").exists() and not _goes_on(config.resume, path):
+    # `auto` is still there if it found no run
+    resume = path if config.resume == "auto" else config.resume
+    goes_on = resume is not None and Path(resume).resolve().is_relative_to(path.resolve())
+    if (path / "config.json").exists() and not goes_on:
         raise UserError(
             f"{path} holds a run already: pass another --run-dir; to resume that run:"
             f" {resume_command(path, ranks)}"
@@ -90,19 +93,11 @@ def _set_log_aside(path: Path) -> str:
     files = [file for pattern in logs for file in path.glob(pattern)]
     if not files:
         return ""
-    names = (path / f"abandoned_{i}" for i in itertools.count(1))
-    aside = next(folder for folder in names if not folder.exists())
+    aside = next(x for i in itertools.count(1) if not (x := path / f"abandoned_{i}").exists())
     aside.mkdir()
     for file in files:
         file.rename(aside / file.name)
     return f"; its earlier logs are kept in {aside}"
-
-
-def _goes_on(resume: str | None, run_dir: Path) -> bool:
-    """Returns True if `resume` is a path in this run, or still `auto`, which found no run."""
-    if resume == "auto":
-        return True
-    return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
 def way_back(path: Path, ranks: int) -> str:

@@ -16,25 +16,28 @@ import fastgpt
 from fastgpt.commands import installed
 from fastgpt.config.config import Config
 from fastgpt.device.device import DTYPES, kind_of
-from fastgpt.files import parse_json
+from fastgpt.errors import writing
+from fastgpt.files import parse_json, write_atomically
 
 
-def manifest(facts: dict[str, Any], path: Path) -> str:
-    """Returns the manifest of a run as JSON, with what it depends on besides its config.
+def write(path: Path, facts: dict[str, Any]) -> None:
+    """Writes the manifest of a run, with what it depends on besides its config.
 
     Args:
+        path: file, which is there already if the run is resumed. Each resume adds an entry to it,
+            with the command and what differs from the first start.
         facts: facts about this start of the run, besides the command and `provenance`.
-        path: the manifest of its first start, if any. Each resume adds an entry to it, with the
-            command and what differs from the first start.
+
+    Raises:
+        UserError: it cannot be written.
     """
-    now = {"command": sys.argv, **provenance(), **facts}
-    try:
+    found = now = {"command": sys.argv, **provenance(), **facts}
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # damaged: nothing is left
         first = parse_json(path.read_text())
         resumed = {name: x for name, x in now.items() if name == "command" or x != first.get(name)}
-        first["resumes"] = [*first.get("resumes", []), resumed]
-    except (OSError, ValueError, TypeError, AttributeError):  # damaged: nothing is left to keep
-        return json.dumps(now, indent=1)
-    return json.dumps(first, indent=1)
+        found = first | {"resumes": [*first.get("resumes", []), resumed]}
+    with writing(path):
+        write_atomically(path, json.dumps(found, indent=1).encode())
 
 
 def precision_asked(config: Config, on: str, warn: Callable[[str], None]) -> str:

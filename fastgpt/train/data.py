@@ -1,6 +1,5 @@
 """Data of a run, opened by every rank: a corpus, conversations or a caller's data sets."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from fastgpt.config.config import Config
@@ -16,23 +15,21 @@ from fastgpt.files import data_dir
 from fastgpt.parallel.distributed import World
 from fastgpt.sampling.chat import open_conversations
 from fastgpt.train import init_from
+from fastgpt.train.init_from import Warn
 
 GPT2_TOKENS = 50_257
 """Size of GPT-2's vocabulary, which the recipes of its models fix."""
+PREPARED = {
+    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
+    "pubmed": ("abstracts.jsonl", "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 "),
+}
+"""File and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
 
 
 def open_for_run(
-    config: Config,
-    data: Data | None,
-    source: OpenedModel | None,
-    world: World,
-    warn: Callable[[str], None],
+    config: Config, data: Data | None, source: OpenedModel | None, world: World, warn: Warn
 ) -> DataSet:
     """Opens the data of a run, which is the same on all ranks.
-
-    Args:
-        data: the caller's own data sets, if any.
-        source: model that the run starts from, if any.
 
     Raises:
         UserError: the data cannot be opened, differs between ranks, or has another tokenizer than
@@ -54,22 +51,18 @@ def open_for_run(
     return opened
 
 
-def _corpora(
-    config: Config, source: OpenedModel | None, world: World, warn: Callable[[str], None]
-) -> DataSet:
+def _corpora(config: Config, source: OpenedModel | None, world: World, warn: Warn) -> DataSet:
     where = resolve_source(config.data.source, warn)
     ends = config.data.align != "none" or config.model.document_mask  # bytes have none
     documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
 
     def opened(*report: PrepareProgress) -> DataSet:
-        return open_data(
-            init_from.with_tokenizer(config, source), where, *report, documents=documents
-        )
+        settings = init_from.with_tokenizer(config, source)
+        return open_data(settings, where, *report, documents=documents)
 
     def open_once() -> None:
         with PrepareProgress() as report:
-            data = opened(report)
-        data.orders(config.model.context, config.seed)
+            opened(report).orders(config.model.context, config.seed)
 
     # the main rank downloads, prepares and checks the data, then all ranks open it
     world.on_rank0(open_once, world.patient_group())
@@ -92,17 +85,8 @@ def _conversations(config: Config, source: OpenedModel | None, world: World) -> 
     return opened()
 
 
-def check_splits(
-    config: Config, data: DataSet, coverage: list[float], warn: Callable[[str], None]
-) -> None:
-    """Warns of corpora of which an epoch uses little.
-
-    Args:
-        coverage: share of each corpus that an epoch trains on.
-
-    Raises:
-        UserError: too little of a corpus is held out to evaluate.
-    """
+def check_splits(config: Config, data: DataSet, coverage: list[float], warn: Warn) -> None:
+    """Warns of corpora of which an epoch uses little; raises `UserError` for one too short."""
     least = config.model.context + 1 if config.data.eval_batches else 2
     for corpus, covered in zip(data.corpora, coverage):
         held = len(corpus.val)
@@ -119,55 +103,35 @@ def check_splits(
             )
 
 
-PROMPTS = {"baby": "def "}
-"""Prompt of the samples on a recipe's own data, if it is not a newline."""
-
-
 def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
     """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
     if config.train.sample_prompt is not None:
         return config.train.sample_prompt
     if config.data.source == RECIPES[config.recipe][1].data.source:
-        return PROMPTS.get(config.recipe, "\n")
+        return "def " if config.recipe == "baby" else "\n"
     return corpus.first_words()
 
 
-PREPARED = {
-    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
-    "pubmed": (
-        "abstracts.jsonl",
-        "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 ",
-    ),
-}
-"""OpenedModel and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
-
-
-def resolve_source(source: str, warn: Callable[[str], None]) -> str:
+def resolve_source(source: str, warn: Warn) -> str:
     """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
 
     Raises:
         UserError: there is no prepared directory for `prepared:NAME`.
     """
-    if source.startswith("prepared:"):
-        return _prepared(source.removeprefix("prepared:"))
-    if source != "prepared":
+    kind, _, name = source.partition(":")
+    if kind != "prepared":
         return source
-    prepared = data_dir() / "gpt2"
-    if (prepared / "manifest.json").exists():
-        return str(prepared)
-    warn(
-        f"no prepared data in {prepared}: training on the built-in corpus as bytes. To prepare "
-        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {prepared}"
-    )
-    return "builtin"
-
-
-def _prepared(name: str) -> str:
-    folder = data_dir() / name
+    folder = data_dir() / (name or "gpt2")
     if (folder / "manifest.json").exists():
         return str(folder)
-    what, flags = PREPARED.get(name, ("SOURCE", ""))
-    raise UserError(
-        f"--data.source is prepared:{name}, but {folder} is not a prepared directory: get {what}"
-        f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
+    if name:
+        what, flags = PREPARED.get(name, ("SOURCE", ""))
+        raise UserError(
+            f"--data.source is {source}, but {folder} is not a prepared directory: get {what}"
+            f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
+        )
+    warn(
+        f"no prepared data in {folder}: training on the built-in corpus as bytes. To prepare "
+        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {folder}"
     )
+    return "builtin"

@@ -12,61 +12,116 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fastgpt.config.config import Config
 from fastgpt.convert.source import OpenedModel
-from fastgpt.data.corpus import Corpus
-from fastgpt.data.items import Data, ItemCorpus
-from fastgpt.data.loader import EvalBatches
-from fastgpt.device import device
+from fastgpt.data.items import Data
+from fastgpt.data.loader import Loader
+from fastgpt.device import cpu, device
 from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
 from fastgpt.evaluate.validation import mean_loss
+from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
-from fastgpt.model.flops import flops_per_token
-from fastgpt.model.gpt import VOCAB_TABLES
-from fastgpt.parallel.fsdp import unpermuted
+from fastgpt.model.gpt import GPT, VOCAB_TABLES
+from fastgpt.parallel import fsdp
+from fastgpt.parallel.parallelize import build_parallel_model, compile_blocks, replicate
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
-from fastgpt.train.parts import Parts, build_parts
-from fastgpt.train.plan import Plan, resolve
+from fastgpt.train import micro_batch
+from fastgpt.train.optim import Optimizers
+from fastgpt.train.plan import Plan, Warn, resolve
+from fastgpt.train.resume import position, restore
 from fastgpt.train.schedule import lr_ratio
 
 
-def _say_nothing(*_: str) -> None:
-    """Prints nothing; used on every rank but the main one."""
-
-
 class Engine:
-    """Training step of one rank, with the parts of its run.
+    """Training step of one rank, with its model, optimizers and data; all ranks build it together.
 
-    Args:
-        warn: called on the main rank with each warning, one line long.
+    Raises:
+        UserError: the checkpoint to resume does not fit, or memory is too small.
     """
 
-    def __init__(self, plan: Plan, parts: Parts, warn: Callable[[str], None] = print) -> None:
-        self.plan, self.restored = plan, parts.restored
-        self.config, self.world, self.device, self.data = (
-            plan.config, plan.world, plan.device, plan.data,
+    def __init__(self, plan: Plan, warn: Warn = print) -> None:
+        self.plan, self.config, self.world = plan, plan.config, plan.world
+        self.device, self.data = plan.device, plan.data
+        config, train = self.config, self.config.train
+        if self.device == "cpu":
+            tokens, dtype = plan.micro_batch * config.model.context, device.DTYPES[plan.precision]
+            alone = self.world.size == 1
+            cpu.prepare(config.model.dim, tokens, dtype, compiled=plan.compiled, alone=alone)
+        if train.tf32:
+            torch.set_float32_matmul_precision("high")
+        self.model = build_parallel_model(
+            config, plan.ops, self.world, self.device,
+            narrow_residual=plan.narrow_residual, compiled=plan.compiled,
         )  # fmt: skip
-        self.network, self.model, self.loss = parts.network, parts.network.model, parts.network.loss
-        self.optimizers, self.loader = parts.optimizers, parts.loader
-        self.micro_batch = parts.micro_batch
-        self.step, self.lr = parts.restored.step, 0.0
         self.names = [name for name, _ in self.model.named_parameters()]
-        self.flops_per_token = flops_per_token(self.config.model)
+        self.loss, self.replica = _compiled(plan, self.model)
+        scaler = torch.amp.GradScaler(self.device, enabled=plan.precision == "fp16")
+        self.optimizers = Optimizers(self.model, config.optim, scaler, self.world, plan.precision)
+        self.restored = restore(plan, self.model, self.optimizers, warn)
+        self.step, self.lr = self.restored.step, 0.0
+        if train.compile == "graphs":
+            self.optimizers.keep_gradients()
+        self.micro_batch = self._fitting_micro_batch(warn)
+        self.loader = Loader(
+            [corpus.train for corpus in self.data.corpora],
+            self.data.mixture(plan.orders, position(self.restored, self.data, warn)),
+            context=config.model.context, global_batch=config.global_batch,
+            micro_batch=self.micro_batch, rank=self.world.dp_rank, world_size=self.world.dp_size,
+            pad_id=self.data.pad_id, device=self.device,
+        )  # fmt: skip
         self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
-        train = self.config.train
         self.finite = Finite(train.skip_nonfinite, self.optimizers.norms)
         self.spikes = None
         if train.spike_z:
-            said = warn if self.world.is_main else _say_nothing
-            self.spikes = Spikes(train.spike_z, self._weights_and_moments, said)
+            self.spikes = Spikes(train.spike_z, self._weights_and_moments, warn)
             if self.restored.state is not None:
                 self.spikes.load(self.step, self.restored.state.get("spikes", {}))
-        self.doing: Callable[[str, str], None] = _say_nothing
-        """Called with each phase of a step, and with its step and micro-step."""
+
+    def _fitting_micro_batch(self, warn: Warn) -> int:
+        """Returns the plan's micro-batch, or the largest smaller one that fits into the memory."""
+        most, world = self.plan.micro_batch, self.world
+        if self.device not in micro_batch.REHEARSED:
+            return most
+        share = self.config.global_batch // world.dp_size
+        with micro_batch.equal_memory(self.device, world, self.config.train.ddp_bucket_mb * 2**20):
+            size = micro_batch.fitting(most, share, self._rehearse, world, warn)
+        device.kind_of(self.device).reset_peak_memory()
+        return size
+
+    def _rehearse(self, size: int) -> None:
+        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
+
+        Gradients of DDP stay on their rank, so that ranks need not run out of memory together.
+        Sharded weights sync in the last micro-step, before which they keep whole gradients.
+        """
+        if self.plan.compiled:  # each size has its own graphs, and 8 of a block are the most
+            torch._dynamo.reset_code_caches()
+        tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
+        # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
+        loaded = any(optimizer.state for optimizer in self.optimizers.all)
+        weights = self.optimizers.parameters
+        room = 0 if loaded else sum(8 * fsdp.local_shard(x).numel() for x in weights)
+        replicated = self.replica is not None
+        unsynced = [replicated or size * self.world.dp_size < self.config.global_batch, replicated]
+        micro_steps = [self._no_sync() if x else nullcontext() for x in unsynced]
+        loss = self.replica or self.loss
+        try:
+            micro_batch.rehearse(loss, tokens, self.autocast(), room, micro_steps)
+        finally:
+            self.optimizers.zero_grad()
+            if self.plan.sharded:
+                fsdp.forget_iteration(self.model)
+
+    def _no_sync(self) -> AbstractContextManager:
+        """Returns a context in which gradients stay on their rank."""
+        if self.plan.sharded:
+            return fsdp.no_sync(self.model)
+        return nullcontext() if self.replica is None else self.replica.no_sync()
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -76,9 +131,10 @@ class Engine:
         Raises:
             Stopped: `stop` was received between two micro-steps; the step is not taken.
         """
-        seed = _dropout_seed(
-            self.config.seed, self.step, self.world.rank // self.config.parallel.tp
-        )
+        # of dropout, a function of the step, so that no generator state has to be saved;
+        # tensor-parallel ranks need the same masks
+        numbers = (self.config.seed, self.step, self.world.rank // self.config.parallel.tp)
+        seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
         # torch.manual_seed formats a stack trace for each missing GPU backend, which takes a good
         # part of the smallest steps
         (torch.default_generator if self.device == "cpu" else torch).manual_seed(seed)
@@ -90,23 +146,20 @@ class Engine:
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
-            at = f"step {self.step + 1}, micro-step {micro_step + 1} of {micro_steps}"
+            # the first step of a run may compile
+            watchdog.progress(slow=self.step == self.restored.step)
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
-                self.doing("agreeing with the other ranks to go on", at)
                 stop.check(self.world, ranks_meet=last or self.plan.has_forward_collectives)
-            self.doing("reading a batch", at)
             x, y = self.loader.next()
-            self.doing("forward and backward", at)
-            with nullcontext() if last else self.network.no_sync():
+            with nullcontext() if last else self._no_sync():
                 with self.autocast(), timed:
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
                     weight = self.loader.share / micro_steps
-                    loss = (self.network.replica or self.loss)(x, y) * weight
+                    loss = (self.replica or self.loss)(x, y) * weight
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
-        self.doing("optimizer step", f"step {self.step + 1}")
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
         self.train_loss = self.world.average(total)
         skip = partial(self.finite.skips, self.train_loss) if self.finite.most else None
@@ -127,7 +180,7 @@ class Engine:
         split: str,
         max_tokens: int = 0,
         stop: StopSignal | None = None,
-        report: Callable[[str], None] = _say_nothing,
+        report: Callable[[str], None] = lambda _: None,
     ) -> list[tuple[float, int]]:
         """Computes the mean loss in nats for each corpus, and the number of targets scored.
 
@@ -140,33 +193,28 @@ class Engine:
         Raises:
             Stopped: `stop` was received.
         """
+        together, results = self.plan.has_forward_collectives, []
         self.model.eval()
-        results = [
-            mean_loss(
-                self.loss,
-                reported(self._eval_batches(corpus, split, max_tokens), report),
-                world=self.world,
-                device=self.device,
-                autocast=self.autocast(),
-                stop=SyncedStop(stop, self.world)
-                if stop is not None and self.plan.has_forward_collectives
-                else stop,
-            )
-            for corpus in self.data.corpora
-        ]
+        for corpus in self.data.corpora:
+            batches = validation_batches(
+                self.config, self.data, corpus, split, max_tokens=max_tokens, step=self.step,
+                micro_batch=self.micro_batch, world=self.world,
+            )  # fmt: skip
+            if together:
+                shape = (self.micro_batch, self.config.model.context)
+                batches = as_many_on_all_ranks(batches, self.world, shape)
+            loss = mean_loss(
+                self.loss, reported(batches, report), world=self.world, device=self.device,
+                autocast=self.autocast(), stop=self.synced(stop),
+            )  # fmt: skip
+            results.append(loss)
         self.model.train()
         return results
 
-    def _eval_batches(
-        self, corpus: Corpus | ItemCorpus, split: str, max_tokens: int
-    ) -> EvalBatches:
-        mine = validation_batches(
-            self.config, self.data, corpus, split,
-            max_tokens=max_tokens, step=self.step, micro_batch=self.micro_batch, world=self.world,
-        )  # fmt: skip
-        shape = (self.micro_batch, self.config.model.context)
+    def synced(self, stop: StopSignal | None) -> StopSignal | SyncedStop | None:
+        """Returns `stop`; where ranks meet in each forward, one that is the same on all of them."""
         together = self.plan.has_forward_collectives
-        return as_many_on_all_ranks(mine, self.world, shape) if together else mine
+        return SyncedStop(stop, self.world) if stop is not None and together else stop
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""
@@ -177,15 +225,13 @@ class Engine:
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the weights and the state that a checkpoint stores, not copied.
 
-        Of sharded weights it is this rank's shard.
-
-        With tensor parallelism it is a collective operation.
+        Of sharded weights it is this rank's shard; with tensor parallelism all ranks take part.
         """
         if not self.plan.sharded:
             return self.model.state_dict(), self.state()
         # not the model's own: FSDP puts whole weights in their place between two forwards
         own = zip(self.names, self.optimizers.parameters)
-        weights = {name: unpermuted(x.detach(), x) for name, x in own}
+        weights = {name: fsdp.unpermuted(x.detach(), x) for name, x in own}
         rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
         return weights, self.state() | {"rows": rows}
 
@@ -203,8 +249,6 @@ class Engine:
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.config.seed, "step": self.step},
         }
-
-    # --- is everything finite? --------------------------------------------------------------------
 
     def finite_loss(self) -> tuple[float, float]:
         """Returns the loss and the gradient norm of the last step; syncs with the device.
@@ -226,29 +270,28 @@ class Engine:
 
 
 def build_engine(
-    config: Config,
-    warn: Callable[[str], None] = print,
-    data: Data | None = None,
-    source: OpenedModel | None = None,
+    config: Config, warn: Warn = print, data: Data | None = None, source: OpenedModel | None = None
 ) -> Engine:
-    """Builds the engine of a run from its settings: `resolve`, then `build_parts`.
+    """Builds the engine of a run from its settings: see `resolve` and `Engine`."""
+    return Engine(resolve(config, warn, data, source), warn)
 
-    Args:
-        warn: called on the main rank with each warning, one line long.
-        data: own data sets, in place of what `config.data` names.
-        source: the model that `config.init_from` names, if it is open already.
 
-    Raises:
-        UserError: the settings, the data, the device and the checkpoint do not fit together.
+def _compiled(
+    plan: Plan, model: GPT
+) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
+    """Returns the model as evaluations call it, compiled if the plan says so, and its DDP replica.
+
+    Only several ranks that hold all weights have a replica, of which the blocks are compiled.
     """
-    plan = resolve(config, warn, data, source)
-    return Engine(plan, build_parts(plan, warn), warn)
-
-
-def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Returns the random seed of one step's dropout, so that no generator state has to be saved.
-
-    Args:
-        rank: the same for tensor-parallel ranks, which need the same masks.
-    """
-    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
+    if plan.sharded:
+        return model, None
+    if plan.world.size == 1:
+        if not plan.compiled:
+            return model, None
+        # training and evaluation batches have one shape, so each compiles a single graph
+        options = device.compile_options(plan.device, plan.config.train.compile)
+        return torch.compile(model, fullgraph=True, dynamic=False, options=options), None
+    if plan.compiled:
+        torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
+        compile_blocks(model, plan.device)
+    return model, replicate(model, plan.config.train)

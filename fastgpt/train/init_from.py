@@ -9,7 +9,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import OpenedModel, read, read_sidecars
+from fastgpt.convert.source import OpenedModel, read_sidecars
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -19,6 +19,7 @@ from fastgpt.run import directory
 from fastgpt.sampling.chat import Template, template_of
 
 Warn = Callable[[str], None]
+"""Function that is called with each warning, one line long."""
 OWN = (*(name for name in ModelConfig.__slots__ if name.endswith("dropout")), "vocab_multiple")
 """Settings of the model that come from the recipe and flags."""
 FREE = (*OWN, "context", "document_mask", "eot_id", "init")
@@ -48,23 +49,6 @@ def check_architecture(config: Config, source: ModelConfig) -> None:
         raise UserError(f"{asked}: expected at most {most}, as {config.init_from} has positions")
 
 
-def source_of(config: Config, opened: OpenedModel | None, warn: Warn) -> OpenedModel | None:
-    """Returns the model that a run starts from; None if there is none, or a checkpoint is resumed.
-
-    Args:
-        opened: that model, if it is open already.
-
-    Raises:
-        UserError: as `read`.
-    """
-    if config.init_from is None or (config.resume is not None and directory.resumes(config.resume)):
-        return None
-    source = opened or read(config.init_from)
-    for warning in source.warnings:
-        warn(warning)
-    return source
-
-
 def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
     """Returns the settings of the data, with the model's tokenizer in place of `auto`.
 
@@ -76,20 +60,16 @@ def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
     """
     if config.init_from is None or config.data.tokenizer != "auto":
         return config.data
-    if source is None:
-        assert config.resume is not None
-        tokenizer = load_tokenizer(_side_file(Path(config.resume), TOKENIZER_FILE))
-    elif source.tokenizer is None:
+    kept = source and source.tokenizer
+    if source is not None and kept is None:
         raise UserError(
             f"{source.path} has no tokenizer: pass the one that it was trained with,"
             " --data.tokenizer gpt2, bytes, chars or the path of a tokenizer.json"
         )
-    else:
-        tokenizer = source.tokenizer
+    tokenizer = kept or load_tokenizer(_side_file(config, TOKENIZER_FILE))
     content = tokenizer.to_json().encode()
     digest = hashlib.sha256(content).hexdigest()[:16]
-    name = f"{Path(config.init_from).resolve().name}-{digest}.json"
-    path = cache_dir() / "tokenizers" / name
+    path = cache_dir() / "tokenizers" / f"{Path(config.init_from).resolve().name}-{digest}.json"
     if not path.is_file():
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,8 +77,9 @@ def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
     return replace(config.data, tokenizer=str(path))
 
 
-def _side_file(resume: Path, name: str) -> Path:
-    """Returns the path of a checkpoint's file; of a run, that of its newest one that has it."""
+def _side_file(config: Config, name: str) -> Path:
+    """Returns a file of the checkpoint to resume; of a run, that of its newest one that has it."""
+    resume = Path(config.resume or "")
     checkpoints = [resume, *reversed(checkpoint.steps_on_disk(resume / "checkpoints"))]
     paths = [path / name for path in checkpoints]
     return next((path for path in paths if path.is_file()), paths[0])
@@ -112,9 +93,9 @@ def chat_template(config: Config, source: OpenedModel | None) -> Template:
     Raises:
         UserError: the file cannot be read, or is no template.
     """
-    kept = {} if source is None else dict(source.hf_sidecars)
-    if config.resume is not None and directory.resumes(config.resume):
-        kept = read_sidecars(_side_file(Path(config.resume), "huggingface.json"))
+    kept = {} if source is None else source.hf_sidecars
+    if directory.resumes(config.resume):
+        kept = read_sidecars(_side_file(config, "huggingface.json"))
     elif config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         try:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastgpt.commands import installed
-from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss
@@ -43,12 +42,12 @@ def check_replicas(engine: Engine) -> int:
     weights = [x.detach() for x in engine.optimizers.parameters]
     bits = [local_shard(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
     sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
-    found = engine.world.all_gather_object(list(zip(map(_coordinate, weights), sums)))
+    found = engine.world.all_gather_object(list(zip(map(_place, weights), sums)))
 
     def compare() -> int:
         shared = 0
         for name, *ranks in zip(engine.names, *found, strict=True):
-            copies: dict[int, dict[int, int]] = {}
+            copies: dict[tuple[int, ...], dict[int, int]] = {}
             for rank, (place, checksum) in enumerate(ranks):
                 copies.setdefault(place, {})[rank] = checksum
             shared += any(len(same) > 1 for same in copies.values())
@@ -62,15 +61,12 @@ def check_replicas(engine: Engine) -> int:
     return engine.world.on_rank0(compare)
 
 
-def _coordinate(x: Tensor) -> int:
-    """Returns a number that is equal on the ranks that hold the same shard of a tensor."""
+def _place(x: Tensor) -> tuple[int, ...]:
+    """Returns numbers that are equal on the ranks that hold the same shard of a tensor."""
     if not is_sharded(x):
-        return 0
-    mesh, found = x.device_mesh, 0
-    for dimension, placement in enumerate(x.placements):
-        own = 0 if placement.is_replicate() else mesh.get_local_rank(dimension)
-        found = found * mesh.size(dimension) + own
-    return found
+        return ()
+    along = zip(x.device_mesh.get_coordinate() or (), x.placements)
+    return tuple(number for number, placement in along if not placement.is_replicate())
 
 
 def odd_ones(checksums: Mapping[int, int]) -> str:
@@ -105,29 +101,32 @@ def records_loss(engine: Engine) -> bool:
 def own_loss(engine: Engine) -> dict[str, Any]:
     """Computes the loss of a model's weights on a fixed batch; a collective operation.
 
+    The batch is one random sequence, equal in all rows. It depends on the vocabulary and the
+    context alone, so that its mean loss is the same with any micro-batch and any data.
+
     Returns:
         dict[str, Any]: the `loss`, the `precision` it was computed in, and the `setup`, a hash of
         all that its bits depend on besides the weights.
     """
-    config = engine.config
+    config, plan = engine.config, engine.plan
+    drawn = np.random.RandomState(0).randint(0, config.model.vocab_size, config.model.context + 1)
+    rows = torch.from_numpy(drawn.astype(np.int64)).repeat(engine.micro_batch, 1)
     engine.model.eval()
-    batch, autocast = fixed_batch(config.model, engine.micro_batch), engine.autocast()
     loss, _ = mean_loss(
-        engine.loss, [batch], world=engine.world, device=engine.device, autocast=autocast
-    )
+        engine.loss, [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())], world=engine.world,
+        device=engine.device, autocast=engine.autocast(),
+    )  # fmt: skip
     engine.model.train()
     facts = [
         torch.__version__, torch.backends.cpu.get_cpu_capability(),
         device.device_name(engine.device), engine.world.size, asdict(config.parallel),
-        engine.micro_batch, engine.plan.precision, config.train.tf32, engine.plan.narrow_residual,
-        engine.plan.compiled, engine.model.ops.names,
+        engine.micro_batch, plan.precision, config.train.tf32, plan.narrow_residual,
+        plan.compiled, engine.model.ops.names, installed("triton"), sources(),
     ]  # fmt: skip
-    setup = hashlib.sha256(json.dumps([*facts, installed("triton"), sources()]).encode())
+    setup = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     # TF32 rounds to as many bits as fp16
-    precision = engine.plan.precision
-    if config.train.tf32 and precision == "fp32":
-        precision = "fp16"
-    return {"loss": loss, "precision": precision, "setup": setup.hexdigest()}
+    in_tf32 = config.train.tf32 and plan.precision == "fp32"
+    return {"loss": loss, "precision": "fp16" if in_tf32 else plan.precision, "setup": setup}
 
 
 @cache
@@ -135,22 +134,10 @@ def sources() -> str:
     """Returns a hash of the package's code and tables, as they are when this is first called."""
     found, package = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted([*package.rglob("*"), *(package / "kernels").rglob("*")]):
-        if (
-            path.suffix in (".py", ".json") and path.is_file()
-        ):  # an editor's lock is a dangling link
+        # an editor's lock is a dangling link
+        if path.suffix in (".py", ".json") and path.is_file():
             found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def fixed_batch(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns tokens and targets, each (rows, T) int64: one random sequence, equal in all rows.
-
-    It depends on the vocabulary and the context alone, so that its mean loss is the same with any
-    micro-batch and any data.
-    """
-    drawn = np.random.RandomState(0).randint(0, config.vocab_size, config.context + 1)
-    sequence = torch.from_numpy(drawn.astype(np.int64))
-    return sequence[:-1].repeat(rows, 1), sequence[1:].repeat(rows, 1)
 
 
 def check_recorded_loss(engine: Engine) -> None:
@@ -171,19 +158,19 @@ def check_recorded_loss(engine: Engine) -> None:
         same = recorded["setup"] == now["setup"]
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} has a damaged own_loss: {brief(error)}") from error
-    model = engine.config.model
-    longest = max(model.padded_vocab, engine.micro_batch * model.context)
-    coarser = max(dtypes, key=lambda x: torch.finfo(x).eps)
-    wrong = parity.complaints(after, before, before, coarser, longest)
-    if (recorded["loss"] != now["loss"]) if same else wrong:
-        why = (
-            "the same bits, with the same software, device and settings"
-            if same
-            else f"less ({'; '.join(wrong)})"
-        )
+    if same:
+        wrong = recorded["loss"] != now["loss"]
+        expected = "the same bits, with the same software, device and settings"
+    else:
+        model = engine.config.model
+        longest = max(model.padded_vocab, engine.micro_batch * model.context)
+        coarser = max(dtypes, key=lambda x: torch.finfo(x).eps)
+        wrong = parity.complaints(after, before, before, coarser, longest)
+        expected = f"less ({'; '.join(wrong)})"
+    if wrong:
         raise UserError(
             f"{path}: its weights had a loss of {recorded['loss']!r} on a fixed batch when it was"
-            f" written, and have {now['loss']!r} now; expected {why}. This machine or version"
+            f" written, and have {now['loss']!r} now; expected {expected}. This machine or version"
             " computes something else: resume an earlier checkpoint to compare, or go on with"
             " --train.resume-check off"
         )

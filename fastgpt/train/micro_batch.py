@@ -12,6 +12,7 @@ from fastgpt.config.config import Config
 from fastgpt.errors import UserError
 from fastgpt.model.flops import matrix_weights
 from fastgpt.parallel.distributed import World, collectives_begun
+from fastgpt.train.init_from import Warn
 
 REHEARSED = {"cuda"}
 """Types of device with memory of their own, which a step may use up."""
@@ -23,11 +24,8 @@ ALONE_S = 300.0
 step, or still compile."""
 
 
-def largest_micro_batch(config: Config, world: World, warn: Callable[[str], None]) -> int:
+def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
     """Returns the largest size up to `train.micro_batch` that divides a rank's sequences.
-
-    Args:
-        warn: called with one line if it is less than half of what was asked for.
 
     Raises:
         UserError: the batch does not divide among the ranks.
@@ -51,9 +49,7 @@ def largest_micro_batch(config: Config, world: World, warn: Callable[[str], None
     return size
 
 
-def fitting(
-    most: int, share: int, runs: Callable[[int], None], world: World, warn: Callable[[str], None]
-) -> int:
+def fitting(most: int, share: int, runs: Callable[[int], None], world: World, warn: Warn) -> int:
     """Returns the first size that fits into the memory of every rank.
 
     It tries `most`, then each time the largest divisor of `share` up to half of the one before.
@@ -61,7 +57,6 @@ def fitting(
     Args:
         share: sequences of a rank in a global batch.
         runs: takes a micro-batch, and raises torch.OutOfMemoryError if that is too large.
-        warn: called with one line if `most` is too large.
 
     Raises:
         UserError: not even one sequence fits; or ranks ran out of memory at different places, after
@@ -139,11 +134,9 @@ def rehearse(
     state_bytes: int,
     micro_steps: Sequence[AbstractContextManager],
 ) -> None:
-    """Runs micro-steps on `tokens`, beside a buffer as large as the optimizers' state will be.
+    """Runs a micro-step on `tokens` in each context, beside a buffer as large as optimizer state.
 
-    Args:
-        micro_steps: the context of each. A later one has the gradients of those before in memory,
-            as with accumulation.
+    A later one has the gradients of those before in memory, as with accumulation.
     """
     state = torch.empty(state_bytes, dtype=torch.uint8, device=tokens.device)
     for micro_step in micro_steps:

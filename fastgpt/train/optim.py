@@ -40,9 +40,8 @@ class Optimizers:
     ) -> None:
         self.config, self.scaler = config, scaler
         self.parameters = list(model.parameters())
-        matrices = (
-            [p for p in model.h.parameters() if p.dim() == 2] if config.kind == "muon" else []
-        )
+        blocks = model.h.parameters() if config.kind == "muon" else ()
+        matrices = [p for p in blocks if p.dim() == 2]
         taken = {id(p) for p in matrices}
         rest = [p for p in self.parameters if id(p) not in taken]
         adamw = AdamW(
@@ -50,11 +49,8 @@ class Optimizers:
                 {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
                 {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
             ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+            lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
+        )  # fmt: skip
         self.all: list[torch.optim.Optimizer] = [adamw]
         if matrices:
             settings = {"lr": config.muon_lr, "momentum": config.muon_momentum}

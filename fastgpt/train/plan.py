@@ -1,19 +1,18 @@
 """Plan of a run: all that its settings leave open is decided here, once, before it is built.
 
-`fastgpt.cli.parse` turns a command line into a `Config`; `resolve` turns that into a `Plan`, and
-`fastgpt.train.parts` builds the model, the optimizers and the loader from it. After `resolve` no
+`fastgpt.cli.parse` turns a command line into a `Config`, `resolve` turns that into a `Plan`, and
+`fastgpt.train.engine` builds the model, the optimizers and the loader from it. After `resolve` no
 setting changes. A run saves its settings as config.json, and the rest of the plan in manifest.json.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import Config
-from fastgpt.convert.source import OpenedModel
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import DataSet
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
@@ -26,12 +25,12 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
 from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
+from fastgpt.run.directory import resumes
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from
 from fastgpt.train.data import check_splits, open_for_run
+from fastgpt.train.init_from import Warn
 from fastgpt.train.micro_batch import largest_micro_batch, least_bytes
-
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,6 @@ def resolve(
     """Decides what a run's settings leave open; a collective operation of the ranks.
 
     Args:
-        warn: called on the main rank with each warning, one line long.
         data: own data sets, in place of what `config.data` names.
         source: the model that `config.init_from` names, if it is open already.
 
@@ -86,16 +84,23 @@ def resolve(
     on = device.pick_device(config.train.device)
     world = distributed.start(on)
     world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
-    warn = warn if world.is_main else lambda _: None
     precision = world.on_rank0(lambda: device.pick_precision(precision_asked(config, on, warn), on))
     sharded = shards_weights(config.parallel, world)
     narrow = device.pick_residual(config.train.residual, on, precision)
-    _check_precision(config, precision, sharded)
-    compiled, note = device.pick_compile(config.train.compile, on, world.size)
+    if sharded:
+        check_combination(config, precision)
+    if config.ops.attention == "flash_attn" and precision == "fp32":
+        raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
     choose.require_toolchain(config.ops, on)
+    compiled, note = device.pick_compile(config.train.compile, on, world.size)
     if note:
         warn(note)
-    source = init_from.source_of(config, source, warn)
+    if config.init_from is None or resumes(config.resume):
+        source = None
+    else:
+        source = source or read(config.init_from)
+        for warning in source.warnings:
+            warn(warning)
     opened = open_for_run(config, data, source, world, warn)
     if data is not None:  # no text that a later run could find
         own = replace(config.data, source=data.name)
@@ -106,7 +111,11 @@ def resolve(
     config = with_vocabulary(config, opened.tokenizer)
     if source is not None:
         init_from.check_architecture(config, source.config)
-    config = with_epochs(config, sum(epoch_sizes))
+    samples, batch = sum(epoch_sizes), config.global_batch
+    if config.epochs is not None:
+        config = replace(config, steps=math.ceil(config.epochs * samples / batch))
+    if config.eval_epochs is not None:
+        config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
     device.check_free_memory(on, least_bytes(config) // model_ranks(config.parallel, world))
     coverage = [order.coverage() for order in orders]
     check_splits(config, opened, coverage, warn)
@@ -116,30 +125,11 @@ def resolve(
         lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
     )
     return Plan(
-        config=config,
-        world=world,
-        device=on,
-        precision=precision,
-        narrow_residual=narrow,
-        compiled=compiled,
-        sharded=sharded,
-        ops=tables.select(chosen, on),
-        trials=trials,
-        micro_batch=micro_batch,
-        source=source,
-        data=opened,
-        orders=orders,
-        epoch_sizes=epoch_sizes,
-        coverage=coverage,
-    )
-
-
-def _check_precision(config: Config, precision: str, sharded: bool) -> None:
-    """Raises `UserError` if a setting does not go with the precision of this device."""
-    if sharded:
-        check_combination(config, precision)
-    if config.ops.attention == "flash_attn" and precision == "fp32":
-        raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+        config=config, world=world, device=on, precision=precision, narrow_residual=narrow,
+        compiled=compiled, sharded=sharded, ops=tables.select(chosen, on), trials=trials,
+        micro_batch=micro_batch, source=source, data=opened, orders=orders,
+        epoch_sizes=epoch_sizes, coverage=coverage,
+    )  # fmt: skip
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -163,17 +153,3 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
         )
     model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
     return replace(config, model=model)
-
-
-def with_epochs(config: Config, samples: int) -> Config:
-    """Converts lengths given in epochs of `samples` samples into steps, rounded up."""
-    per_step = config.global_batch
-
-    def steps(epochs: float | None, given: int) -> int:
-        return given if epochs is None else math.ceil(epochs * samples / per_step)
-
-    return replace(
-        config,
-        steps=steps(config.epochs, config.steps),
-        eval_every=steps(config.eval_epochs, config.eval_every),
-    )

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, short
-from fastgpt.errors import UserError, counted, writing
+from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
-from fastgpt.faults.watchdog import Watchdog
-from fastgpt.files import write_atomically
+from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import MetricsLog
+from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
-from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
+from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.parallel.stragglers import Pace
 from fastgpt.run import directory, manifest
 from fastgpt.run.lock import RunLock
@@ -78,7 +77,10 @@ class Trainer:
             self.engine = build_engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
-            self._check_integrity()
+            check_recorded_loss(self.engine)
+            if self.config.train.verify_every and not check_replicas(self.engine):
+                said = "--train.verify-every: no two ranks hold the same weights to compare"
+                self.display.warn(said)
             self.prompt = self._encoded_prompt()
             self.tasks = self.world.on_rank0(self._read_tasks)
             self._open_run()
@@ -93,11 +95,6 @@ class Trainer:
     def _unlock(self) -> None:
         if self.lock is not None:
             self.lock.release()
-
-    def _check_integrity(self) -> None:
-        check_recorded_loss(self.engine)
-        if self.config.train.verify_every and not check_replicas(self.engine):
-            self.display.warn("--train.verify-every: no two ranks hold the same weights to compare")
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
@@ -116,57 +113,51 @@ class Trainer:
 
     def _scorer(self, stop: StopSignal | None = None) -> Scorer:
         engine = self.engine
-        together = self.world if engine.plan.has_forward_collectives else None
-        synced = stop if stop is None or together is None else SyncedStop(stop, self.world)
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
-            device=engine.device, autocast=engine.autocast(), together=together,
-            stop=synced, doing=stop and self.watchdog.doing,
+            device=engine.device, autocast=engine.autocast(), stop=engine.synced(stop),
+            together=self.world if engine.plan.has_forward_collectives else None,
+            doing=stop and (lambda _: watchdog.progress(slow=True)),
         )  # fmt: skip
 
-    def _open_run_dir(self) -> Path:
-        path = self.config.run_dir or directory.new_run_dir(self.config.recipe)
-        self.lock = self.lock or RunLock(path)
-        if note := directory.open_run_dir(path, self.config, self.engine.step, self.world.size):
-            self.display.warn(note)
-        return path
-
     def _open_run(self) -> None:
-        """Creates or reopens the run directory, and prints the header."""
+        engine, config = self.engine, self.config
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
-        self.run_dir = self.world.on_rank0(self._open_run_dir)
-        self.watchdog = Watchdog(self.config.train.stall_s, self.world.rank)
-        self.engine.doing = self.watchdog.doing
-        template = self.engine.data.template
+        self.run_dir, self.peak = self.world.on_rank0(self._open_files)
+        template = engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            self.world if self.engine.plan.sharded else None,
-            config_json=to_json(self.config),
-            save_tokenizer=self.engine.data.tokenizer.save,
-            keep=self.config.train.keep_checkpoints,
-            keep_every=self.config.train.keep_every,
+            self.world if engine.plan.sharded else None,
+            config_json=to_json(config),
+            save_tokenizer=engine.data.tokenizer.save,
+            keep=config.train.keep_checkpoints,
+            keep_every=config.train.keep_every,
             huggingface_json=template and json.dumps({"chat_template.jinja": template}),
         )
-        self.peak = self.world.on_rank0(self._measured_peak)
-        self.world.on_rank0(self._open_log)
-        self.display.header(header(self.engine, self.peak, self.run_dir))
 
-    def _measured_peak(self) -> float:
-        """Measures the FLOP/s of all ranks that MFU is relative to."""
-        on, dtype = self.engine.device, device.DTYPES[self.engine.plan.precision]
-        return device.measured_peak(on, dtype) * device.shares(on, self.world.size)
+    def _open_files(self) -> tuple[Path, float]:
+        """Creates or reopens the run directory and its logs, and prints the header.
 
-    def _open_log(self) -> None:
-        parameters = short(self.engine.model.num_params())
-        title = f"{self.run_dir.name}: {self.config.recipe}, {parameters} parameters"
-        self.log = MetricsLog(self.run_dir, self.engine.step, title, self.display.warn)
+        Returns:
+            tuple[Path, float]: the directory, and the FLOP/s of all ranks that MFU is relative to.
+        """
+        engine, config, warn = self.engine, self.config, self.display.warn
+        path = config.run_dir or directory.new_run_dir(config.recipe)
+        self.lock = self.lock or RunLock(path)
+        if note := directory.open_run_dir(path, config, engine.step, self.world.size):
+            warn(note)
+        on, dtype = engine.device, device.DTYPES[engine.plan.precision]
+        peak = device.measured_peak(on, dtype) * device.shares(on, self.world.size)
+        known = facts(engine, peak)
+        title = f"{path.name}: {config.recipe}, {short(known['parameters'])} parameters"
+        self.log = MetricsLog(path, engine.step, title, warn)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
-        kept = checkpoint.kept_steps(self.run_dir / "checkpoints")
+        kept = checkpoint.kept_steps(path / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
         self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
-        path = self.run_dir / "manifest.json"
-        with writing(path):
-            write_atomically(path, manifest.manifest(facts(self.engine, self.peak), path).encode())
+        manifest.write(path / "manifest.json", known)
+        self.display.header(header(engine, known, path))
+        return path, peak
 
     def fit(self) -> None:
         """Trains until `config.steps`, a signal or Ctrl-C, and completes the run directory.
@@ -175,8 +166,8 @@ class Trainer:
             UserError: the loss or a gradient is not finite, or the disk is full; earlier
                 checkpoints stay valid.
         """
-        self.stop, ending = StopSignal(self.display.line), []
-        self.watchdog.start()
+        self.stop = StopSignal(self.display.line)
+        watchdog.start(self.config.train.stall_s)
         try:
             ending = self._fit()
         except torch.OutOfMemoryError as error:
@@ -196,23 +187,23 @@ class Trainer:
             if self.log is not None:
                 self._settle(self.log.close)
             self._unlock()
-            self.watchdog.close()
+            watchdog.close()
             self.stop.restore()
         for line in ending:
             self.display.line(line)
 
     def _settle(self, end: Callable[[], None]) -> None:
         """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
-        self.watchdog.doing("ending", slow=True)
+        watchdog.progress(slow=True)
         try:
             end()
         except UserError as error:
             self.display.warn(str(error))
 
-    def _doing(self, what: str = "", slow: bool = True) -> None:
-        """Shows and tells the watchdog what this rank does; without `what` it trains again."""
+    def _doing(self, what: str = "") -> None:
+        """Shows what this rank does, and tells the watchdog; without `what` it trains again."""
         self.display.doing(what)
-        self.watchdog.doing(what or "training", f"step {self.engine.step}", slow)
+        watchdog.progress(slow=True)
 
     def _fit(self) -> list[str]:
         """Trains, and returns the lines to print at the end."""
@@ -237,7 +228,7 @@ class Trainer:
         if self._lacks_evaluation():
             self._evaluate()
             self._doing()
-        self.clock, self.logged_step, self.skipped = time.perf_counter(), engine.step, 0
+        self.clock, self.logged, self.skipped = time.perf_counter(), engine.step, 0
         self.waited_s, self.pace = engine.loader.waited_s, Pace()
         while engine.step < config.steps:
             if self.saver.failed:  # all ranks leave together, and raise its error there
@@ -263,7 +254,7 @@ class Trainer:
         """Returns True before the first step, and if a resumed run lost its step's evaluation."""
         step = self.engine.step
         due = step in (0, self.config.steps) or _due(step, self.config.eval_every)
-        records = self.log.records if self.log is not None else []
+        records = [] if self.log is None else self.log.records
         seen = any(r["step"] == step and "val_loss" in r for r in records)
         return self.world.broadcast_object(due and not seen)
 
@@ -273,21 +264,19 @@ class Trainer:
         return directory.way_back(self.lock.place if self.lock else self.run_dir, self.world.size)
 
     def _log(self) -> None:
-        engine = self.engine
+        engine, batch = self.engine, self.config.train.batch_tokens
         loss, grad_norm = engine.finite_loss()
-        now = time.perf_counter()
-        steps = engine.step - self.logged_step
-        tokens = steps * self.config.train.batch_tokens
-        seconds, waited = now - self.clock, engine.loader.waited_s - self.waited_s
-        per_second = tokens / seconds
-        self.clock, self.logged_step = now, engine.step
-        self.waited_s = engine.loader.waited_s
-        achieved = per_second * engine.flops_per_token
+        now, waited_s = time.perf_counter(), engine.loader.waited_s
+        seconds, waited = now - self.clock, waited_s - self.waited_s
+        steps = engine.step - self.logged
+        self.clock, self.waited_s, self.logged = now, waited_s, engine.step
+        per_second = steps * batch / seconds
+        achieved = per_second * flops_per_token(self.config.model)
         self.peak = max(achieved, self.peak)  # which may have been measured on a busy machine
         record = {
             "step": engine.step,
             "train_loss": loss if math.isfinite(loss) else None,  # that step was skipped
-            "tokens": engine.step * self.config.train.batch_tokens,
+            "tokens": engine.step * batch,
             "tok_per_s": round(per_second, 1),
             "epoch": round(max(engine.epochs()), 4),
             "data_wait": round(waited / seconds, 4),
@@ -305,10 +294,10 @@ class Trainer:
         if engine.spikes is not None:
             record["rollbacks"] = engine.spikes.total
         if engine.finite.most:
-            record["skipped_steps"] = int(engine.finite.skipped - self.skipped)
-            if record["skipped_steps"]:
-                number = counted(record["skipped_steps"], "step")
-                self.display.warn(f"{number} skipped: the loss or a gradient was not finite")
+            record["skipped_steps"] = number = int(engine.finite.skipped - self.skipped)
+            if number:
+                said = "skipped: the loss or a gradient was not finite"
+                self.display.warn(f"{counted(number, 'step')} {said}")
             self.skipped = engine.finite.skipped
         if self.log is not None:
             self.log.write(record)
@@ -345,40 +334,33 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""
-        data, step = self.config.data, self.engine.step
-        evaluate = partial(
-            self.engine.evaluate, stop=self.stop, report=partial(self._doing, slow=False)
-        )
-        last = step >= self.config.steps
-        results = evaluate("val", data.final_eval_tokens if last else data.eval_tokens)
+        engine, data, step = self.engine, self.config.data, self.engine.step
+        tokens = data.final_eval_tokens if step >= self.config.steps else data.eval_tokens
+        results = engine.evaluate("val", tokens, self.stop, self._doing)
         loss = self.display.val_loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
         if data.eval_batches:
-            record["eval_train_loss"] = self._weighted(evaluate("train"))
+            losses = engine.evaluate("train", 0, self.stop, self._doing)
+            record["eval_train_loss"] = self._weighted(losses)
         if len(results) > 1:
             record["val_losses"] = [loss for loss, _ in results]
         bits = ""
-        if self.engine.data.val_bytes_per_token is not None:
-            bits_per_byte = loss / math.log(2) / self.engine.data.val_bytes_per_token
+        if engine.data.val_bytes_per_token is not None:
+            bits_per_byte = loss / math.log(2) / engine.data.val_bytes_per_token
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
         record["tokens"] = step * self.config.train.batch_tokens
         self.display.line(
-            f"step {step:>6}  epoch {max(self.engine.epochs()):.2f}  val loss {loss:.4f}  "
+            f"step {step:>6}  epoch {max(engine.epochs()):.2f}  val loss {loss:.4f}  "
             f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
         )
         record |= self._run_tasks()
         if self.log is not None:
             self.log.write(record)
         if step and self.config.train.sample_tokens:
-            self._doing("sampling")
-            if not self._stopping():
-                self._sample()
-            self.world.barrier()  # a rank that waited in its next micro-step would seem to stall
-        if self.log is None:
-            return
-        if loss < self.best and self.saver.has(step):
+            self._sample()
+        if self.log is not None and loss < self.best and self.saver.has(step):
             self.saver.mark_best(step)
             self.best = loss
 
@@ -403,37 +385,32 @@ class Trainer:
         weights = self.engine.data.weights
         return math.fsum(loss * weight for (loss, _), weight in zip(results, weights))
 
-    def _stopping(self) -> bool:
-        """Returns True if this rank need not sample; ranks that share weights agree on it."""
-        if self.engine.plan.sharded:
-            return self.stop.agreed(self.world)
-        return self.log is None or self.stop.received is not None
-
     def _sample(self) -> None:
         """Samples on the main rank, or with sharded weights the same on all, and shows it."""
         engine = self.engine
-        engine.model.eval()
-        with engine.autocast(), device.eager(engine.plan.compiled):
-            [text] = sample_text(
-                engine.model,
-                engine.data.tokenizer,
-                [self.prompt],
-                max_new_tokens=self.config.train.sample_tokens,
-                temperature=0.8,
-                seed=self.config.seed,
-                device=engine.device,
-            )
-        engine.model.train()
-        if self.log is None:
-            return
-        self.display.sample(text)
-        self.log.write_sample(engine.step, text)
+        self._doing("sampling")
+        # ranks that share weights agree on whether one was asked to stop
+        shares = engine.plan.sharded
+        stops = self.stop.agreed(self.world) if shares else self.stop.received is not None
+        if not stops and (shares or self.world.is_main):
+            engine.model.eval()
+            with engine.autocast(), device.eager(engine.plan.compiled):
+                [text] = sample_text(
+                    engine.model, engine.data.tokenizer, [self.prompt], temperature=0.8,
+                    max_new_tokens=self.config.train.sample_tokens, seed=self.config.seed,
+                    device=engine.device,
+                )  # fmt: skip
+            engine.model.train()
+            if self.log is not None:
+                self.display.sample(text)
+                self.log.write_sample(engine.step, text)
+        self.world.barrier()  # a rank that waited in its next micro-step would seem to stall
 
     def _leave(self) -> list[str]:
         """Saves the last complete step if necessary, and returns the lines to print at the end."""
         step = self.engine.step
-        self.engine.optimizers.zero_grad()
         saved = checkpoint.step_path(self.run_dir.absolute() / "checkpoints", step)
+        self.engine.optimizers.zero_grad()
         if not self.world.broadcast_object(self.saver.has(step)):
             self._save()
         self._publish()

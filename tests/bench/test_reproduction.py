@@ -10,7 +10,7 @@ import pytest
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
-from fastgpt.config.recipes import EXPECTED, RECIPES, expected
+from fastgpt.config.recipes import RECIPES
 from fastgpt.display import duration
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
@@ -47,34 +47,11 @@ def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
 def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
     for system in SYSTEMS:
         config = RECIPES[system.recipe][1]
-        assert system.recipe in EXPECTED
         for target in system.targets:
             assert target.step <= config.steps
             every = config.eval_every if target.key == "val_loss" else config.log_every
             assert target.step % every == 0 or target.step == config.steps
     assert {s.letter for s in SYSTEMS} == {*"ABCDEFGH", "G'"}
-
-
-# --- what is said at the start --------------------------------------------------------------------
-
-
-def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
-    own = parse(["lecture-head"])
-    assert expected(replace(own, model=replace(own.model, vocab_size=65)), "shakespeare") == (
-        "val loss 2.40 at step 4500 (published: 2.41)"
-    )
-    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
-        said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
-        assert said.startswith("the recipe's own settings reach val loss 2.40")
-    modern = parse(["gpt2-124m-modern"])
-    assert expected(modern, "fineweb") == "the final loss of this recipe is not known yet"
-
-
-def test_no_loss_is_promised_on_other_data():
-    assert expected(parse(["gpt2-124m"]), "fineweb").startswith("val loss 3.27 on FineWeb")
-    assert expected(parse(["gpt2-124m"]), "builtin") == "the final loss on builtin is not known"
-    book = parse(["lecture-head", "--data.source", "book.txt"])
-    assert expected(book, "book.txt") == "the final loss on book.txt is not known"
 
 
 @pytest.mark.parametrize(
@@ -83,22 +60,6 @@ def test_no_loss_is_promised_on_other_data():
 )
 def test_durations(seconds, said):
     assert duration(seconds) == said
-
-
-def test_a_run_begins_with_its_estimate(fit, capsys):
-    fit("--steps 8")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("estimate")]
-    # 8 steps of 128 tokens; 6 (12 * 32^2 + 300 * 32) weights and attention over 8.5 keys a token
-    # and a third of that for the tokens of three evaluations
-    flops = (8 * 128 + 3 * 73 / 3) * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
-    assert f"1,024 training + 219 evaluation tokens, {flops:.2g} FLOPs, less than a min" in line
-    assert line.endswith("the final loss on text is not known")
-
-
-def test_a_longer_run_is_told_a_range_of_time(fit, capsys, monkeypatch):
-    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e6)
-    fit("--steps 8")
-    assert "FLOPs, 4.9 min to 12.3 min (at an MFU of 50% to 20%); " in capsys.readouterr().out
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
         times.append(source)
         return read(source)
 
-    for place in ("fastgpt.cli.read", "fastgpt.train.init_from.read"):
+    for place in ("fastgpt.cli.read", "fastgpt.train.plan.read"):
         monkeypatch.setattr(place, counted)
     monkeypatch.setattr("sys.argv", ["train.py", *argv(hf, "--steps 1")])
     main()

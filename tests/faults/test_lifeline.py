@@ -12,6 +12,13 @@ from fastgpt.faults import failure
 from fastgpt.faults.failure import DONE, KILLED, Lifeline
 
 
+def joined(rank, broadcast):
+    lifeline = Lifeline()
+    lifeline.start()
+    lifeline.connect(rank, 2, broadcast)
+    return lifeline
+
+
 @pytest.fixture
 def ranks(monkeypatch):
     """Two ranks in this process, and what a failure that they noticed was: (rank, word).
@@ -23,14 +30,14 @@ def ranks(monkeypatch):
     noticed, said = [], Queue()
     monkeypatch.setattr(Lifeline, "end_after", lambda _, rank, word: noticed.append((rank, word)))
     with ThreadPoolExecutor(1) as thread:
-        main = thread.submit(Lifeline, 0, 2, said.put)
+        main = thread.submit(joined, 0, said.put)
         place = said.get()
         with (
             socket.create_connection(("localhost", place[0])) as stranger,
             socket.create_connection(("localhost", place[0])),
         ):
             stranger.send(b"GET / HTTP/1.1\r\n\r\n")
-            other = Lifeline(1, 2, lambda _: place)
+            other = joined(1, lambda _: place)
             started = main.result(timeout=10)
         yield started, other, noticed
 
@@ -47,6 +54,7 @@ def test_a_rank_that_hears_that_the_main_rank_is_done_does_not_seem_killed(ranks
     main, other, noticed = ranks
     main.say(DONE)  # and is interrupted before its thread ends
     assert not soon(lambda: noticed)
+    other.say(DONE)
     other.close()
     assert not soon(lambda: noticed)
     main.close()

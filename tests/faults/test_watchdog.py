@@ -1,14 +1,16 @@
-"""A run that makes no progress ends, and leaves the Python stacks of all ranks behind."""
+"""A run that makes no progress ends, and leaves the Python stacks of the rank that stalled."""
 
-import re
+import faulthandler
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.faults import failure, watchdog
-from fastgpt.faults.watchdog import Watchdog
+from fastgpt.faults import watchdog
+from fastgpt.faults.watchdog import AGAIN_S, SLOW_S
+from tests.processes import python
 from tests.runs import torchrun
 
 SLEEPS_IN_ITS_DATA = """
@@ -30,7 +32,7 @@ train.main()
 """
 
 
-def test_a_rank_that_sleeps_in_its_data_ends_all_and_the_stacks_of_all_are_there(tiny, tmp_path):
+def test_a_rank_that_sleeps_in_its_data_ends_all_and_its_stacks_are_there(tiny, tmp_path):
     script, seen = tmp_path / "sleeps.py", tmp_path / "seen"
     script.write_text(SLEEPS_IN_ITS_DATA)
     flags = "--eval-every 0 --train.micro-batch 2 --train.stall-s 4"
@@ -38,52 +40,73 @@ def test_a_rank_that_sleeps_in_its_data_ends_all_and_the_stacks_of_all_are_there
     _, err = process.communicate(timeout=120)
     assert time.time() - seen.stat().st_mtime < 4 + 20
     assert process.returncode == 1
-    found = re.findall(r"^rank (\d), MainThread, the innermost call first:\n((  .*\n)+)", err, re.M)
-    stacks = {rank: calls for rank, calls, _ in found}
-    assert "in sleepy" in stacks["1"]
-    assert "in sleepy" not in stacks["0"]
-    assert all("in train_step\n" in calls and "in main\n" in calls for calls in stacks.values())
-    said = re.findall(r"error: rank (\d) has made no progress for (\d+) s \((.*?)\): all", err)
-    said = {rank: (int(seconds), what) for rank, seconds, what in said}
-    assert said["1"] == (4, "step 3, micro-step 2 of 2: reading a batch")
-    assert said["0"][0] in (3, 4), "the one that waits had begun a little later"
-    assert said["0"][1].startswith("step 3")
+    assert "Timeout (0:00:05)!" in err
+    assert " in sleepy\n" in err
+    assert " in train_step\n" in err
+
+
+HANGS = """
+import ctypes
+from fastgpt.faults import watchdog
+
+def hangs():
+    ctypes.PyDLL(None).sleep(60)
+
+watchdog.start(0.1)
+watchdog.progress()
+hangs()
+"""
+
+
+def test_native_code_that_keeps_pythons_lock_is_ended():
+    began = time.monotonic()
+    done = python("-c", HANGS)
+    assert time.monotonic() - began < 40
+    assert done.returncode == 1
+    assert " in hangs\n" in done.stderr
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """Reports that were asked for, in place of the end of this process."""
-    asked = []
-    monkeypatch.setattr(failure, "end_stalled", asked.append)
-    monkeypatch.setattr(watchdog, "SLOW_S", 2.0)
-    return asked
+def timers(monkeypatch):
+    """Seconds of the timers that were set, None where one was cancelled; and a clock to set."""
+    found, clock = [], [100.0]
+    monkeypatch.setattr(
+        faulthandler, "dump_traceback_later", lambda seconds, **how: found.append(seconds)
+    )
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: found.append(None))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(watchdog, "_next", 0.0)
+    return found, clock
 
 
-@pytest.mark.parametrize(("slow", "pause", "ends"), [(0, 30, True), (1, 0.8, False), (1, 30, True)])
-def test_a_slow_phase_is_given_more_time_and_progress_starts_anew(slow, pause, ends, ended):
-    dog = Watchdog(0.4, 0)
-    dog.start()
-    for _ in range(5):
-        dog.doing("training")
-        time.sleep(0.1)
-    dog.doing("training", slow=bool(slow))
-    end = time.monotonic() + pause
-    while not ended and time.monotonic() < end:
-        time.sleep(0.01)
-    dog.close()
-    assert ended == [dog.report] * ends
+def test_progress_sets_another_timer_and_what_is_slow_is_given_more_time(timers):
+    found, clock = timers
+    short, long = 4 + AGAIN_S, SLOW_S + AGAIN_S
+    watchdog.start(4)
+    watchdog.progress()
+    assert found == [long, short]
+    clock[0] += AGAIN_S / 2  # too soon for another timer
+    watchdog.progress()
+    assert found == [long, short]
+    clock[0] += AGAIN_S / 2
+    watchdog.progress()
+    watchdog.progress(slow=True)
+    watchdog.start(2 * SLOW_S)
+    watchdog.close()
+    assert found[2:] == [short, long, 2 * SLOW_S + AGAIN_S, None]
 
 
-def test_the_first_phase_of_a_name_may_compile_and_zero_means_never(ended):
-    dogs = [Watchdog(seconds, 0) for seconds in (0.2, 0)]
-    for dog in dogs:
-        dog.start()
-        dog.doing("forward and backward")
-    time.sleep(0.4)
-    dogs[0].close()
-    time.sleep(0.4)
-    dogs[1].close()
-    assert ended == []
+def test_zero_means_never_and_outside_of_training_nothing_stalls(timers, fit):
+    watchdog.progress(slow=True)
+    watchdog.start(0)
+    watchdog.progress()
+    assert timers[0] == []
+    fit("--train.stall-s 5 --train.sample-tokens 0")
+    *seconds, last = timers[0]
+    assert last is None
+    assert {*seconds} == {5 + AGAIN_S, SLOW_S + AGAIN_S}
+    watchdog.progress(slow=True)
+    assert timers[0][-1] is None
 
 
 def test_a_negative_time_is_refused(tiny):

@@ -1,8 +1,7 @@
-"""Logs on a full, slow or broken disk never stop training, nor does a clock that jumps."""
+"""Logs on a full or broken disk never stop training, nor does a clock that jumps."""
 
 import itertools
 import re
-import threading
 import time
 from io import FileIO
 from unittest import mock
@@ -11,7 +10,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.logs import writer
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
@@ -51,8 +49,8 @@ def test_lines_after_a_torn_one_are_kept(tmp_path):
         return file.write(data[:5])
 
     file, said = log.file, []
-    log.writer.warn = said.append
-    log.writer.start(tmp_path, lambda: setattr(log, "file", mock.Mock(write=fill)))
+    log.warn = said.append
+    log.file = mock.Mock(write=fill)
     log.write({"step": 3, "tokens": 1})
     log.write({"step": 4, "tokens": 1})
     log.close()
@@ -76,19 +74,6 @@ def test_records_go_on_in_a_new_file_if_the_old_one_is_removed_or_replaced(
     fit("--eval-every 0")
     assert set(series(tmp_path / "run", "train_loss")) == {6, 7, 8}
     assert capfd.readouterr().out.count(f"warning: {path} was removed or replaced") == 2
-
-
-def test_a_disk_that_hangs_does_not_delay_training(fit, tmp_path, monkeypatch, capfd):
-    hang = threading.Event()
-    monkeypatch.setattr(writer, "MOST_WAITING", 4)
-    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
-    before_each(monkeypatch, MetricsLog, "_append", lambda *_: hang.wait(60))
-    fit("--eval-every 0 --train.sample-tokens 0")
-    hang.set()
-    out = capfd.readouterr().out
-    assert "(their disk does not keep up): training goes on" in out
-    # 10 records are two writes each; one hangs, and closing makes three more
-    assert "warning: the logs are not complete: 22 writes to them failed" in out
 
 
 def test_a_tracker_that_raises_costs_its_own_records_alone(fit, monkeypatch, capfd):

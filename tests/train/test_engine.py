@@ -25,8 +25,8 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
 
     kind = replace(device.CPU, reset_peak_memory=lambda: events.append("reset"))
     monkeypatch.setitem(device.KINDS, "cpu", kind)
-    monkeypatch.setattr("fastgpt.train.parts.REHEARSED", {"cpu"})
-    monkeypatch.setattr("fastgpt.train.parts.rehearse", rehearse)
+    monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", rehearse)
     build_engine(parse(tiny("--train.micro-batch 8"))).loader.close()
     assert events == [8, 4, "reset"]
 
@@ -36,12 +36,12 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     def run_out(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("fastgpt.train.parts.REHEARSED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
     trainer = Trainer(parse(tiny("--train.micro-batch 8")))
     trainer.engine.loss = run_out
     with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
         trainer.fit()
-    monkeypatch.setattr("fastgpt.train.parts.rehearse", run_out)
+    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
         build_engine(parse(tiny()))
 

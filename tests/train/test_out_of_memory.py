@@ -19,7 +19,7 @@ from fastgpt.device import device
 from fastgpt.errors import shown_in_one_line
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.parallel.distributed import World
-from fastgpt.train import micro_batch, parts
+from fastgpt.train import micro_batch
 from fastgpt.train.trainer import Trainer
 from tests.device.test_kinds import OnTheCPU
 from tests.runs import finish, series, torchrun
@@ -36,7 +36,7 @@ HALVED = {
     "compiled": (f"{FSDP} --train.compile on", "forward", None),
 }
 """Settings, where a second micro-step of over 1 sequence fails, and on which rank."""
-unlimited = parts.rehearse
+unlimited = micro_batch.rehearse
 
 
 def run_out(*_):
@@ -74,14 +74,14 @@ def gradient_bytes(counted):
 
 
 def main(jobs: str) -> None:
-    micro_batch.REHEARSED = parts.REHEARSED = {"cpu", "cuda"}
+    micro_batch.REHEARSED = {"cpu", "cuda"}
     micro_batch.ALONE_S = 1.0
     compiling = torch.nn.Module.compile
     torch.nn.Module.compile = lambda *args, **kw: compiling(*args, backend="eager", **kw)
     with abort_all_ranks(), shown_in_one_line():
         for argv, place, rank in json.loads(Path(jobs).read_text()):
             held = []
-            parts.rehearse = partial(rehearse, place, rank, held)
+            micro_batch.rehearse = partial(rehearse, place, rank, held)
             trainer = Trainer(parse(argv))
             trainer.fit()
             if trainer.world.is_main:
