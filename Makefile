@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce hub lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -193,6 +193,9 @@ reproduce: $(call env,core) ## train the lecture's systems as published (~25 min
 
 tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none
 	$(PY) -m bench.tune $(ARGS)
+
+hub: $(call env,core) ## build the folder that Hugging Face's kernels loads: build/hub, or ARGS='--out DIR'
+	$(PY) -m kernels.hub $(ARGS)
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .
