@@ -207,5 +207,5 @@ fmt: $(call env,dev) ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove caches and build leftovers; environment, data and runs stay
-	rm -rf build fastgpt.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build fastgpt_triton.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name site-packages -prune -o -name __pycache__ -prune -exec rm -rf {} +

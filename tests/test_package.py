@@ -144,6 +144,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     ]
     assert {"kernels/attention/tuning/default.json", "fastgpt/py.typed"} <= {*paths}
     assert names == {re.sub("^kernels/", "fastgpt/kernels/", path) for path in paths}
+    assert wheel.name == f"fastgpt_triton-{fastgpt.__version__}-py3-none-any.whl"
 
 
 @pytest.mark.parametrize(
