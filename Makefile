@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce hub lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -194,6 +194,9 @@ reproduce: $(call env,core) ## train the lecture's systems as published (~25 min
 tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--static needs none
 	$(PY) -m bench.tune $(ARGS)
 
+hub: $(call env,core) ## build the folder that Hugging Face's kernels loads: build/hub, or ARGS='--out DIR'
+	$(PY) -m kernels.hub $(ARGS)
+
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -204,5 +207,5 @@ fmt: $(call env,dev) ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove caches and build leftovers; environment, data and runs stay
-	rm -rf build fastgpt.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build fastgpt_triton.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name site-packages -prune -o -name __pycache__ -prune -exec rm -rf {} +

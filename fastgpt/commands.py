@@ -24,7 +24,7 @@ def sample_command(run_dir: Path) -> str:
     program = _console_command("fastgpt-sample") or module
     line = shlex.join([*program, str(run_dir.absolute())])
     # only an installed package can be imported from any directory
-    anywhere = program is not module or installed("fastgpt")
+    anywhere = program is not module or installed("fastgpt-triton")
     return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
 
 

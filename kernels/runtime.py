@@ -204,7 +204,9 @@ def _launch_on(
 
 # --- registration ---------------------------------------------------------------------------------
 
-NAMESPACE = "fastgpt"
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of the ops in torch: fastgpt, and for each version that Hugging Face's `kernels` loads
+from a folder of `kernels.hub` the name under which it imports that one, so that none clash."""
 
 
 def define_op(

@@ -36,6 +36,13 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     assert dead_links(page) == []
 
 
+def test_nothing_says_to_install_another_project():
+    """The package index has a `fastgpt`, which is not ours."""
+    for page in [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("fastgpt/**/*.py")]:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        assert not re.search(r"install (-\S+ )*['\"]?fastgpt(?![-_\w])", text), page
+
+
 def test_dead_links_are_found(tmp_path):
     page = tmp_path / "a.md"
     page.write_text("# A `b`: c\n[x](a.md#a-b-c) [y](#no) [z](no.md) [w](https://example.org/no)\n")
