@@ -101,7 +101,7 @@ def _estimate(engine: Engine, peak: float) -> str:
     return (
         f"{tokens:,} training + {scored:,} evaluation tokens, {flops:.2g} FLOPs, "
         f"{time_left if long_s >= 60 else 'less than a minute of computing'}; "
-        f"{expected(engine.config, engine.data.name)}"
+        f"{expected(engine.config.recipe)}"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
-from fastgpt.config.recipes import EXPECTED, RECIPES, expected
+from fastgpt.config.recipes import EXPECTED, RECIPES
 from fastgpt.display import duration
 from fastgpt.errors import UserError
 from fastgpt.train.engine import build_engine
@@ -58,25 +58,6 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
 # --- what is said at the start --------------------------------------------------------------------
 
 
-def test_where_a_run_leads_is_said_of_a_recipes_own_settings_only():
-    own = parse(["lecture-head"])
-    assert expected(replace(own, model=replace(own.model, vocab_size=65)), "shakespeare") == (
-        "val loss 2.40 at step 4500 (published: 2.41)"
-    )
-    for flags in ("--steps 9", "--optim.lr 1e-2", "--model.dim 64", "--data.eval-tokens 9"):
-        said = expected(parse(["lecture-head", *flags.split()]), "shakespeare")
-        assert said.startswith("the recipe's own settings reach val loss 2.40")
-    modern = parse(["gpt2-124m-modern"])
-    assert expected(modern, "fineweb") == "the final loss of this recipe is not known yet"
-
-
-def test_no_loss_is_promised_on_other_data():
-    assert expected(parse(["gpt2-124m"]), "fineweb").startswith("val loss 3.27 on FineWeb")
-    assert expected(parse(["gpt2-124m"]), "builtin") == "the final loss on builtin is not known"
-    book = parse(["lecture-head", "--data.source", "book.txt"])
-    assert expected(book, "book.txt") == "the final loss on book.txt is not known"
-
-
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.25, "0.25 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (2e5, "2.3 days")],
@@ -92,7 +73,7 @@ def test_a_run_begins_with_its_estimate(fit, capsys):
     # and a third of that for the tokens of three evaluations
     flops = (8 * 128 + 3 * 73 / 3) * (6 * (12 * 32**2 + 300 * 32) + 12 * 32 * 8.5)
     assert f"1,024 training + 219 evaluation tokens, {flops:.2g} FLOPs, less than a min" in line
-    assert line.endswith("the final loss on text is not known")
+    assert line.endswith(f"; the recipe's own settings reach {EXPECTED['baby']}")
 
 
 def test_a_longer_run_is_told_a_range_of_time(fit, capsys, monkeypatch):
