@@ -5,7 +5,6 @@ in those lines are computed on the spot.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fastgpt import flags
 from fastgpt.config.checks import INT64, check_fields
-from fastgpt.errors import shown_in_one_line, writing
+from fastgpt.errors import run_command, writing
 from fastgpt.kernels import attention
 
 T, D = 6, 16
@@ -179,5 +178,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)
