@@ -6,8 +6,9 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
@@ -24,13 +25,29 @@ def command(uninstalled: str) -> str:
     return typed.name if shutil.which(typed.name) else shlex.quote(str(typed))
 
 
+class Output:
+    """`sys.stdout`, but a write that fails ends no run: a terminal may be closed, a disk full."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 class Display:
     """Output of a training run, shown by the main rank."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
-        self.console = Console(highlight=False, soft_wrap=True, emoji=False)
+        file = cast("TextIO", Output())
+        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False)
         self.bar: Progress | None = None
         self.figures = ""
         """Figures of the newest step, the most useful first."""
@@ -60,7 +77,8 @@ class Display:
             rest = Column(ratio=1, no_wrap=True)  # cut off where the terminal is too narrow
             figures = "step {task.completed}/{task.total}  {task.description}"
             columns = TimeRemainingColumn(compact=True), TextColumn(figures, table_column=rest)
-            self.bar = Progress(*columns, console=self.console, expand=True)
+            # not redirected: stdout would be the console, which writes to stdout
+            self.bar = Progress(*columns, console=self.console, redirect_stdout=False, expand=True)
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
 

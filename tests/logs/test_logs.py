@@ -13,6 +13,7 @@ from fastgpt.cli import parse
 from fastgpt.logs import writer
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.train.trainer import Trainer
+from tests.processes import python
 from tests.runs import before_each, outcome, series
 
 
@@ -99,6 +100,13 @@ def test_a_tracker_that_raises_costs_its_own_records_alone(fit, monkeypatch, cap
     out = capfd.readouterr().out
     assert "the logs cannot be written (RuntimeError: no connection): training goes on" in out
     assert "the logs are not complete: 10 writes" in out
+
+
+def test_output_to_a_full_disk_does_not_stop_the_run(tiny, tmp_path):
+    script = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nimport train\n"
+    done = python("-c", f"{script}train.main()", *tiny())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(series(tmp_path / "run", "train_loss")) == 8
 
 
 def test_a_clock_that_jumps_changes_nothing(fit, tmp_path, monkeypatch):
