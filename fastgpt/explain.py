@@ -5,7 +5,6 @@ in those lines are computed on the spot.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fastgpt import flags
 from fastgpt.config.checks import INT64, check_fields
-from fastgpt.errors import shown_in_one_line, writing
+from fastgpt.errors import run_command, writing
 from fastgpt.kernels import attention
 
 T, D = 6, 16
@@ -36,11 +35,6 @@ class Explain:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-def title(text: str) -> None:
-    """Prints a heading."""
-    print(f"\n=== {text}\n")
 
 
 def show(name: str, tensor: Tensor) -> None:
@@ -63,7 +57,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def running_averages() -> None:
-    title("1. The average over the past, in three ways")
+    print("\n=== 1. The average over the past, in three ways\n")
     x = torch.randn(T, 2)
     looped = torch.stack([x[: t + 1].mean(0) for t in range(T)])
     triangle = torch.ones(T, T).tril()
@@ -82,7 +76,7 @@ def running_averages() -> None:
 
 
 def one_head() -> None:
-    title("2. One attention head")
+    print("\n=== 2. One attention head\n")
     q, k, v = torch.randn(3, T, D)
     scores = q @ k.T / math.sqrt(D)
     masked = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
@@ -93,16 +87,13 @@ def one_head() -> None:
     show("the first columns of out", out[:, :4])
     fused = attention(*(t[None, :, None] for t in (q, k, v)))[0, :, 0]
     say(f"every row of weights sums to 1, to {apart(weights.sum(1), torch.ones(T)):.1e}")
-    say(f"the first token attends only to itself: its weights are {_row(weights[0])}")
+    first = " ".join(f"{value:.2f}" for value in weights[0].tolist())
+    say(f"the first token attends only to itself: its weights are {first}")
     say(f"kernels.attention gives the same out, to {apart(out, fused):.1e}")
 
 
-def _row(values: Tensor) -> str:
-    return " ".join(f"{value:.2f}" for value in values.tolist())
-
-
 def maps() -> dict[str, Tensor]:
-    title("3. Causal, unmasked, and across two sequences")
+    print("\n=== 3. Causal, unmasked, and across two sequences\n")
     x, other = torch.randn(T, D), torch.randn(T + 3, D)
     project = [torch.randn(D, D) / math.sqrt(D) for _ in range(3)]
 
@@ -132,7 +123,7 @@ def maps() -> dict[str, Tensor]:
 
 
 def scaling() -> None:
-    title("4. Why scores are divided by the root of the head size")
+    print("\n=== 4. Why scores are divided by the root of the head size\n")
     q, k = torch.randn(2, 1000, T, D)
     scores = q @ k.transpose(1, 2)
     show("scores of the first of 1000 sequences", scores[0])
@@ -143,7 +134,7 @@ def scaling() -> None:
 
 
 def saturation() -> None:
-    title("5. A softmax of large scores saturates")
+    print("\n=== 5. A softmax of large scores saturates\n")
     scores = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
     even, sharp, extreme = ((factor * scores).softmax(-1) for factor in (1, 8, 64))
     show("five scores", scores)
@@ -151,13 +142,9 @@ def saturation() -> None:
     show("softmax of 8 x scores", sharp)
     show("softmax of 64 x scores", extreme)
     say(f"the largest weight grows from {even.max():.4f} to {sharp.max():.4f}, {extreme.max():.4f}")
-    slopes = "{:.5f} to {:.5f}, {:.5f}".format(*map(_slope, (even, sharp, extreme)))
+    slopes = [(w.max() * (1 - w.max())).item() for w in (even, sharp, extreme)]
+    slopes = "{:.5f} to {:.5f}, {:.5f}".format(*slopes)
     say(f"its gradient with respect to its own score, w (1 - w), goes from {slopes}")
-
-
-def _slope(weights: Tensor) -> float:
-    largest = weights.max().item()
-    return largest * (1 - largest)
 
 
 def draw(weights: dict[str, Tensor], path: Path) -> None:
@@ -191,5 +178,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with shown_in_one_line():
-        main(sys.argv[1:])
+    run_command(main)

@@ -36,10 +36,6 @@ class Arguments(Settings):
     it."""
 
 
-FIRST = ("source", "out", "tokenizer", "val_fraction", "separator", "field", "encoding")
-"""Flags that --help shows."""
-
-
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
@@ -47,8 +43,6 @@ def main(argv: list[str] | None = None) -> None:
             Arguments,
             sys.argv[1:] if argv is None else argv,
             prog=command("python -m fastgpt.prepare"),
-            usage="SOURCE --out FOLDER [--FLAG VALUE ...]",
-            first=FIRST,
         )
         with PrepareProgress() as shown:
             options: dict[str, Any] = asdict(arguments)

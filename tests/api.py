@@ -3,13 +3,16 @@
 `tests/test_api.py` fails if the page is out of date, and runs the examples.
 """
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
 
 from fastgpt import kernels
-from fastgpt.flags import flags_of
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -48,12 +51,25 @@ def entry(name: str) -> str:
     thing = resolve_name(f"fastgpt:{name}")
     head, about = f"\n### fastgpt.{name}\n\n", inspect.getdoc(thing) or ""
     if name in SETTINGS:
-        rows = [(flag.path, flag.help(full=False).replace("<", "&lt;")) for flag in flags_of(thing)]
-        table = "".join(f"| `{field}` | {what} |\n" for field, what in rows if "." not in field)
+        table = "".join(f"| `{name}` | {text} |\n" for name, text in field_texts(thing))
         return f"{head}{about}\n\n| field | what it is [default] |\n|---|---|\n{table}"
     first, *rest = re.split(r"^(?=Args:|Returns:|Raises:|>>>)", about, maxsplit=1, flags=re.M)
     block = "\n\n".join([name + signature(thing), *(part.strip() for part in rest)])
     return f"{head}{first.strip()}\n\n```text\n{block}\n```\n"
+
+
+def field_texts(kind: Any) -> Iterator[tuple[str, str]]:
+    """Yields the name of each flag of a dataclass, and its first sentence and default."""
+    defaults = {field.name: field.default for field in fields(kind) if "Suppress" not in str(field)}
+    for field, below in pairwise(ast.parse(inspect.getsource(kind)).body[0].body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if name in defaults:
+                first = re.split(r"(?<=\.) ", " ".join(text.split()))[0].replace("<", "&lt;")
+                default = defaults[name]
+                yield name, first if default in (None, "") else f"{first} [{default}]"
 
 
 def signature(thing: Any) -> str:

@@ -139,9 +139,8 @@ def installed(request, source, wheel, tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [*source.glob("fastgpt/**/*"), *source.glob("kernels/**/*")]
-    paths = [
-        str(file.relative_to(source)) for file in files if file.suffix in (".py", ".json", ".typed")
-    ]
+    kinds = (".py", ".json", ".toml", ".typed")
+    paths = [str(file.relative_to(source)) for file in files if file.suffix in kinds]
     assert {"kernels/attention/tuning/default.json", "fastgpt/py.typed"} <= {*paths}
     assert names == {re.sub("^kernels/", "fastgpt/kernels/", path) for path in paths}
     assert wheel.name == f"fastgpt_triton-{fastgpt.__version__}-py3-none-any.whl"

@@ -3,10 +3,10 @@
 An error names the flag, what was given and what was expected.
 """
 
-import types
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from typeguard import TypeCheckError, check_type
 
 from fastgpt.errors import UserError, shown
 
@@ -25,7 +25,8 @@ class Range:
     le: float = INFINITE
 
     def __contains__(self, number: float) -> bool:
-        return self.gt < number < self.lt and self.ge <= number <= self.le
+        within = self.gt < number < self.lt and self.ge <= number <= self.le
+        return within and not isinstance(number, bool)
 
 
 POSITIVE = Range(words="a number greater than 0", gt=0)
@@ -49,34 +50,15 @@ def check_fields(config: Any, section: str = "") -> None:
         config: a dataclass.
         section: what stands before the names of its flags, such as `model.`.
     """
-    for name, hint in _hints(type(config)).items():
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
-        if not _is(value, hint):
-            raise UserError(f"{flag(section + name)} is {shown(value)}, which has the wrong type")
+        try:
+            check_type(value, hint)
+        except TypeCheckError as error:
+            said = f"{flag(section + name)} is {shown(value)}, which has the wrong type"
+            raise UserError(said) from error
         for bounds in getattr(hint, "__metadata__", ()):
             if isinstance(bounds, Range) and value is not None and value not in bounds:
                 raise UserError(
                     f"{flag(section + name)} is {shown(value)}: expected {bounds.words}"
                 )
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-def _is(value: Any, hint: Any) -> bool:
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is Annotated:
-        return _is(value, inner[0])
-    if kind in (Union, types.UnionType):
-        return any(_is(value, one) for one in inner)
-    if kind is Literal:
-        return isinstance(value, str) and value in inner
-    if kind is tuple:
-        inner = inner[:1] * len(value) if inner[1:] == (...,) else inner
-        fits = isinstance(value, tuple) and len(value) == len(inner)
-        return fits and all(map(_is, value, inner))
-    if hint in (int, float):  # True is no number, and an int is a float, too
-        return type(value) in (int, hint)
-    return isinstance(value, hint)

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -332,16 +332,26 @@ def from_json(text: str) -> Config:
 
     Raises:
         UserError: a value is wrong.
-        ValueError, TypeError, KeyError, AttributeError: it is no JSON, or lacks a section, or a
-            field is unknown to this version.
+        ValueError, TypeError, KeyError, AttributeError: it is no JSON, or a field is unknown to
+            this version.
     """
     values = parse_json(text)
     values.pop("take_over", None)  # earlier versions wrote it
-    for section in dataclasses.fields(Config):
-        if isinstance(section.default_factory, type):
-            given = {
-                name: tuple(x) if isinstance(x, list) else x
-                for name, x in values.get(section.name, {}).items()
-            }
-            values[section.name] = section.default_factory(**given)
-    return Config(**values)
+    return overlay(Config(), values)
+
+
+def overlay(config: Config, values: dict[str, Any]) -> Config:
+    """Replaces the settings that `values` names, of a section as in `{"model": {"dim": 64}}`.
+
+    Raises:
+        UserError: a value is wrong.
+        TypeError, AttributeError: a field is unknown, or a section is no mapping.
+    """
+    values = dict(values)
+    for name in values:
+        old = getattr(config, name, None)
+        if dataclasses.is_dataclass(old) and not isinstance(old, type):
+            given = values[name].items()
+            new = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
+            values[name] = dataclasses.replace(old, **new)
+    return dataclasses.replace(config, **values)

@@ -24,8 +24,6 @@ from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.files import temporary_name
 from fastgpt.terminal import print_line, print_text
 
-FIRST = ("source", "target", "to", "dtype", "verify")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
@@ -88,9 +86,7 @@ def convert(config: ConvertConfig) -> str:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(
-        ConvertConfig, argv, prog=command("python -m fastgpt.convert"), first=FIRST
-    )
+    config = flags.parse(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
     said = convert(config)
     print_text(f"{said}\nwrote {config.target}")
 

@@ -5,7 +5,7 @@ DIR is a prepared directory, or a folder of token shards that another program wr
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +53,6 @@ def main(argv: list[str] | None = None) -> None:
             Arguments,
             sys.argv[1:] if argv is None else argv,
             prog="python -m fastgpt.data",
-            first=[field.name for field in fields(Arguments)],
         )
         if arguments.excerpts < 0:
             raise UserError(f"--excerpts is {arguments.excerpts}: expected 0 or more")

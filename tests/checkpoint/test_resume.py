@@ -384,7 +384,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tiny, tmp_path):
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has ignored
         os.execv(sys.executable, argv)
-    while not re.search(rb"loss \d", os.read(terminal, 4096)):
+    while not re.search(rb"/100000  loss \d", os.read(terminal, 4096)):
         pass
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] == 0

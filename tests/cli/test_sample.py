@@ -71,7 +71,10 @@ def test_products_have_the_precision_asked_for(sample, precision, monkeypatch):
         (("--prompt", "the", "--prompt", "the€"), "--prompt is 'the€': character '€' (U+20AC)"),
         (("--prompt", "the", "--prompt", ""), "--prompt is empty: expected some text"),
         (("--prompt", "the", "--decode", "triton"), None),
-        (("--max-tokens", "9"), "unknown argument '--max-tokens'; did you mean '--tokens'?"),
+        (
+            ("--max-tokens", "9"),
+            "Unrecognized options: --max-tokens, 9; Perhaps you meant: --tokens",
+        ),
         (("--precision", "fp16"), "--precision is fp16, which needs CUDA: expected fp32 or bf16"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),
         (("--tokens", "1" + 11 * "0"), "--tokens is 100000000000: expected at most 268,435,456"),

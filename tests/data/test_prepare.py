@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import requests
 
-from fastgpt import display, prepare
+from fastgpt import prepare
 from fastgpt.data import batches
 from fastgpt.data.preparation import open_corpus
 from tests.data.sets import contents, split_ids, texts, write_documents
@@ -91,22 +91,6 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     argv = (tmp_path / "x.jsonl", "--tokenizer", "bytes", *flags.split())
     assert re.search(said, one_line_error(capsys, main, *argv))
-
-
-def test_time_left_is_told_once_there_is_something_to_base_it_on(monkeypatch, capsys):
-    clock = mock.Mock(return_value=0.0)
-    monkeypatch.setattr(display.time, "monotonic", clock)
-    shown = display.PrepareProgress()
-    for seconds, tokens, share in ((60, 0, 0.5), (71, 1, 0.5), (82, 220, 0.6), (93, 330, 0.65)):
-        clock.return_value = seconds
-        shown(tokens, share)
-    said = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert said == [
-        "50.0%, 0 tokens, 0 tokens/s",
-        "50.0%, 1 tokens, 0 tokens/s",
-        "60.0%, 220 tokens, 10 tokens/s, about 88 s left",
-        "65.0%, 330 tokens, 10 tokens/s, about 77 s left",
-    ]
 
 
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkeypatch):

@@ -91,10 +91,7 @@ def test_a_tracker_that_raises_costs_its_own_records_alone(fit, monkeypatch, cap
 def test_output_to_a_full_disk_does_not_stop_the_run(tiny, tmp_path):
     script = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nimport train\n"
     done = python("-c", f"{script}train.main()", *tiny())
-    assert done.returncode == 0, done.stderr
-    first, last = done.stderr.splitlines()
-    assert first == "warning: stdout: No space left on device: training goes on"
-    assert re.fullmatch(r"warning: stdout is not complete: \d\d writes to it failed", last)
+    assert (done.returncode, done.stderr) == (0, "")
     assert max(series(tmp_path / "run", "train_loss")) == 8
 
 
