@@ -22,7 +22,7 @@ from fastgpt.data.tokenizers import (
     same_tokenizer,
 )
 from fastgpt.data.tokenizers.base import REPLACEMENT
-from fastgpt.data.verify import Shard, check_once, document_starts
+from fastgpt.data.verify import check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
 from fastgpt.files import parse_json, sha256_of
 
@@ -60,7 +60,7 @@ class Corpus:
     @property
     def identity(self) -> str:
         """Sha256 of all tokens; the same text may be tokenized or split in another way."""
-        hashes = [shard.sha256 for shard in self.shards()]
+        hashes = [*self.shards().values()]
         return hashlib.sha256(repr((self.sha256, hashes)).encode()).hexdigest()
 
     def document_starts(self, split: str) -> np.ndarray:
@@ -84,12 +84,17 @@ class Corpus:
         words = re.search(r"\s(\S+(?:\s+\S+){0,2})\s", text)
         return words[1] if words else text.strip()[:16] or "\n"
 
-    def shards(self) -> list[Shard]:
-        """Lists every shard, with the sha256 that was written for it."""
+    def shards(self) -> dict[Path, str | None]:
+        """Returns each shard's sha256 that was recorded; None for another program's."""
         if not self.manifest:
-            return [Shard(path=path) for path in (*self.train.paths, *self.val.paths)]
+            return dict.fromkeys((*self.train.paths, *self.val.paths))
         entries = [e for split in self.manifest["splits"].values() for e in split["shards"]]
-        return [Shard(path=self.path / e["file"], sha256=e["sha256"]) for e in entries]
+        return {self.path / entry["file"]: entry["sha256"] for entry in entries}
+
+
+def has_shards(path: Path) -> bool:
+    """Returns True for a prepared directory, or a folder of another program's shards."""
+    return (path / MANIFEST).is_file() or (path.is_dir() and any(path.glob("*train*.bin")))
 
 
 def open_shards(path: Path, *, tokenizer: str) -> Corpus:
@@ -137,12 +142,12 @@ def read_prepared(path: Path) -> Corpus:
     try:
         _check_types(manifest)
         val = manifest["splits"]["val"]
-        corpus = Corpus(
+        found = {split: _read_split(path, manifest["splits"][split]) for split in SPLITS}
+        return Corpus(
             name=manifest["name"],
-            train=_read_split(path, manifest["splits"]["train"]),
-            val=_read_split(path, val),
+            **found,
             tokenizer=_read_tokenizer(path, manifest["tokenizer_sha256"]),
-            val_bytes_per_token=val["bytes"] / val["tokens"] if val["bytes"] else None,
+            val_bytes_per_token=(val["bytes"] / val["tokens"]) or None,
             sha256=manifest["sha256"],
             python=manifest["python"],
             path=path,
@@ -150,7 +155,6 @@ def read_prepared(path: Path) -> Corpus:
         )
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
-    return corpus
 
 
 def _check_types(manifest: dict[str, Any]) -> None:
@@ -198,25 +202,26 @@ def _check_tokenizer(corpus: Corpus, asked: str) -> None:
 
 def _read_foreign(path: Path, tokenizer: str) -> Corpus:
     """Opens a folder of shards without a manifest, named as llm.c and modded-nanogpt do."""
-    train, val = (sorted(path.glob(f"*{split}*.bin")) for split in ("train", "val"))
-    if not train or not val:
-        missing = " or ".join(f"*{n}*.bin" for n, f in (("train", train), ("val", val)) if not f)
-        raise UserError(f"{path} has no {missing}: expected a {MANIFEST}, or shards of both splits")
-    found = {"train": Tokens(train), "val": Tokens(val)}
+    found = {split: sorted(path.glob(f"*{split}*.bin")) for split in SPLITS}
+    if missing := [f"*{split}*.bin" for split, paths in found.items() if not paths]:
+        raise UserError(
+            f"{path} has no {' or '.join(missing)}: expected a {MANIFEST}, or shards of both splits"
+        )
+    train, val = (Tokens(paths) for paths in found.values())
     if tokenizer == "auto" and (path / TOKENIZER_FILE).is_file():
         tokenizer = str(path / TOKENIZER_FILE)
-    if tokenizer == "auto" and found["train"].dtype == LARGE:
+    if tokenizer == "auto" and train.dtype == LARGE:
         raise UserError(
             f"{path} holds 32-bit token ids and no {TOKENIZER_FILE}: pass the tokenizer that made"
             " them with --data.tokenizer PATH"
         )
-    made_by = make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None)
     return Corpus(
         name=path.resolve().name.lower(),
-        **found,
-        tokenizer=made_by,
+        train=train,
+        val=val,
+        tokenizer=make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None),
         val_bytes_per_token=None,
-        sha256=_fingerprint([*train, *val]),
+        sha256=_fingerprint([*train.paths, *val.paths]),
         python=None,
         path=path,
         manifest={},
