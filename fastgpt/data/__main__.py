@@ -69,9 +69,21 @@ def main(argv: list[str] | None = None) -> None:
             f" {'none' if end is None else end}, {corpus.train.dtype}\nsha256 {corpus.sha256}"
         )
         console.print(printable(facts), markup=False)
-        _show_excerpts(corpus, console, arguments.excerpts)
+        draws = np.random.default_rng(SEED)
+        for _ in range(arguments.excerpts):
+            start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
+            ids = corpus.train[start : start + EXCERPT_TOKENS]
+            title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
+            text = Text(printable(tokenizer.decode(ids)[:EXCERPT_CHARACTERS]))
+            console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
         if arguments.verify:
-            _verify(corpus, console)
+            shards, size = corpus.shards(), tokenizer.vocab_size
+            with ThreadPoolExecutor(cores()) as pool:
+                done = pool.map(lambda shard: check_shard(*shard, size), shards.items())
+                for _ in track(done, "verifying", len(shards), console=console, transient=True):
+                    pass
+            what = "sha256 and ids" if corpus.manifest else "ids"
+            console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
 def _overview(corpus: Corpus) -> Table:
@@ -92,26 +104,6 @@ def _overview(corpus: Corpus) -> Table:
         table.add_row("bytes of text", *(f"{length:,}" for length in lengths))
         table.add_row("bytes per token", *(f"{n / size:.2f}" for n, size in zip(lengths, sizes)))
     return table
-
-
-def _show_excerpts(corpus: Corpus, console: Console, count: int) -> None:
-    draws = np.random.default_rng(SEED)
-    for _ in range(count):
-        start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
-        ids = corpus.train[start : start + EXCERPT_TOKENS]
-        title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
-        text = Text(printable(corpus.tokenizer.decode(ids)[:EXCERPT_CHARACTERS]))
-        console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
-
-
-def _verify(corpus: Corpus, console: Console) -> None:
-    shards, vocab_size = corpus.shards(), corpus.tokenizer.vocab_size
-    with ThreadPoolExecutor(cores()) as pool:
-        done = pool.map(lambda shard: check_shard(*shard, vocab_size), shards.items())
-        for _ in track(done, "verifying", total=len(shards), console=console, transient=True):
-            pass
-    what = "sha256 and ids" if corpus.manifest else "ids"
-    console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
 if __name__ == "__main__":

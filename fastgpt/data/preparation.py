@@ -26,18 +26,15 @@ from fastgpt.data.corpus import (
     open_shards,
     read_manifest,
     read_prepared,
-)
+)  # fmt: skip
 from fastgpt.data.reading import UTF_8, Source
 from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer
 from fastgpt.data.tokenizers.base import tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
-from fastgpt.data.writing import Report, Settings, request, write_directory
+from fastgpt.data.writing import Report, Settings, write_directory
 from fastgpt.errors import UserError, writing
 from fastgpt.files import cache_dir, sync_directory
-
-PATIENCE_S = 2
-"""Seconds of waiting for another process before a message says so."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,34 +125,25 @@ def prepare(
         check_kind(settings.tokenizer, settings.vocab_size)
     if has_shards(Path(source).expanduser()):
         raise UserError(f"{source} holds tokens already: only text can be prepared")
-    if not (complete := (out / MANIFEST).is_file()):
-        _check_place(out)
+    complete = (out / MANIFEST).is_file()
+    if not complete and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory: use another one or remove it")
+    if not complete and out.is_mount():
+        raise UserError(f"{out} is a mount point: use a folder inside it")
     of_hub = source in HUB or source.startswith(HUB_PREFIX)
     if settings.tokenizer == "gpt2" or (settings.tokenizer == "auto" and of_hub):
         make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
-    found = find_source(
-        source,
-        separator=settings.separator,
-        field=settings.field,
-        encoding=settings.encoding,
-    )
+    how = {name: getattr(settings, name) for name in ("separator", "field", "encoding")}
+    found = find_source(source, **how)
     settings = settings.resolved(found)
     with writing(out), _locked(out, wait=False):
         if not complete:
             _prepare_whole(found, settings, out, workers=workers, report=report)
-        elif read_manifest(out).get("request") == request(found, settings):
+        elif read_manifest(out).get("request") == {"source": found.given, **asdict(settings)}:
             logger.warning("%s is complete already: nothing is left to do", out)
         else:
             raise UserError(f"{out} holds another preparation: use another folder or remove it")
     return out
-
-
-def _check_place(out: Path) -> None:
-    """Raises `UserError` unless a directory can be renamed to `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory: use another one or remove it")
-    if out.is_mount():
-        raise UserError(f"{out} is a mount point: use a folder inside it")
 
 
 def _prepare_whole(source: Source, settings: Settings, out: Path, **options: Any) -> None:
@@ -176,13 +164,8 @@ def _prepare_whole(source: Source, settings: Settings, out: Path, **options: Any
 def _locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Holds the lock of `path`, which the system releases when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(timeout=PATIENCE_S if wait else 0)
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=-1 if wait else 0):
+            yield
     except Timeout as error:
-        if not wait:
-            raise UserError(f"another process is preparing {path}: wait until it ends") from error
-        logger.warning("waiting for another process, which is preparing %s", path.name)
-        lock.acquire()
-    with lock:  # released at the second exit
-        yield
+        raise UserError(f"another process is preparing {path}: wait until it ends") from error

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,15 @@ def find_source(
         raise UserError("the source is empty: expected builtin, shakespeare or a path")
     if separator == "":
         raise UserError("the separator is empty: expected the text between two documents")
-    encoding = _text_encoding(encoding)
+    try:
+        "a".encode(encoding)  # bytes may be no text of this encoding
+        codecs.getincrementaldecoder(encoding)
+        encoding = codecs.lookup(encoding).name  # `utf-8` for `UTF8`
+    except (LookupError, ValueError) as error:
+        raise UserError(
+            f"encoding {encoding!r} is unknown: expected one of Python's text encodings, such as"
+            " utf-8, utf-16 or cp1252"
+        ) from error
     given = f"encoding {encoding}" if separator is None else f"separator {separator!r}"
     refusal = UserError(f"{given} is for text files only, not for {source}")
     for_text = separator is not None or encoding != UTF_8
@@ -90,19 +97,6 @@ def find_source(
     if source in SEPARATORS and found.format == "text":
         separator = separator or SEPARATORS[source]
     return replace(found, separator=separator, field=field, encoding=encoding)
-
-
-def _text_encoding(name: str) -> str:
-    """Returns the usual name of an encoding, such as `utf-8` for `UTF8`."""
-    try:
-        "a".encode(name)  # bytes may be no text of this encoding
-        codecs.getincrementaldecoder(name)
-        return codecs.lookup(name).name
-    except (LookupError, ValueError) as error:
-        raise UserError(
-            f"encoding {name!r} is unknown: expected one of Python's text encodings, such as utf-8,"
-            " utf-16 or cp1252"
-        ) from error
 
 
 def _find(source: str) -> Source:
@@ -131,7 +125,15 @@ def stdlib_source(root: Path) -> Source:
     Raises:
         UserError: the library's source is missing (a zipped or an embedded Python).
     """
-    paths = [str(root / path) for path in sorted(_stdlib_files(root))]
+    found: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [x for x in subfolders if x not in STDLIB_SKIPPED_FOLDERS]
+        subfolders[:] = [x for x in subfolders if not x.startswith(STDLIB_SKIPPED_PREFIXES)]
+        files = [
+            x for x in files if x.endswith(".py") and not x.startswith(STDLIB_SKIPPED_PREFIXES)
+        ]
+        found += [Path(folder, name).relative_to(root).as_posix() for name in files]
+    paths = [str(root / path) for path in sorted({*found} - STDLIB_SKIPPED_FILES)]
     size = sum(os.path.getsize(path) for path in paths)
     if size < STDLIB_MIN_BYTES:
         raise UserError(
@@ -142,33 +144,15 @@ def stdlib_source(root: Path) -> Source:
     return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
 
 
-def _stdlib_files(root: Path) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in STDLIB_SKIPPED_FOLDERS and not name.startswith(STDLIB_SKIPPED_PREFIXES)
-        ]
-        for name in files:
-            path = Path(folder, name).relative_to(root).as_posix()
-            if (
-                name.endswith(".py")
-                and path not in STDLIB_SKIPPED_FILES
-                and not name.startswith(STDLIB_SKIPPED_PREFIXES)
-            ):
-                yield path
-
-
 def _hub(source: str, name: str) -> Source:
     try:
-        splits = load_splits(source)
+        splits: Any = load_splits(source)
     except UserError as error:
         raise UserError(
             f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
             f" {data_dir() / name} and use that folder"
         ) from error
-    named: Any = ("train", "val") if "val" in splits else (None,)
-    files = tuple(File(source, split) for split in named)
+    files = tuple(File(source, split if len(splits) > 1 else None) for split in splits)
     return Source(name=name, given=source, files=files, format="hub")
 
 
@@ -214,15 +198,15 @@ def _format(path: str) -> Any:
 def _with_splits(paths: list[str], form: str) -> tuple[File, ...]:
     """Adds the splits that files or folders are named for, if train and validation are both named;
     those named test are left out then."""
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths]) or "."
     splits: list[Any] = []
     for path in paths:
-        words = re.findall("[a-z]+", os.path.relpath(path, folder or ".").lower())
-        splits.append(next((SPLIT_NAMES[x] for x in reversed(words) if x in SPLIT_NAMES), None))
-    unnamed = None in splits
-    if not {"train", "val"} <= set(splits) or (unnamed and form == "text"):
+        words = re.findall("[a-z]+", os.path.relpath(path, folder).lower())
+        named = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
+        splits.append(named[-1] if named else None)
+    if not {"train", "val"} <= {*splits} or (None in splits and form == "text"):
         return tuple(map(File, paths))  # also a project's sources: train.py beside val.py
-    if unnamed:
+    if None in splits:
         path = paths[splits.index(None)]
         raise UserError(
             f"{path} is named neither train nor validation, unlike others: prepare it separately"

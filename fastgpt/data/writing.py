@@ -77,7 +77,7 @@ class Settings:
         return replace(self, tokenizer=tokenizer, val_fraction=fraction)
 
 
-# --- batches ---
+# --- batches -------------------------------------------------------------------------------------
 
 
 class Encoded(NamedTuple):
@@ -167,7 +167,7 @@ def held_out(document: bytes, fraction: float) -> bool:
     return draw < fraction
 
 
-# --- the directory ---
+# --- the directory -------------------------------------------------------------------------------
 
 
 class ShardWriter:
@@ -197,19 +197,14 @@ class ShardWriter:
 
     def finish(self) -> dict[str, Any]:
         """Completes the shards, and returns the split's entry in the manifest."""
-        full, rest = divmod(self.tokens, self.shard_tokens)
-        counts = [self.shard_tokens] * full + [rest] * (rest > 0)
         with ThreadPoolExecutor(cores()) as pool:
-            shards = [*pool.map(self._complete, range(len(counts)), counts)]
-        return {
-            "tokens": self.tokens,
-            "bytes": self.num_bytes,
-            "documents": self.documents,
-            "shards": shards,
-        }
+            shards = [*pool.map(self._complete, range(-(-self.tokens // self.shard_tokens)))]
+        counts = {"tokens": self.tokens, "bytes": self.num_bytes, "documents": self.documents}
+        return {**counts, "shards": shards}
 
-    def _complete(self, number: int, count: int) -> dict[str, Any]:
-        path = self._path(number)
+    def _complete(self, number: int) -> dict[str, Any]:
+        path, before = self._path(number), number * self.shard_tokens
+        count = min(self.shard_tokens, self.tokens - before)
         with path.open("r+b") as file:
             file.write(shard_header(count, self.dtype))
             sync(file)
@@ -227,11 +222,6 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
         length += len(piece.text)
         digest.update(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
     return length, digest.hexdigest()
-
-
-def request(source: Source, settings: Settings) -> dict[str, Any]:
-    """Returns what was asked for, as a manifest tells it."""
-    return {"source": source.given, **asdict(settings)}
 
 
 def write_directory(
@@ -287,7 +277,7 @@ def write_directory(
         "name": source.name,
         "sha256": sha256 or digest,
         "python": source.python,
-        "request": request(source, settings),
+        "request": {"source": source.given, **asdict(settings)},
         "files": len(source.files),
         "held_out": source.split,
         "tokenizer": tokenizer.kind,
