@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.verify:
             shards, size = corpus.shards(), tokenizer.vocab_size
             with ThreadPoolExecutor(cores()) as pool:
-                done = pool.map(lambda shard: check_shard(*shard, size), shards.items())
+                done = pool.map(lambda path: check_shard(path, shards[path], size), shards)
                 for _ in track(done, "verifying", len(shards), console=console, transient=True):
                     pass
             what = "sha256 and ids" if corpus.manifest else "ids"

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ class Loader:
         if self._pinned:  # a new thread begins on GPU 0, and would use memory there
             gpu = torch.get_device_module(self.device)
             set_device = partial(gpu.set_device, gpu.current_device())
-        micros = _micro_batches(
+        self._micros = _micro_batches(
             tuple(corpora),
             samples,
             grid=(self.accumulation, world_size, micro_batch),
@@ -92,8 +92,10 @@ class Loader:
         )
         # the thread does not hold the loader, and ends when the pool is forgotten with it
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
-        self._submit = partial(self._pool.submit, next, micros)
         self._ready = deque(self._submit() for _ in range(PREFETCHED))
+
+    def _submit(self) -> "Future[_Micro]":
+        return self._pool.submit(next, self._micros)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.

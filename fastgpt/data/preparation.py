@@ -125,11 +125,11 @@ def prepare(
         check_kind(settings.tokenizer, settings.vocab_size)
     if has_shards(Path(source).expanduser()):
         raise UserError(f"{source} holds tokens already: only text can be prepared")
-    complete = (out / MANIFEST).is_file()
-    if not complete and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory: use another one or remove it")
-    if not complete and out.is_mount():
-        raise UserError(f"{out} is a mount point: use a folder inside it")
+    if not (out / MANIFEST).is_file():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is not an empty directory: use another one or remove it")
+        if out.is_mount():
+            raise UserError(f"{out} is a mount point: use a folder inside it")
     of_hub = source in HUB or source.startswith(HUB_PREFIX)
     if settings.tokenizer == "gpt2" or (settings.tokenizer == "auto" and of_hub):
         make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
@@ -137,7 +137,7 @@ def prepare(
     found = find_source(source, **how)
     settings = settings.resolved(found)
     with writing(out), _locked(out, wait=False):
-        if not complete:
+        if not (out / MANIFEST).is_file():
             _prepare_whole(found, settings, out, workers=workers, report=report)
         elif read_manifest(out).get("request") == {"source": found.given, **asdict(settings)}:
             logger.warning("%s is complete already: nothing is left to do", out)

@@ -296,7 +296,8 @@ def load_splits(source: str) -> dict[str, Any]:
     try:
         import datasets
 
-        found: Any = datasets.load_dataset(**match.groupdict())
+        options: dict[str, Any] = match.groupdict()
+        found: Any = datasets.load_dataset(**options)
     except ImportError as error:
         raise UserError(
             f"{source} needs the datasets package: pip install -c constraints.txt '.[data]'"

@@ -305,13 +305,13 @@ def _texts(source: Source, *, sized: bool) -> Iterator[str]:
 
 def _in_order(
     tokenize: Callable[[list[Piece]], Any], todo: Iterator[list[Piece]], workers: int
-) -> Iterator[tuple[Any, int]]:
-    """Yields what `tokenize` makes of the batches in order, and how much has been read with each.
+) -> Iterator[tuple[Any, float]]:
+    """Yields what `tokenize` makes of the batches in order, and the share read with each.
 
     Twice as many batches as threads are in work: enough that no thread waits for the reader, few
     enough to be held in memory.
     """
-    pending: deque[tuple[Future[Any], int]] = deque()
+    pending: deque[tuple[Future[Any], float]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in todo:
             pending.append((pool.submit(tokenize, batch), batch[-1].done))

@@ -207,7 +207,9 @@ def test_prepared_file_of_another_preparation_is_named(text_file, tmp_path):
     out = prepare(str(text_file), tmp_path / "out", tokenizer="chars", val_fraction=0.2)
     shard = (out / "val_000000.bin").read_bytes()
     write_shard(out / "val_000000.bin", range(3))
-    with pytest.raises(UserError, match=r"manifest\.json is damaged .*have other numbers of tokens"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json is damaged .*have other numbers of tokens"
+    ):
         opened(out)
     (out / "val_000000.bin").write_bytes(shard)
     saved = json.loads((out / "tokenizer.json").read_text())
