@@ -108,16 +108,17 @@ def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
     newline: Any = b"\n" if raw else "\n"
     is_hub = source.format == "hub"
     sizes = [len(_rows(x)) if is_hub else os.path.getsize(x.path) for x in source.files]
+    total = sum(sizes)
     for file, size in zip(source.files, sizes):
         last = None
         for text, done in _texts(source, file, raw):
             if text:
                 begins = last is None or not source.plain
-                yield Piece(text, begins, file.split, (before + done) / sum(sizes))
+                yield Piece(text, begins, file.split, (before + done) / total)
                 last = text
         before += size
         if source.plain and source.ends_lines and last and not last.endswith(newline):
-            yield Piece(newline, False, file.split, before / sum(sizes))
+            yield Piece(newline, False, file.split, before / total)
 
 
 def _rows(file: File) -> Any:

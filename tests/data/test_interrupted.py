@@ -64,7 +64,7 @@ def test_killed_wherever_it_touches_the_disk_nothing_looks_whole(tmp_path, given
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []
-    assert found["kills"] > 30
+    assert found["kills"] > 25
     assert found["again"] > 5
     assert len(found["files"]) >= 5
 
