@@ -1,6 +1,6 @@
 """`python -m fastgpt.prepare SOURCE --out DIR`: tokenizes a corpus once, for many runs.
 
-`--data.source DIR` then trains on it. After an interruption, the same command resumes.
+`--data.source DIR` then trains on it.
 """
 
 import codecs
@@ -14,7 +14,7 @@ import tyro
 from fastgpt import flags
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.preparation import prepare
-from fastgpt.data.request import Settings
+from fastgpt.data.writing import Settings
 from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.terminal import print_text
@@ -48,7 +48,17 @@ def main(argv: list[str] | None = None) -> None:
             options: dict[str, Any] = asdict(arguments)
             options["separator"] = _unescaped(arguments.separator)
             out = prepare(**options, report=shown)
-        print_text(_summary(out, shown.seconds))
+        manifest = read_manifest(out)
+        splits = manifest["splits"].values()
+        train, val = (f"{split['tokens']:,}" for split in splits)
+        python = f", Python {manifest['python']}" if manifest["python"] else ""
+        print_text(
+            f"{manifest['name']}{python}: {train} training + {val} validation tokens"
+            f" ({manifest['tokenizer']} tokenizer, vocabulary {manifest['vocab_size']:,})\n"
+            f"documents: {sum(split['documents'] for split in splits):,};"
+            f" shards: {sum(len(split['shards']) for split in splits)};"
+            f" seconds: {shown.seconds:.1f}\nsha256 {manifest['sha256']}\nwrote {out}"
+        )
 
 
 def _unescaped(separator: str | None) -> str | None:
@@ -61,22 +71,6 @@ def _unescaped(separator: str | None) -> str | None:
         raise UserError(
             rf"--separator {separator!r}: expected text, with \n for a newline"
         ) from error
-
-
-def _summary(path: Path, seconds: float) -> str:
-    manifest = read_manifest(path)
-    splits = manifest["splits"]
-    counts = {split: f"{entry['tokens']:,}" for split, entry in splits.items()}
-    documents = sum(entry["documents"] for entry in splits.values())
-    files = sum(len(entry["shards"]) for entry in splits.values())
-    python = f", Python {manifest['python']}" if manifest["python"] else ""
-    return (
-        f"{manifest['name']}{python}: {counts['train']} training + {counts['val']} validation"
-        f" tokens ({manifest['tokenizer']} tokenizer, vocabulary {manifest['vocab_size']:,})\n"
-        f"documents: {documents:,}; shards: {files}; seconds: {seconds:.1f}\n"
-        f"sha256 {manifest['sha256']}\n"
-        f"wrote {path}"
-    )
 
 
 if __name__ == "__main__":

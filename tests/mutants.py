@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "device": r"kernels/.* jit",
     "launchers": r"kernels/.*",
-    "data": r"fastgpt/data/(loader|order|shards|dataset|batches)\.py.*",
+    "data": r"fastgpt/data/(loader|order|shards|dataset|writing)\.py.*",
     "checkpoint": r"fastgpt/(checkpoint/checkpoint|files)\.py.*",
     "engine": r"fastgpt/(train/(engine|optim)|parallel/(distributed|signals)|faults/failure)\.py.*",
 }

@@ -60,20 +60,37 @@ def main(argv: list[str] | None = None) -> None:
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")
         corpus = open_shards(path, tokenizer=arguments.tokenizer)
+        tokenizer, end = corpus.tokenizer, corpus.tokenizer.eot_id
         console = Console(highlight=False, soft_wrap=True, emoji=False)
         console.print(_overview(corpus))
-        console.print(printable(_facts(corpus)), markup=False)
-        _show_excerpts(corpus, console, arguments.excerpts)
+        facts = (
+            f"tokenizer {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}, end of text"
+            f" {'none' if end is None else end}, {corpus.train.dtype}\nsha256 {corpus.sha256}"
+        )
+        console.print(printable(facts), markup=False)
+        draws = np.random.default_rng(SEED)
+        for _ in range(arguments.excerpts):
+            start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
+            ids = corpus.train[start : start + EXCERPT_TOKENS]
+            title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
+            text = Text(printable(tokenizer.decode(ids)[:EXCERPT_CHARACTERS]))
+            console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
         if arguments.verify:
-            _verify(corpus, console)
+            shards, size = corpus.shards(), tokenizer.vocab_size
+            with ThreadPoolExecutor(cores()) as pool:
+                done = pool.map(lambda path: check_shard(path, shards[path], size), shards)
+                for _ in track(done, "verifying", len(shards), console=console, transient=True):
+                    pass
+            what = "sha256 and ids" if corpus.manifest else "ids"
+            console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
 def _overview(corpus: Corpus) -> Table:
+    tokens = [getattr(corpus, split) for split in SPLITS]
+    sizes = [len(t) for t in tokens]
     table = Table(title=escape(one_line(f"{corpus.name} ({corpus.path})")), title_justify="left")
     for column in ("", *SPLITS):
         table.add_column(column, justify="right" if column else "left")
-    tokens = [getattr(corpus, split) for split in SPLITS]
-    sizes = [len(t) for t in tokens]
     table.add_row("tokens", *(f"{size:,}" for size in sizes))
     table.add_row("shards", *(f"{len(t.paths):,}" for t in tokens))
     if corpus.tokenizer.eot_id is not None:
@@ -86,35 +103,6 @@ def _overview(corpus: Corpus) -> Table:
         table.add_row("bytes of text", *(f"{length:,}" for length in lengths))
         table.add_row("bytes per token", *(f"{n / size:.2f}" for n, size in zip(lengths, sizes)))
     return table
-
-
-def _facts(corpus: Corpus) -> str:
-    tokenizer = corpus.tokenizer
-    end = "none" if tokenizer.eot_id is None else f"{tokenizer.eot_id}"
-    return (
-        f"tokenizer {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}, end of text {end},"
-        f" {corpus.train.dtype}\nsha256 {corpus.sha256}"
-    )
-
-
-def _show_excerpts(corpus: Corpus, console: Console, count: int) -> None:
-    draws = np.random.default_rng(SEED)
-    for _ in range(count):
-        start = int(draws.integers(max(1, len(corpus.train) - EXCERPT_TOKENS)))
-        ids = corpus.train[start : start + EXCERPT_TOKENS]
-        title = f"train, tokens {start:,} to {start + len(ids) - 1:,}"
-        text = Text(printable(corpus.tokenizer.decode(ids)[:EXCERPT_CHARACTERS]))
-        console.print(Panel(text, title=title, title_align="left"), soft_wrap=False)
-
-
-def _verify(corpus: Corpus, console: Console) -> None:
-    shards, vocab_size = corpus.shards(), corpus.tokenizer.vocab_size
-    with ThreadPoolExecutor(cores()) as pool:
-        done = pool.map(lambda shard: check_shard(shard, vocab_size), shards)
-        for _ in track(done, "verifying", total=len(shards), console=console, transient=True):
-            pass
-    what = "ids" if shards[0].sha256 is None else "sha256 and ids"
-    console.print(f"verified: {what} of {counted(len(shards), 'shard')}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from fastgpt.data.tokenizers import (
     same_tokenizer,
 )
 from fastgpt.data.tokenizers.base import REPLACEMENT
-from fastgpt.data.verify import Shard, check_once, document_starts
+from fastgpt.data.verify import check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
 from fastgpt.files import parse_json, sha256_of
 
@@ -60,8 +60,8 @@ class Corpus:
     @property
     def identity(self) -> str:
         """Sha256 of all tokens; the same text may be tokenized or split in another way."""
-        hashes = [shard.sha256 for shard in self.shards()]
-        return hashlib.sha256(repr((self.sha256, hashes)).encode()).hexdigest()
+        parts = self.sha256, [*self.shards().values()]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def document_starts(self, split: str) -> np.ndarray:
         """Returns the offsets where documents of a split begin: (documents,) int64, increasing.
@@ -84,12 +84,17 @@ class Corpus:
         words = re.search(r"\s(\S+(?:\s+\S+){0,2})\s", text)
         return words[1] if words else text.strip()[:16] or "\n"
 
-    def shards(self) -> list[Shard]:
-        """Lists every shard, with the sha256 that was written for it."""
+    def shards(self) -> dict[Path, str | None]:
+        """Returns each shard's sha256 that was recorded; None for another program's."""
         if not self.manifest:
-            return [Shard(path=path) for path in (*self.train.paths, *self.val.paths)]
+            return dict.fromkeys((*self.train.paths, *self.val.paths))
         entries = [e for split in self.manifest["splits"].values() for e in split["shards"]]
-        return [Shard(path=self.path / e["file"], sha256=e["sha256"]) for e in entries]
+        return {self.path / entry["file"]: entry["sha256"] for entry in entries}
+
+
+def has_shards(path: Path) -> bool:
+    """Returns True for a prepared directory, or a folder of another program's shards."""
+    return (path / MANIFEST).is_file() or (path.is_dir() and any(path.glob("*train*.bin")))
 
 
 def open_shards(path: Path, *, tokenizer: str) -> Corpus:
@@ -102,11 +107,15 @@ def open_shards(path: Path, *, tokenizer: str) -> Corpus:
         UserError: the data was made with another tokenizer, or a shard is damaged or holds an id
             that the tokenizer does not have.
     """
-    if (path / MANIFEST).is_file():
-        corpus = read_prepared(path)
-        _check_tokenizer(corpus, tokenizer)
-    else:
+    if not (path / MANIFEST).is_file():
         corpus = _read_foreign(path, tokenizer)
+    else:
+        corpus, asked = read_prepared(path), Path(tokenizer).expanduser()
+        kind = corpus.tokenizer.kind
+        if tokenizer not in ("auto", kind) and not (
+            asked.exists() and same_tokenizer(corpus.tokenizer, load_tokenizer(asked))
+        ):
+            raise UserError(f"{path} was prepared with tokenizer {kind!r}, not {tokenizer!r}")
     check_once(corpus.shards(), corpus.tokenizer.vocab_size)
     return corpus
 
@@ -133,16 +142,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_prepared(path: Path) -> Corpus:
-    manifest = read_manifest(path)
+    """Opens a prepared directory without reading its tokens; raises `UserError` if damaged."""
+    manifest, file = read_manifest(path), path / TOKENIZER_FILE
     try:
         _check_types(manifest)
         val = manifest["splits"]["val"]
-        corpus = Corpus(
+        found = {split: _read_split(path, manifest["splits"][split]) for split in SPLITS}
+        tokenizer = load_tokenizer(file)
+        if sha256_of(file) != manifest["tokenizer_sha256"]:
+            raise UserError(f"{file} was changed: its sha256 is not the manifest's")
+        return Corpus(
             name=manifest["name"],
-            train=_read_split(path, manifest["splits"]["train"]),
-            val=_read_split(path, val),
-            tokenizer=_read_tokenizer(path, manifest["tokenizer_sha256"]),
-            val_bytes_per_token=val["bytes"] / val["tokens"] if val["bytes"] else None,
+            **found,
+            tokenizer=tokenizer,
+            val_bytes_per_token=(val["bytes"] / val["tokens"]) or None,
             sha256=manifest["sha256"],
             python=manifest["python"],
             path=path,
@@ -150,7 +163,6 @@ def read_prepared(path: Path) -> Corpus:
         )
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
-    return corpus
 
 
 def _check_types(manifest: dict[str, Any]) -> None:
@@ -162,61 +174,40 @@ def _check_types(manifest: dict[str, Any]) -> None:
     texts += [shard[name] for shard in shards for name in ("file", "sha256")]
     if any(type(x) is not int for x in counts) or any(type(x) is not str for x in texts):
         raise TypeError("a value has the wrong type")
-    outside = [shard["file"] for shard in shards if Path(shard["file"]).name != shard["file"]]
-    if outside:
-        raise ValueError(f"{outside[0]} is no name of a file in this folder")
-
-
-def _read_tokenizer(path: Path, sha256: str) -> Tokenizer:
-    found = load_tokenizer(path / TOKENIZER_FILE)
-    if sha256_of(path / TOKENIZER_FILE) != sha256:
-        raise UserError(f"{path / TOKENIZER_FILE} was changed: its sha256 is not the manifest's")
-    return found
+    if any(Path(shard["file"]).name != shard["file"] for shard in shards):
+        raise ValueError("a shard is no file in this folder")
 
 
 def _read_split(path: Path, split: dict[str, Any]) -> Tokens:
     tokens = Tokens([path / shard["file"] for shard in split["shards"]])
-    for shard, count in zip(split["shards"], tokens.counts.tolist()):
-        if count != shard["tokens"]:
-            raise UserError(
-                f"{path / shard['file']} has {count:,} tokens, but {MANIFEST} says"
-                f" {shard['tokens']:,}"
-            )
-    if len(tokens) != split["tokens"]:
-        raise ValueError(f"shards of {len(tokens):,} tokens in all, not {split['tokens']:,}")
+    recorded = [shard["tokens"] for shard in split["shards"]]
+    if tokens.counts.tolist() != recorded or len(tokens) != split["tokens"]:
+        raise ValueError("the shards beside it have other numbers of tokens")
     return tokens
-
-
-def _check_tokenizer(corpus: Corpus, asked: str) -> None:
-    if asked in ("auto", corpus.tokenizer.kind):
-        return
-    path = Path(asked).expanduser()
-    if not path.exists() or not same_tokenizer(corpus.tokenizer, load_tokenizer(path)):
-        kind = corpus.tokenizer.kind
-        raise UserError(f"{corpus.path} was prepared with tokenizer {kind!r}, not {asked!r}")
 
 
 def _read_foreign(path: Path, tokenizer: str) -> Corpus:
     """Opens a folder of shards without a manifest, named as llm.c and modded-nanogpt do."""
-    train, val = (sorted(path.glob(f"*{split}*.bin")) for split in ("train", "val"))
-    if not train or not val:
-        missing = " or ".join(f"*{n}*.bin" for n, f in (("train", train), ("val", val)) if not f)
-        raise UserError(f"{path} has no {missing}: expected a {MANIFEST}, or shards of both splits")
-    found = {"train": Tokens(train), "val": Tokens(val)}
+    found = {split: sorted(path.glob(f"*{split}*.bin")) for split in SPLITS}
+    if missing := [f"*{split}*.bin" for split, paths in found.items() if not paths]:
+        raise UserError(
+            f"{path} has no {' or '.join(missing)}: expected a {MANIFEST}, or shards of both splits"
+        )
+    train, val = (Tokens(paths) for paths in found.values())
     if tokenizer == "auto" and (path / TOKENIZER_FILE).is_file():
         tokenizer = str(path / TOKENIZER_FILE)
-    if tokenizer == "auto" and found["train"].dtype == LARGE:
+    if tokenizer == "auto" and train.dtype == LARGE:
         raise UserError(
             f"{path} holds 32-bit token ids and no {TOKENIZER_FILE}: pass the tokenizer that made"
             " them with --data.tokenizer PATH"
         )
-    made_by = make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None)
     return Corpus(
         name=path.resolve().name.lower(),
-        **found,
-        tokenizer=made_by,
+        train=train,
+        val=val,
+        tokenizer=make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None),
         val_bytes_per_token=None,
-        sha256=_fingerprint([*train, *val]),
+        sha256=_fingerprint([*train.paths, *val.paths]),
         python=None,
         path=path,
         manifest={},
@@ -228,9 +219,7 @@ def _fingerprint(paths: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
+            size, start = os.path.getsize(path), file.read(SAMPLED_BYTES)
             file.seek(max(0, size - SAMPLED_BYTES))
-            end = file.read()
-            file.seek(0)
-            digest.update(repr((path.name, size, file.read(SAMPLED_BYTES), end)).encode())
+            digest.update(repr((path.name, size, start, file.read())).encode())
     return digest.hexdigest()

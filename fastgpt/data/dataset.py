@@ -82,14 +82,8 @@ class DataSet:
             size = len(getattr(corpus, split))
             if align != "none":
                 documents = corpus.document_starts(split)
-        return SampleOrder(
-            size,
-            context=context,
-            seed=seed,
-            sampling=self.config.sampling,
-            align=align,
-            documents=documents,
-        )
+        how = {"sampling": self.config.sampling, "align": align, "documents": documents}
+        return SampleOrder(size, context=context, seed=seed, **how)
 
     def validation_documents(self, corpus: Corpus | ItemCorpus, context: int) -> SampleOrder | None:
         """Returns the order of the held-out documents; None unless samples are documents."""

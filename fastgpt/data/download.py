@@ -4,18 +4,12 @@ import hashlib
 from pathlib import Path
 
 import requests
-from requests.adapters import HTTPAdapter
-from urllib3 import Retry
 
 from fastgpt.errors import UserError, writing
 from fastgpt.files import cache_dir, data_dir, sha256_of, write_atomically
 
 TIMEOUTS_S = (15, 60)
 """Timeouts: to connect, and between two pieces of the body."""
-RETRY = Retry(
-    4, backoff_factor=1, status_forcelist=(408, 425, 429, 500, 502, 503, 504), raise_on_status=False
-)
-"""Four more attempts, after 0, 2, 4 and 8 seconds or when the server asks us to come back."""
 
 
 def published_file(name: str, url: str, *, sha256: str, what: str, instead: str) -> Path:
@@ -46,25 +40,14 @@ def published_file(name: str, url: str, *, sha256: str, what: str, instead: str)
 
 def _download(url: str, sha256: str, instead: str) -> bytes:
     try:
-        with requests.Session() as session:
-            for scheme in ("http://", "https://"):
-                session.mount(scheme, HTTPAdapter(max_retries=RETRY))
-            response = session.get(url, timeout=TIMEOUTS_S)
-        if not response.ok:
-            raise requests.HTTPError(f"HTTP {response.status_code} {response.reason}")
+        response = requests.get(url, timeout=TIMEOUTS_S)
+        response.raise_for_status()
         if (found := hashlib.sha256(response.content).hexdigest()) != sha256:
             reason = f"the file received has sha256 {found}, expected {sha256}"
             raise requests.RequestException(reason)
     except requests.RequestException as error:
         raise UserError(
-            f"cannot download {url}: {_reason(error)}; {instead} can be put into {data_dir()} by"
-            " hand, or into a folder that FASTGPT_DATA names"
+            f"cannot download {url}: {error}; {instead} can be put into {data_dir()} by hand, or"
+            " into a folder that FASTGPT_DATA names"
         ) from error
     return response.content
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the innermost cause: the libraries wrap "connection refused" four times."""
-    while inner := error.__cause__ or error.__context__:
-        error = inner
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

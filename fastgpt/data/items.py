@@ -131,8 +131,6 @@ def open_items(data: Data, context: int) -> ItemCorpus:
     """
     tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
     size = max(data.vocab_size or 0, tokenizer.vocab_size)
-    train, val = (
-        Items(getattr(data, split), context, size, f"{data.name} ({split})")
-        for split in ("train", "val")
-    )
+    train = Items(data.train, context, size, f"{data.name} (train)")
+    val = Items(data.val, context, size, f"{data.name} (val)")
     return ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)

@@ -61,28 +61,21 @@ class SampleOrder:
         self.num_tokens, self.context, self.seed = num_tokens, context, seed
         self.sampling, self.align = sampling, align
         self._epoch, self._starts = -1, np.empty(0, np.int64)
-        self.documents = self._next = self._ends = np.empty(0, np.int64)
-        if align != "none":
-            assert documents is not None
-            self._set_documents(documents)
-
-    def _set_documents(self, documents: np.ndarray) -> None:
-        if self.align == "bos":
-            fits = int(documents.searchsorted(self.num_tokens - self.context))
+        self.documents = np.empty(0, np.int64) if documents is None else documents
+        self._ends = np.append(self.documents[1:], num_tokens)
+        if align == "bos":
+            fits = int(self.documents.searchsorted(num_tokens - context))
             # document n's window ends where document next[n] or an earlier one begins
-            self._next = documents.searchsorted(documents[:fits] + self.context)
+            self._next = self.documents.searchsorted(self.documents[:fits] + context)
             if not fits:
                 raise UserError(
-                    f"no document begins {self.context + 1:,} tokens before the end of the corpus:"
+                    f"no document begins {context + 1:,} tokens before the end of the corpus:"
                     " windows that begin with documents need a smaller context or more text"
                 )
-        self.documents, self._ends = documents, np.append(documents[1:], self.num_tokens)
 
     def epoch_size(self, epoch: int) -> int:
         """Returns the number of samples in an epoch."""
-        if self.align == "document":
-            return len(self.documents)
-        return self._layout(epoch)[2] if self.align == "none" else len(self._starts_of(epoch))
+        return len(self._starts_of(epoch))
 
     def coverage(self) -> float:
         """Returns the expected share of the corpus's tokens that are targets in the first epoch."""
@@ -125,13 +118,6 @@ class SampleOrder:
         words = (self.seed, self.seed >> 32, epoch)
         return np.random.RandomState([word & 0xFFFFFFFF for word in words])
 
-    def _layout(self, epoch: int) -> tuple[np.random.RandomState, int, int]:
-        """Returns an epoch's random generator, and the offset and number of its windows."""
-        stream = self._random(epoch)
-        offsets = min(self.context, self.num_tokens - self.context)
-        offset = int(stream.randint(offsets, dtype=np.int64))
-        return stream, offset, (self.num_tokens - 1 - offset) // self.context
-
     def _starts_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             make = self._windows if self.align == "none" else self._aligned
@@ -139,7 +125,10 @@ class SampleOrder:
         return self._starts
 
     def _windows(self, epoch: int) -> np.ndarray:
-        stream, offset, size = self._layout(epoch)
+        stream = self._random(epoch)
+        offsets = min(self.context, self.num_tokens - self.context)
+        offset = int(stream.randint(offsets, dtype=np.int64))
+        size = (self.num_tokens - 1 - offset) // self.context
         if self.sampling == "epoch":
             starts = np.arange(size, dtype=np.int64) * self.context + offset
             stream.shuffle(starts)

@@ -11,14 +11,15 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from functools import lru_cache
+from typing import Any, BinaryIO, Literal, NamedTuple
 
-from fastgpt.data.hub import load_splits
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, reason, shown
 
 UTF_8 = "utf-8"
 CHUNK_BYTES = 2**18
@@ -31,27 +32,24 @@ MAX_DOCUMENT = 2**26
 """Number of characters without a separator that is an error: the separator seems to be wrong."""
 MAX_LINE = 2**28
 """Number of bytes at which a line of JSON is cut: a compressed file may unpack to any size."""
+HUB_NAME = re.compile(r"hf:(?P<path>[\w.-]+/[\w.-]+)(/(?P<name>[\w.-]+))?(@(?P<revision>\S+))?")
 WORD_ENDS = " \n\r\t"
-CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), 0x7F])
-"""Control characters that texts do not use for white space, colours or overstriking."""
-MOST_CONTROLS = 0.01
-"""The largest share of control characters in a text."""
+MOST_NULS = 0.01
+"""The largest share of NUL characters in a text; UTF-16 that is read as UTF-8 has a half."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class File:
-    """A file of text, or a split of a data set of the hub."""
+class File(NamedTuple):
+    """A file of a source."""
 
     path: str
-    """Local path of the file, or `hf:owner/name/path` on the Hugging Face hub."""
-    format: Literal["text", "jsonl", "parquet", "hub"]
+    """Local path, or `hf:owner/name/path` on the Hugging Face hub."""
     split: Literal["train", "val"] | None = None
     """Split that it belongs to, if its name says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Files of text, and how to read them."""
+    """Files of one format, and how to read them."""
 
     name: str
     """Short name, fit for a file name."""
@@ -59,6 +57,7 @@ class Source:
     """The name or path by which it was asked for."""
     files: tuple[File, ...]
     """Files in the order in which they are read."""
+    format: Literal["text", "jsonl", "parquet", "hub"] = "text"
     separator: str | None = None
     """Text between the documents of a file; None: a file is one document."""
     field: str = "text"
@@ -67,12 +66,8 @@ class Source:
     """Adds a newline to files that lack it, so that a folder's next file begins a new line."""
     encoding: str = UTF_8
     """Encoding of texts; JSON lines, Parquet and the hub are always UTF-8."""
-    skipped: tuple[str, ...] = ()
-    """Reasons why files of a folder or a pattern were skipped, one for each."""
     python: str | None = None
     """Python version of the built-in corpus; None for every other source."""
-    revision: str | None = None
-    """The commit of a data set of the hub, if it is known."""
 
     @property
     def split(self) -> Literal["named", "tail", "hash"]:
@@ -84,7 +79,7 @@ class Source:
     @property
     def plain(self) -> bool:
         """True for plain texts, False for sets of documents."""
-        return self.separator is None and all(file.format == "text" for file in self.files)
+        return self.separator is None and self.format == "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +92,57 @@ class Piece:
     """True if a document begins with this piece."""
     split: str | None
     """Split of the text; None: chosen by the document's hash."""
-    done: int
-    """Amount of the source that has been read with this piece, in the units of `source_size`."""
+    done: float
+    """Share of the source that has been read with this piece, from 0 to 1."""
 
 
 def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
     """Reads the pieces of a source.
 
     Args:
-        raw: texts without a separator are read as bytes of UTF-8.
+        raw: plain texts are read as bytes of UTF-8.
     Raises:
-        UserError: a file cannot be read or has the wrong format; the message names the place.
+        UserError: a file cannot be read or has the wrong format; the message names the file.
     """
-    before = 0
-    for file in source.files:
-        begins = True
-        for text, done in _rows(source, file, raw):
+    raw, before = raw and source.plain, 0
+    newline: Any = b"\n" if raw else "\n"
+    is_hub = source.format == "hub"
+    sizes = [len(_rows(x)) if is_hub else os.path.getsize(x.path) for x in source.files]
+    total = sum(sizes)
+    for file, size in zip(source.files, sizes):
+        last = None
+        for text, done in _texts(source, file, raw):
             if text:
-                yield Piece(text, begins or not source.plain, file.split, before + done)
-                begins = False
-        before += _size(file)
+                begins = last is None or not source.plain
+                yield Piece(text, begins, file.split, (before + done) / total)
+                last = text
+        before += size
+        if source.plain and source.ends_lines and last and not last.endswith(newline):
+            yield Piece(newline, False, file.split, before / total)
 
 
-def source_size(source: Source) -> int:
-    """Returns the size of all files: bytes on disk, rows for the hub."""
-    return sum(map(_size, source.files))
+def _rows(file: File) -> Any:
+    return load_splits(file.path)[file.split or "train"]
 
 
-def _size(file: File) -> int:
-    return len(_hub_split(file)) if file.format == "hub" else os.path.getsize(file.path)
+def _texts(source: Source, file: File, raw: bool) -> Iterator[tuple[Any, int]]:
+    """Yields the texts of a file, and the amount of the file that has been read with each."""
+    if source.format == "hub":
+        yield from _hub(file, source.field)
+    elif source.format == "parquet":
+        yield from _parquet(file.path, source.field)
+    else:
+        with opened(file.path) as (stream, on_disk):
+            if source.format == "jsonl":
+                texts: Iterator[Any] = _json_lines(stream, file.path, source.field)
+            else:
+                texts = _decoded(stream, file.path, source.encoding, raw)
+                if source.separator is not None:
+                    texts = _between(texts, source.separator, file.path)
+                elif not raw:
+                    texts = _cut(texts)
+            for text in texts:
+                yield text, on_disk.tell()
 
 
 @contextmanager
@@ -136,62 +153,20 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         The stream of its content, and the file itself, whose position shows the progress.
 
     Raises:
-        UserError: it cannot be read, is not compressed as its name says, or the package that reads
-            Zstandard is missing.
+        UserError: it cannot be read, is not compressed as its name says, or pyarrow is missing.
     """
     try:
-        with open(path, "rb") as raw, _unpacked(raw, path.lower()) as stream:
-            yield stream, raw
+        with open(path, "rb") as raw:
+            stream: Any = raw
+            if path.lower().endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=raw)
+            elif path.lower().endswith(".zst"):
+                unpacked = _pyarrow().input_stream(raw, compression="zstd")
+                stream = io.BufferedReader(unpacked, CHUNK_BYTES)  # can read a line
+            with stream:
+                yield stream, raw
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {path}: {reason}") from error
-
-
-def _unpacked(raw: BinaryIO, name: str) -> Any:
-    if name.endswith(".gz"):
-        return gzip.open(raw, "rb")
-    if name.endswith(".zst"):
-        unpacked = _pyarrow().input_stream(raw, compression="zstd")
-        return io.BufferedReader(unpacked, CHUNK_BYTES)  # can iterate over lines
-    return raw
-
-
-def decoded(stream: BinaryIO, path: str, encoding: str) -> Iterator[tuple[bytes, str]]:
-    """Decodes a file block by block.
-
-    Yields:
-        Each block as bytes of UTF-8, and the characters that it completes.
-    Raises:
-        UserError: bytes are invalid in the encoding, or too many are control characters.
-    """
-    decoder, offset, block = codecs.getincrementaldecoder(encoding)(), 0, b" "
-    while block:
-        block = stream.read(CHUNK_BYTES)
-        waiting = decoder.getstate()[0]
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeError as error:
-            data, start = waiting + block, getattr(error, "start", 0)
-            place = f"byte 0x{data[start]:02X} at offset {offset - len(waiting) + start:,}"
-            other = (
-                "utf-16"
-                if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-                else "cp1252"
-            )
-            raise UserError(
-                f"{path} is not {encoding.upper()} ({place}): if it is text, pass its encoding,"
-                f" such as --encoding {other} (train.py: --data.encoding {other})"
-            ) from error
-        data = block if encoding == UTF_8 else text.encode(errors="replace")
-        controls = len(data) - len(data.translate(None, CONTROLS))
-        # a short block at the end of a long file may hold a few
-        if controls > MOST_CONTROLS * (max(len(data), CHUNK_BYTES) if offset else len(data)):
-            raise UserError(
-                f"{path} is not text ({controls / len(data):.0%} control characters from offset"
-                f" {offset:,} on): only text, JSON lines and Parquet can be read"
-            )
-        yield data, text
-        offset += len(block)
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
 
 
 def _pyarrow() -> Any:
@@ -205,60 +180,40 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-# --- readers --------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
-def _rows(source: Source, file: File, raw: bool) -> Iterator[tuple[str | bytes, int]]:
-    """Yields the text of each row, and the amount of the file that has been read."""
-    if file.format == "hub":
-        yield from _hub(file, source.field)
-    elif file.format == "parquet":
-        yield from _parquet(file.path, source.field)
-    else:
-        with opened(file.path) as (stream, on_disk):
-            for text in _texts(stream, source, file, raw):
-                yield text, on_disk.tell()
-
-
-def _texts(stream: BinaryIO, source: Source, file: File, raw: bool) -> Iterator[str | bytes]:
-    if file.format == "jsonl":
-        return _json_lines(stream, file.path, source.field)
-    blocks = decoded(stream, file.path, source.encoding)
-    if source.separator is not None:
-        return _between((text for _, text in blocks), source.separator, file.path)
-    parts = (data for data, _ in blocks if data) if raw else _cut(text for _, text in blocks)
-    return _ended_by(b"\n" if raw else "\n", parts) if source.ends_lines else parts
-
-
-def _ended_by(newline: Any, parts: Iterator[Any]) -> Iterator[Any]:
-    part = newline
-    for part in parts:
-        yield part
-    if not part.endswith(newline):
-        yield newline
+def _decoded(stream: BinaryIO, path: str, encoding: str, raw: bool) -> Iterator[Any]:
+    """Yields a file block by block: its characters, or the bytes of UTF-8 if it is read raw."""
+    decoder, block = codecs.getincrementaldecoder(encoding)(), b" "
+    while block:
+        block = stream.read(CHUNK_BYTES)
+        try:
+            text = decoder.decode(block, final=not block)
+            if text.count("\0") > MOST_NULS * max(len(text), 1000):
+                raise UnicodeError("it holds NUL characters")
+        except UnicodeError as error:
+            raise UserError(
+                f"{path} is not {encoding.upper()} ({getattr(error, 'reason', error)}): if it is"
+                " text, pass its encoding, such as --encoding utf-16 or cp1252 (train.py:"
+                " --data.encoding)"
+            ) from error
+        yield text if not raw else block if encoding == UTF_8 else text.encode(errors="replace")
 
 
 def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
-    """Yields the documents between separators, without the newlines around them.
-
-    Each block is searched once, with the few characters before it that may begin a separator.
-    """
-    overlap = len(separator) - 1
-    parts, carry, size, number = [], "", 0, 0
+    """Yields the documents between separators, without the newlines around them."""
+    rest = ""
     for block in blocks:
-        *whole, rest = (carry + block).split(separator)
+        *whole, rest = (rest + block).split(separator)
         for document in whole:
-            yield "".join((*parts, document)).strip("\r\n")
-            parts, size, number = [], 0, number + 1
-        keep = max(0, len(rest) - overlap)
-        parts.append(rest[:keep])
-        carry, size = rest[keep:], size + keep
-        if size > MAX_DOCUMENT:
+            yield document.strip("\r\n")
+        if len(rest) > MAX_DOCUMENT:
             raise UserError(
-                f"{path}: no {separator!r} in {MAX_DOCUMENT:,} characters after document"
-                f" {number:,}: is that the right --separator?"
+                f"{path}: no {separator!r} in {MAX_DOCUMENT:,} characters: is that the right"
+                " --separator?"
             )
-    yield "".join((*parts, carry)).strip("\r\n")
+    yield rest.strip("\r\n")
 
 
 def _cut(texts: Iterator[str]) -> Iterator[str]:
@@ -291,32 +246,23 @@ def _last_cut(text: str) -> int:
     return 0
 
 
+# --- documents ------------------------------------------------------------------------------------
+
+
 def _json_lines(stream: BinaryIO, path: str, field: str) -> Iterator[str]:
-    lines = iter(lambda: stream.readline(MAX_LINE), b"")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _field_of(line, field, f"{path} line {number:,}")
-
-
-def _field_of(line: bytes, field: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON, expected one object per line ({error})") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{place} is of type {type(record).__name__}: expected one object per line")
-    if field not in record:
-        raise UserError(
-            f"{place} has no field {field!r}: pass the one that holds the text with --field"
-            f" (fields: {', '.join(record) or 'none'})"
-        )
-    text = "" if record[field] is None else record[field]  # like an empty field of Parquet
-    if not isinstance(text, str):
-        raise UserError(
-            f"{place}: field {field!r} is of type {type(text).__name__}, expected a string"
-        )
-    # halves of surrogate pairs, which JSON can hold but UTF-8 cannot, become `?`
-    return text if text.isascii() else text.encode(errors="replace").decode()
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[field] or ""  # null is like an empty field of Parquet
+            # halves of surrogate pairs, which JSON can hold but UTF-8 cannot, become `?`
+            text = text if text.isascii() else text.encode(errors="replace").decode()
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{path} line {number:,}: expected a JSON object with text in the field {field!r},"
+                f" which --field chooses, not {shown(line.decode(errors='replace'))}"
+            ) from error
+        yield text
 
 
 def _parquet(path: str, field: str) -> Iterator[tuple[str, int]]:
@@ -325,26 +271,52 @@ def _parquet(path: str, field: str) -> Iterator[tuple[str, int]]:
         # by default a whole row group, possibly the whole file, would be held in memory
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(path, **options) as table:
-            kinds = {column.name: str(column.type) for column in table.schema_arrow}
-            _check_column(kinds, field, path)
+            _check_column({x.name: str(x.type) for x in table.schema_arrow}, field, path)
             for batch in table.iter_batches(ROWS, columns=[field], use_threads=False):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     yield text or "", size * row // table.metadata.num_rows
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read {path} after row {row:,}: {reason}") from error
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
 
-def _hub_split(file: File) -> Any:
-    return load_splits(file.path)[file.split or "train"]
+@lru_cache(maxsize=1)
+def load_splits(source: str) -> dict[str, Any]:
+    """Downloads a data set of the Hugging Face hub with the package `datasets`.
+
+    Args:
+        source: `hf:owner/name[/configuration][@revision]`.
+    Returns:
+        Memory-mapped `datasets.Dataset`s: the splits `train` and, if there is one, `val`.
+    Raises:
+        UserError: there is no such data set or no network, or the package is not installed.
+    """
+    match = HUB_NAME.fullmatch(source)
+    if match is None:
+        raise UserError(f"source {source!r}: expected hf:owner/name[/configuration][@revision]")
+    try:
+        import datasets
+
+        options: dict[str, Any] = match.groupdict()
+        found: Any = datasets.load_dataset(**options)
+    except ImportError as error:
+        raise UserError(
+            f"{source} needs the datasets package: pip install -c constraints.txt '.[data]'"
+        ) from error
+    except Exception as error:  # the package has no base class for network errors
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        raise UserError(f"cannot load {source} from the Hugging Face hub ({reason})") from error
+    if "train" not in found:
+        raise UserError(f"{source} has the splits {', '.join(found)}: expected train")
+    named = [found[name] for name in ("validation", "valid", "val") if name in found]
+    return {"train": found["train"]} | dict(zip(["val"], named))
 
 
 def _hub(file: File, field: str) -> Iterator[tuple[str, int]]:
-    split, row = _hub_split(file), 0
-    kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in split.features.items()}
+    rows, row = _rows(file), 0
+    kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
     _check_column(kinds, field, file.path)
-    for batch in split.select_columns([field]).iter(ROWS):
+    for batch in rows.select_columns([field]).iter(ROWS):
         for text in batch[field]:
             row += 1
             yield text or "", row

@@ -7,18 +7,18 @@ Files whose names say train and validation are split as they say.
 """
 
 import codecs
+import glob
 import os
 import platform
+import re
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fastgpt.data.download import published_file
-from fastgpt.data.hub import load_splits, revision_of
-from fastgpt.data.local_files import list_files
-from fastgpt.data.reading import UTF_8, File, Source
-from fastgpt.errors import UserError, counted, unknown_name
+from fastgpt.data.reading import UTF_8, File, Source, load_splits
+from fastgpt.errors import UserError, unknown_name
 from fastgpt.files import data_dir
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -38,6 +38,10 @@ HUB = {
 SEPARATORS = {"tinystories": "<|endoftext|>"}
 """Separator between the documents of a named set that is on disk as text."""
 NAMES = ("builtin", "shakespeare", *HUB)
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+"""Formats of documents, by suffix; all other files are texts."""
+COMPRESSED = (".gz", ".zst")
+SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 
 # Tests and installed packages are not the library; encodings and pydoc_data are nearly all
 # generated tables, a large part of the bytes.
@@ -66,35 +70,36 @@ def find_source(
         field: the field or column that holds the text.
         encoding: encoding of text files, by Python's name.
     Raises:
-        UserError: the source does not exist, has no text, or cannot be downloaded.
+        UserError: the source does not exist, has no text or several kinds of files, or cannot be
+            downloaded.
     """
-    encoding = _text_encoding(encoding)
-    found = _find(source, separator, field, encoding)
-    if encoding != UTF_8 and (source in NAMES or any(f.format != "text" for f in found.files)):
-        raise UserError(f"encoding {encoding} is for text files only: {source} is always UTF-8")
-    return found
-
-
-def _text_encoding(name: str) -> str:
-    """Returns the usual name of an encoding, such as `utf-8` for `UTF8`."""
-    try:
-        "a".encode(name)  # bytes may be no text of this encoding
-        codecs.getincrementaldecoder(name)
-        return codecs.lookup(name).name
-    except (LookupError, ValueError) as error:
-        raise UserError(
-            f"encoding {name!r} is unknown: expected one of Python's text encodings, such as utf-8,"
-            " utf-16 or cp1252"
-        ) from error
-
-
-def _find(source: str, separator: str | None, field: str, encoding: str) -> Source:
     if not source:
         raise UserError("the source is empty: expected builtin, shakespeare or a path")
     if separator == "":
         raise UserError("the separator is empty: expected the text between two documents")
-    if separator and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
-        raise UserError(f"separator {separator!r} is for text files only, not for {source}")
+    try:
+        "a".encode(encoding)  # bytes may be no text of this encoding
+        codecs.getincrementaldecoder(encoding)
+        encoding = codecs.lookup(encoding).name  # `utf-8` for `UTF8`
+    except (LookupError, ValueError) as error:
+        raise UserError(
+            f"encoding {encoding!r} is unknown: expected one of Python's text encodings, such as"
+            " utf-8, utf-16 or cp1252"
+        ) from error
+    given = f"encoding {encoding}" if separator is None else f"separator {separator!r}"
+    refusal = UserError(f"{given} is for text files only, not for {source}")
+    for_text = separator is not None or encoding != UTF_8
+    if for_text and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
+        raise refusal
+    found = _find(source)
+    if for_text and found.format != "text":
+        raise refusal
+    if source in SEPARATORS and found.format == "text":
+        separator = separator or SEPARATORS[source]
+    return replace(found, separator=separator, field=field, encoding=encoding)
+
+
+def _find(source: str) -> Source:
     if source == "builtin":
         return stdlib_source(Path(sysconfig.get_path("stdlib")))
     if source == "shakespeare":
@@ -102,13 +107,14 @@ def _find(source: str, separator: str | None, field: str, encoding: str) -> Sour
             SHAKESPEARE_FILE, SHAKESPEARE_URL, sha256=SHAKESPEARE_SHA256, what="tiny shakespeare",
             instead=f"that file, as {SHAKESPEARE_FILE},",
         )  # fmt: skip
-        return Source(name=source, given=source, files=(File(path=str(path), format="text"),))
+        return Source(name=source, given=source, files=(File(str(path)),))
+    if source in HUB and (data_dir() / source).is_dir():
+        return _local(str(data_dir() / source))
     if source in HUB:
-        return _named_set(source, separator, field)
+        return _hub(HUB[source], source)
     if source.startswith(HUB_PREFIX):
-        return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]), field)
-    found = _local(source, encoding)
-    return replace(found, separator=separator, field=field)
+        return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]))
+    return _local(source)
 
 
 def stdlib_source(root: Path) -> Source:
@@ -119,86 +125,93 @@ def stdlib_source(root: Path) -> Source:
     Raises:
         UserError: the library's source is missing (a zipped or an embedded Python).
     """
-    paths = [str(root / path) for path in sorted(_stdlib_files(root))]
+    found: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [x for x in subfolders if x not in STDLIB_SKIPPED_FOLDERS]
+        subfolders[:] = [x for x in subfolders if not x.startswith(STDLIB_SKIPPED_PREFIXES)]
+        files = [
+            x for x in files if x.endswith(".py") and not x.startswith(STDLIB_SKIPPED_PREFIXES)
+        ]
+        found += [Path(folder, name).relative_to(root).as_posix() for name in files]
+    paths = [str(root / path) for path in sorted({*found} - STDLIB_SKIPPED_FILES)]
     size = sum(os.path.getsize(path) for path in paths)
     if size < STDLIB_MIN_BYTES:
         raise UserError(
             f"the built-in corpus is the source of Python's standard library, but {root} holds"
             f" only {size:,} bytes of it; use a text file or a folder instead"
         )
-    files = tuple(File(path=path, format="text") for path in paths)
+    files = tuple(map(File, paths))
     return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
 
 
-def _stdlib_files(root: Path) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in STDLIB_SKIPPED_FOLDERS and not name.startswith(STDLIB_SKIPPED_PREFIXES)
-        ]
-        for name in files:
-            path = Path(folder, name).relative_to(root).as_posix()
-            if (
-                name.endswith(".py")
-                and path not in STDLIB_SKIPPED_FILES
-                and not name.startswith(STDLIB_SKIPPED_PREFIXES)
-            ):
-                yield path
-
-
-def _named_set(name: str, separator: str | None, field: str) -> Source:
-    """Finds the files of a named set in the data folder, else its data set on the hub."""
-    folder = data_dir() / name
-    if folder.is_dir():
-        return replace(
-            _local(str(folder), UTF_8), separator=separator or SEPARATORS.get(name), field=field
-        )
-    return _hub(HUB[name], name, field)
-
-
-def _hub(source: str, name: str, field: str) -> Source:
+def _hub(source: str, name: str) -> Source:
     try:
-        splits = load_splits(source)
+        splits: Any = load_splits(source)
     except UserError as error:
         raise UserError(
             f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
             f" {data_dir() / name} and use that folder"
         ) from error
-    named = ("train", "val") if "val" in splits else (None,)
-    files = tuple(File(path=source, format="hub", split=split) for split in named)
-    revision = revision_of(splits["train"])
-    return Source(name=name, given=source, files=files, field=field, revision=revision)
+    files = tuple(File(source, split if len(splits) > 1 else None) for split in splits)
+    return Source(name=name, given=source, files=files, format="hub")
 
 
-def _local(source: str, encoding: str) -> Source:
-    path = Path(source).expanduser()
-    if path.is_dir() and any(path.glob("*train*.bin")):
+def _local(source: str) -> Source:
+    """Finds the files of a path or a pattern, sorted by path, without hidden and empty ones."""
+    root = Path(source).expanduser()
+    if root.is_dir():
+        below = sorted(root.rglob("*"), key=Path.as_posix)
+        shown = [x for x in below if not re.search(r"(^|/)\.", x.relative_to(root).as_posix())]
+        paths = list(map(str, shown))
+    else:
+        paths = [str(root)] if root.is_file() else sorted(glob.glob(str(root), recursive=True))
+    paths = [path for path in paths if os.path.isfile(path) and os.path.getsize(path)]
+    if not paths:
+        if root.exists():
+            raise UserError(f"source {source!r} is empty")
+        if len(root.parts) > 1 or root.suffix:
+            raise UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
+        raise unknown_name("corpus", source, NAMES, also="a file or a folder")
+    formats = {_format(path): path for path in paths}
+    if len(formats) > 1:
+        kinds = (f"{kind} ({path})" for kind, path in formats.items())
         raise UserError(
-            f"{path} has token shards already: pass it to --data.source; only text can be prepared"
+            f"source {source!r} has files of several kinds, {' and '.join(kinds)}: choose one by a"
+            " pattern, such as 'folder/**/*.txt'"
         )
-    files, skipped = list_files(source, encoding)
-    if not files:
-        raise _nothing_in(source, path, skipped)
+    [form] = formats
     return Source(
-        name=_file_name(path.resolve().name if path.is_dir() else path.name),
+        name=_file_name(root.resolve().name if root.is_dir() else root.name),
         given=source,
-        files=tuple(files),
-        ends_lines=path.is_dir() or len(files) > 1,
-        encoding=encoding,
-        skipped=tuple(skipped),
+        files=_with_splits(paths, form),
+        format=form,
+        ends_lines=root.is_dir() or len(paths) > 1,
     )
 
 
-def _nothing_in(source: str, path: Path, skipped: list[str]) -> UserError:
-    if skipped:
-        count = counted(len(skipped), "file")
-        return UserError(f"source {source!r}: no text in it; {count} skipped: {skipped[0]}")
-    if path.exists():
-        return UserError(f"source {source!r} is empty")
-    if len(path.parts) > 1 or path.suffix:
-        return UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
-    return unknown_name("corpus", source, NAMES, also="a file or a folder")
+def _format(path: str) -> Any:
+    """Returns the format of a file by its suffix, without .gz or .zst."""
+    suffixes = [suffix for suffix in Path(path.lower()).suffixes if suffix not in COMPRESSED]
+    return FORMATS.get(suffixes[-1] if suffixes else "", "text")
+
+
+def _with_splits(paths: list[str], form: str) -> tuple[File, ...]:
+    """Adds the splits that files or folders are named for, if train and validation are both named;
+    those named test are left out then."""
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths]) or "."
+    splits: list[Any] = []
+    for path in paths:
+        words = re.findall("[a-z]+", os.path.relpath(path, folder).lower())
+        named = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
+        splits.append(named[-1] if named else None)
+    if not {"train", "val"} <= {*splits} or (None in splits and form == "text"):
+        return tuple(map(File, paths))  # also a project's sources: train.py beside val.py
+    if None in splits:
+        path = paths[splits.index(None)]
+        raise UserError(
+            f"{path} is named neither train nor validation, unlike others: prepare it separately"
+        )
+    return tuple(File(path, split) for path, split in zip(paths, splits) if split != "test")
 
 
 def _file_name(name: str) -> str:

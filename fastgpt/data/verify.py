@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from fastgpt.data.shards import HEADER_BYTES, Tokens
+from fastgpt.data.shards import Tokens
 from fastgpt.errors import UserError, counted
 from fastgpt.files import cache_dir, cores, sha256_of, write_atomically
 
@@ -26,56 +25,47 @@ BLOCK_TOKENS = 2**22
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """Path and recorded sha256 of a shard; the sha256 is None for another program's."""
-
-    path: Path
-    sha256: str | None = None
-
-
-def check_shard(shard: Shard, vocab_size: int) -> None:
+def check_shard(path: Path, sha256: str | None, vocab_size: int) -> None:
     """Reads a whole shard, and checks its header, its sha256 and its token ids.
 
     Args:
+        sha256: recorded hash; None for another program's shard, which has none.
         vocab_size: every id must be smaller.
 
     Raises:
         UserError: the shard is damaged; the message names the file.
     """
-    path, tokens = shard.path, Tokens([shard.path])
-    if shard.sha256 is not None and (found := sha256_of(path)) != shard.sha256:
+    tokens = Tokens([path])
+    if sha256 is not None and (found := sha256_of(path)) != sha256:
         raise UserError(
-            f"{path} is damaged: its sha256 is {found}, expected {shard.sha256}; prepare or copy"
-            " it again"
+            f"{path} is damaged: its sha256 is {found}, expected {sha256}; prepare or copy it again"
         )
-    for start, ids in _blocks(tokens):
-        if ids.max() >= vocab_size:
-            first = int(np.argmax(ids >= vocab_size))
-            byte = HEADER_BYTES + (start + first) * ids.itemsize
-            raise UserError(
-                f"{path}: token id {ids[first]} at byte {byte:,}, but the vocabulary ends at"
-                f" {vocab_size - 1}"
-            )
+    largest = max(int(ids.max()) for _, ids in _blocks(tokens))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{path} has the token id {largest}, but the vocabulary ends at {vocab_size - 1}"
+        )
 
 
-def check_once(shards: Sequence[Shard], vocab_size: int) -> None:
+def check_once(shards: dict[Path, str | None], vocab_size: int) -> None:
     """Runs `check_shard` on the shards that have not passed it unchanged with this vocabulary.
 
+    Args:
+        shards: path and recorded sha256 of each.
     Raises:
         UserError: as `check_shard`, for the first shard that fails.
     """
-    passed = {x: _cached("checked", [x.path], (x.sha256, vocab_size)) for x in shards}
-    new = [shard for shard in shards if not passed[shard].exists()]
-    size = sum(shard.path.stat().st_size for shard in new)
+    passed = {x: _cached("checked", [x], (sha256, vocab_size)) for x, sha256 in shards.items()}
+    new = [path for path in shards if not passed[path].exists()]
+    size = sum(path.stat().st_size for path in new)
     if size > 2**30:
         logger.warning("checking %s once (%.1f GB)", counted(len(new), "shard"), size / 1e9)
 
-    def check(shard: Shard) -> None:
-        check_shard(shard, vocab_size)
+    def check(path: Path) -> None:
+        check_shard(path, shards[path], vocab_size)
         with suppress(OSError):  # a cache that cannot be written only costs time
-            passed[shard].parent.mkdir(parents=True, exist_ok=True)
-            passed[shard].touch()
+            passed[path].parent.mkdir(parents=True, exist_ok=True)
+            passed[path].touch()
 
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(check, new))
@@ -90,19 +80,14 @@ def document_starts(tokens: Tokens, eot_id: int) -> np.ndarray:
     cached = _cached("documents", tokens.paths, eot_id).with_suffix(".npy")
     with suppress(OSError, ValueError):
         return np.asarray(np.load(cached, mmap_mode="r"))
-    starts = _find(tokens, eot_id)
+    found = (np.flatnonzero(ids == eot_id) + start for start, ids in _blocks(tokens))
+    starts = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         np.save(buffer, starts)
         write_atomically(cached, buffer.getbuffer())
     return starts
-
-
-def _find(tokens: Tokens, eot_id: int) -> np.ndarray:
-    found = (np.flatnonzero(ids == eot_id) + start for start, ids in _blocks(tokens))
-    starts = np.concatenate([np.zeros(1, np.int64), *found])
-    return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
 
 
 def _blocks(tokens: Tokens) -> Iterator[tuple[int, np.ndarray]]:

@@ -1,82 +1,214 @@
-"""Writes a prepared directory on all cores, in bounded memory, and resumable.
+"""Writes the files of a prepared directory on all cores, in bounded memory.
 
 One thread reads; a pool of threads tokenizes (the tokenizers release the GIL); results are written
-in the order of reading, so the bytes do not depend on the number of threads. Every few seconds the
-shards are synced and `progress.json` records their lengths: after an interruption at any moment,
-the shards are truncated to that point, the texts before it are read without being tokenized again,
-and writing goes on. The manifest is written last.
+in the order of reading, so the bytes do not depend on the number of threads. The manifest is
+written last.
 """
 
 import hashlib
-import itertools
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastgpt.data.batches import Encoded, batches, encode
+import numpy as np
+
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.reading import Source, read_pieces, source_size
-from fastgpt.data.request import PROGRESS, Progress, Request, check_same, load_progress
-from fastgpt.data.shard_writer import ShardWriter
-from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers import (
-    SIZED,
-    TOKENIZER_FILE,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    make_tokenizer,
-)
-from fastgpt.errors import UserError, counted, writing
-from fastgpt.files import cores, sha256_of, write_atomically
+from fastgpt.data.reading import UTF_8, Piece, Source, read_pieces
+from fastgpt.data.shards import HEADER_BYTES, MAX_TOKENS, shard_header, token_dtype
+from fastgpt.data.tokenizers import SIZED, TOKENIZER_FILE, ByteTokenizer, Tokenizer, make_tokenizer
+from fastgpt.errors import UserError, counted
+from fastgpt.files import cores, sha256_of, sync, write_atomically
 
 Report = Callable[[int, float], None]
+BATCH_CHARACTERS = 2**19
+"""Number of characters that one thread tokenizes at a time."""
 LEARNT_CHARACTERS = 10**8
 """Number of characters, from the beginning of a source, that bpe and wordpiece are trained on:
 their memory grows with the distinct words."""
+TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
+"""Default fractions held out of a text, and of a set of documents."""
 
 
-def write_directory(
-    request: Request,
-    out: Path,
-    *,
-    workers: int | None = None,
-    report: Report | None = None,
-    save_every_s: float = 5.0,
-) -> None:
-    """Carries out a request in the directory `out`, or resumes an earlier call there.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of a preparation: flags of `python -m fastgpt.prepare`, which shows their texts."""
+
+    tokenizer: str = "auto"
+    """Tokenizer: auto, bytes, chars, gpt2, bpe or wordpiece. It may also be the path of a
+    tokenizer.json; bpe and wordpiece are trained on the source. `auto` uses chars for shakespeare,
+    bytes for other text and gpt2 for sets of documents."""
+    vocab_size: int | None = None
+    """Vocabulary size of a bpe or wordpiece tokenizer. By default it is 32,768. The tokenizer
+    learns from the first 100 million characters."""
+    val_fraction: float | None = None
+    """Fraction held out for validation; by default 0.1 of a text or 0.005 of a set of documents. It
+    is between 0 and 1: of a text the end, of documents those chosen by their hash. Files, folders
+    and splits named train and validation keep their split."""
+    separator: str | None = None
+    r"""Text between the documents of a text file, such as '\n'. Without it a file is one
+    document."""
+    field: str = "text"
+    """JSON field or Parquet column with the text."""
+    encoding: str = UTF_8
+    """Encoding of text files, for example cp1252. Every text encoding of Python is accepted."""
+    shard_tokens: int = 100_000_000
+    """Number of tokens in each shard but the last."""
+
+    def __post_init__(self) -> None:
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+            raise UserError(f"--val-fraction is {self.val_fraction}: expected a fraction in (0, 1)")
+        if not 1 <= self.shard_tokens <= MAX_TOKENS:
+            raise UserError(f"--shard-tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
+
+    def resolved(self, source: Source) -> "Settings":
+        """Returns the settings with the defaults that depend on the source."""
+        tokenizer, fraction = self.tokenizer, self.val_fraction
+        if tokenizer == "auto":
+            plain = "chars" if source.name == "shakespeare" else ByteTokenizer.kind
+            tokenizer = plain if source.plain else "gpt2"
+        if fraction is None:
+            fraction = TAIL_FRACTION if source.plain else DOCUMENT_FRACTION
+        return replace(self, tokenizer=tokenizer, val_fraction=fraction)
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """Tokens of a batch that belong to one split."""
+
+    ids: np.ndarray
+    """(N,) uint16 or uint32."""
+    num_bytes: int
+    """Bytes of UTF-8 that the tokens stand for."""
+    documents: int
+    """Number of documents that begin."""
+
+
+def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
+    """Yields lists of pieces of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
 
     Args:
-        out: a directory for this request alone.
-        workers: threads that tokenize; None: one for each core this process may use. The bytes
-            written do not depend on it.
-        report: called after each batch with the number of tokens so far, and the share of the
-            source that has been read.
-        save_every_s: seconds between two points to resume from.
-    Raises:
-        UserError: the source, the tokenizer or the split cannot work, or the disk is full; the work
-            so far is kept for the next call.
+        raw: see `read_pieces`.
+        tail_starts: length of the text before the held-out tail; None: files or hashes decide.
     """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        for path in out.glob(".*.json-*"):
-            path.unlink()  # temporary file of a killed process
-        facts, (before, done) = request.facts(), load_progress(out)
-        if any(done.get("tokens", {}).values()):
-            check_same(out, before, facts)
-        if before == facts and (out / MANIFEST).exists():
-            return  # complete, but not renamed yet
-        (out / MANIFEST).unlink(missing_ok=True)
-        goes_on = before == facts and "batches" in done
-        directory = _Directory(request, out, Progress(**done) if goes_on else None, report)
-        directory.tokenize(workers or cores(), save_every_s)
-        directory.finish()
+    batch, size, length = [], 0, 0
+    for piece in read_pieces(source, raw=raw):
+        batch += [piece] if tail_starts is None else _split(piece, max(0, tail_starts - length))
+        size, length = size + len(piece.text), length + len(piece.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _split(piece: Piece, cut: int) -> list[Piece]:
+    """Cuts `piece` where the held-out tail begins."""
+    parts = (
+        replace(piece, text=piece.text[:cut], split="train"),
+        replace(piece, text=piece.text[cut:], split="val", begins=piece.begins and cut == 0),
+    )
+    return [part for part in parts if part.text]
+
+
+def encode(
+    batch: list[Piece], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
+) -> tuple[dict[str, Encoded], bytes]:
+    """Tokenizes a batch, with an end-of-text token before each document if the tokenizer has one.
+
+    Args:
+        val_fraction: fraction of documents held out, if their hash decides.
+        ends_documents: without an end-of-text token, make each document end in a newline.
+    Returns:
+        The tokens by split, and the sha256 of the texts.
+    """
+    found: dict[str, list[Piece]] = {split: [] for split in SPLITS}
+    num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    digest = hashlib.sha256()
+    for piece in batch:
+        text = piece.text
+        data = text if isinstance(text, bytes) else text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+        split = piece.split or SPLITS[held_out(data, val_fraction)]
+        ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
+        if isinstance(text, str) and not ends:
+            piece, data = replace(piece, text=text + "\n"), data + b"\n"
+        found[split].append(piece)
+        num_bytes[split] += len(data)
+    encoded = {
+        split: Encoded(_ids(pieces, tokenizer), num_bytes[split], sum(x.begins for x in pieces))
+        for split, pieces in found.items()
+    }
+    return encoded, digest.digest()
+
+
+def _ids(pieces: list[Piece], tokenizer: Tokenizer) -> np.ndarray:
+    dtype = token_dtype(tokenizer.vocab_size)
+    arrays = [np.empty(0, dtype)]
+    for begins, group in groupby(pieces, lambda piece: piece.begins):
+        texts: list[Any] = [piece.text for piece in group]  # bytes for the bytes tokenizer only
+        if begins and tokenizer.eot_id is not None:
+            arrays.append(tokenizer.encode_documents(texts))
+        else:
+            arrays += [tokenizer.encode(text) for text in texts]
+    return np.concatenate(arrays).astype(dtype, copy=False)
+
+
+def held_out(document: bytes, fraction: float) -> bool:
+    """Decides by its hash if a document is held out, so that all copies are treated alike."""
+    draw = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
+    return draw < fraction
+
+
+# --- the directory -------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Appends tokens to the shards of one split: each but the last holds `shard_tokens`.
+
+    A shard gets its header when all tokens have been written.
+    """
+
+    def __init__(self, out: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
+        self.out, self.split, self.dtype, self.shard_tokens = out, split, dtype, shard_tokens
+        self.tokens, self.num_bytes, self.documents = 0, 0, 0
+
+    def _path(self, number: int) -> Path:
+        return self.out / f"{self.split}_{number:06d}.bin"
+
+    def append(self, part: Encoded) -> None:
+        """Writes tokens behind those so far."""
+        self.num_bytes += part.num_bytes
+        self.documents += part.documents
+        ids = part.ids
+        while ids.size:
+            number, before = divmod(self.tokens, self.shard_tokens)
+            now, ids = np.split(ids, [self.shard_tokens - before])
+            with self._path(number).open("ab") as file:
+                file.write(now.data if before else bytes(HEADER_BYTES) + now.tobytes())
+            self.tokens += now.size
+
+    def finish(self) -> dict[str, Any]:
+        """Completes the shards, and returns the split's entry in the manifest."""
+        with ThreadPoolExecutor(cores()) as pool:
+            shards = [*pool.map(self._complete, range(-(-self.tokens // self.shard_tokens)))]
+        counts = {"tokens": self.tokens, "bytes": self.num_bytes, "documents": self.documents}
+        return {**counts, "shards": shards}
+
+    def _complete(self, number: int) -> dict[str, Any]:
+        path, before = self._path(number), number * self.shard_tokens
+        count = min(self.shard_tokens, self.tokens - before)
+        with path.open("r+b") as file:
+            file.write(shard_header(count, self.dtype))
+            sync(file)
+        return {"file": path.name, "tokens": count, "sha256": sha256_of(path)}
 
 
 def scan(source: Source, *, raw: bool) -> tuple[int, str]:
@@ -92,147 +224,99 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
     return length, digest.hexdigest()
 
 
-class _Directory:
-    """Prepared directory that is being written; does the work of `write_directory`."""
+def write_directory(
+    source: Source,
+    settings: Settings,
+    out: Path,
+    *,
+    workers: int | None = None,
+    report: Report | None = None,
+) -> None:
+    """Tokenizes a source into the empty directory `out`.
 
-    def __init__(
-        self, request: Request, out: Path, progress: Progress | None, report: Report | None
-    ) -> None:
-        self.source, self.settings, self.facts = request.source, request.settings, request.facts()
-        self.out, self.report = out, report
-        self.raw = self.settings.tokenizer == ByteTokenizer.kind
-        self.size = max(1, source_size(self.source))
-        self.tail_starts, self.sha256 = None, None
-        if self.source.split == "tail":
-            length, self.sha256 = scan(self.source, raw=self.raw)
-            self.tail_starts = int(length * (1 - self.fraction))
-        self.tokenizer = self._new_tokenizer() if progress is None else load_tokenizer(out)
-        self.progress = progress or Progress()
-        dtype, tokens = token_dtype(self.tokenizer.vocab_size), self.progress.tokens
-        self.writers = {
-            split: ShardWriter(out, split, dtype, self.settings.shard_tokens, tokens[split])
-            for split in SPLITS
-        }
+    Args:
+        settings: resolved for the source.
+        workers: threads that tokenize; None: one for each core this process may use. The bytes
+            written do not depend on it.
+        report: called after each batch with the number of tokens so far, and the share of the
+            source that has been read.
+    Raises:
+        UserError: the source, the tokenizer or the split cannot work.
+    """
+    kind, fraction, plain = settings.tokenizer, settings.val_fraction, source.plain
+    assert fraction is not None, "resolved"
+    raw, tail_starts, sha256 = kind == ByteTokenizer.kind, None, None
+    if source.split == "tail":
+        length, sha256 = scan(source, raw=raw)
+        tail_starts = int(length * (1 - fraction))
+    texts = partial(_texts, source, sized=kind in SIZED)
+    tokenizer = make_tokenizer(kind, texts, vocab_size=settings.vocab_size)
+    tokenizer.save(out)
+    dtype = token_dtype(tokenizer.vocab_size)
+    writers = {x: ShardWriter(out, x, dtype, settings.shard_tokens) for x in SPLITS}
+    shown, digest = report or (lambda *_: None), ""
+    shown(0, 0.0)
+    tokenize = partial(encode, tokenizer=tokenizer, val_fraction=fraction, ends_documents=not plain)
+    todo = batches(source, raw=raw, tail_starts=tail_starts)
+    for (encoded, hashed), done in _in_order(tokenize, todo, workers or cores()):
+        for split, part in encoded.items():
+            writers[split].append(part)
+        # a chain of sha256 over the batches
+        digest = hashlib.sha256(digest.encode() + hashed).hexdigest()
+        shown(sum(writer.tokens for writer in writers.values()), done)
+    total = sum(writer.tokens for writer in writers.values())
+    for split, purpose, change in ("train", "train", "smaller"), ("val", "validate", "larger"):
+        if writers[split].tokens < 2:
+            raise UserError(
+                f"a validation fraction of {fraction} of {source.name} ({counted(total, 'token')})"
+                f" leaves nothing to {purpose} on: use more text or a {change} --val-fraction"
+                " (train.py: --data.val-fraction)"
+            )
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "name": source.name,
+        "sha256": sha256 or digest,
+        "python": source.python,
+        "request": {"source": source.given, **asdict(settings)},
+        "files": len(source.files),
+        "held_out": source.split,
+        "tokenizer": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "eot_id": tokenizer.eot_id,
+        "tokenizer_sha256": sha256_of(out / TOKENIZER_FILE),
+        "val_fraction": None if source.split == "named" else fraction,
+        "splits": {split: writer.finish() for split, writer in writers.items()},
+    }
+    write_atomically(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
-    @property
-    def fraction(self) -> float:
-        assert self.settings.val_fraction is not None, "made by Request.of"
-        return self.settings.val_fraction
 
-    def _new_tokenizer(self) -> Tokenizer:
-        kind, size = self.settings.tokenizer, self.settings.vocab_size
-        tokenizer = make_tokenizer(kind, self._texts, vocab_size=size)
-        tokenizer.save(self.out)
-        return tokenizer
+def _texts(source: Source, *, sized: bool) -> Iterator[str]:
+    """Yields the texts that a tokenizer is trained on."""
+    length = 0
+    for piece in read_pieces(source):
+        assert isinstance(piece.text, str)
+        yield piece.text
+        length += len(piece.text)
+        if sized and length >= LEARNT_CHARACTERS:
+            break
+    if not source.plain:
+        yield "\n"  # ends documents of tokenizers without an end-of-text token, such as chars
 
-    def _texts(self) -> Iterator[str]:
-        length, sized = 0, self.settings.tokenizer in SIZED
-        for piece in read_pieces(self.source):
-            assert isinstance(piece.text, str)
-            yield piece.text
-            length += len(piece.text)
-            if sized and length >= LEARNT_CHARACTERS:
-                break
-        if not self.source.plain:
-            yield "\n"  # ends documents of tokenizers without an end-of-text token, such as chars
 
-    def tokenize(self, workers: int, save_every_s: float) -> None:
-        """Reads the source, and writes the tokens of the batches that were not written yet."""
-        self._save()  # a trained tokenizer, if nothing else yet
-        self._report(0)
-        saved = time.monotonic()
-        with ThreadPoolExecutor(workers) as pool:
-            for result, done in self._encoded(pool, 2 * workers):
-                for split, tokens in result.tokens.items():
-                    self.writers[split].append(tokens)
-                self.progress.add(result)
-                self._report(done)
-                if time.monotonic() - saved >= save_every_s:
-                    self._save()
-                    saved = time.monotonic()
-        self._save()
+def _in_order(
+    tokenize: Callable[[list[Piece]], Any], todo: Iterator[list[Piece]], workers: int
+) -> Iterator[tuple[Any, float]]:
+    """Yields what `tokenize` makes of the batches in order, and the share read with each.
 
-    def _encoded(self, pool: ThreadPoolExecutor, most: int) -> Iterator[tuple[Encoded, int]]:
-        """Yields the tokens of the batches in order, while `most` more of them are in work."""
-        pending: deque[tuple[Future[Encoded], int]] = deque()
-        tokenize = partial(
-            encode,
-            tokenizer=self.tokenizer,
-            val_fraction=self.fraction,
-            ends_documents=not self.source.plain,
-        )
-        found = batches(self.source, raw=self.raw, tail_starts=self.tail_starts)
-        for batch in itertools.islice(found, self.progress.batches, None):
+    Twice as many batches as threads are in work: enough that no thread waits for the reader, few
+    enough to be held in memory.
+    """
+    pending: deque[tuple[Future[Any], float]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for batch in todo:
             pending.append((pool.submit(tokenize, batch), batch[-1].done))
-            # enough that no thread waits for the reader, few enough to be held in memory
-            if len(pending) > most:
+            if len(pending) > 2 * workers:
                 encoded, done = pending.popleft()
                 yield encoded.result(), done
         for encoded, done in pending:
             yield encoded.result(), done
-
-    def _save(self) -> None:
-        for writer in self.writers.values():
-            writer.sync()
-        content = {"request": self.facts, "progress": asdict(self.progress)}
-        write_atomically(self.out / PROGRESS, json.dumps(content).encode())
-
-    def _report(self, done: int) -> None:
-        if self.report is not None:
-            self.report(sum(self.progress.tokens.values()), done / self.size)
-
-    def finish(self) -> None:
-        """Completes the shards, and writes the manifest."""
-        tokens = self.progress.tokens
-        for split, purpose, change in (
-            ("train", "train", "smaller"),
-            ("val", "validate", "larger"),
-        ):
-            if tokens[split] < 2:
-                (self.out / PROGRESS).unlink()  # nothing to resume: another fraction is due
-                raise UserError(
-                    f"a validation fraction of {self.fraction} of {self.source.name}"
-                    f" ({counted(sum(tokens.values()), 'token')}) leaves nothing to {purpose} on:"
-                    f" use more text or a {change} --val-fraction (train.py: --data.val-fraction)"
-                )
-        splits = {split: self._complete(split) for split in SPLITS}
-        content = json.dumps(self._manifest(splits), indent=1) + "\n"
-        write_atomically(self.out / MANIFEST, content.encode())
-
-    def _complete(self, split: str) -> dict[str, Any]:
-        """Completes a split's shards, and returns its entry in the manifest."""
-        paths, counts = self.writers[split].finish(), self.writers[split].counts()
-        with ThreadPoolExecutor(cores()) as pool:
-            shards = [
-                {"file": path.name, "tokens": count, "sha256": found}
-                for path, count, found in zip(paths, counts, pool.map(sha256_of, paths))
-            ]
-        return {
-            "tokens": self.progress.tokens[split],
-            "bytes": self.progress.num_bytes[split],
-            "documents": self.progress.documents[split],
-            "shards": shards,
-        }
-
-    def _manifest(self, splits: dict[str, Any]) -> dict[str, Any]:
-        source = self.source
-        return {
-            "format_version": FORMAT_VERSION,
-            "name": source.name,
-            "sha256": self.sha256 or self.progress.digest,
-            "python": source.python,
-            "source": {
-                "given": source.given,
-                "files": len(source.files),
-                "skipped_files": len(source.skipped),
-                "encoding": source.encoding,
-                "revision": source.revision,
-                "held_out": source.split,
-            },
-            "tokenizer": self.tokenizer.kind,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eot_id": self.tokenizer.eot_id,
-            "tokenizer_sha256": sha256_of(self.out / TOKENIZER_FILE),
-            "val_fraction": None if source.split == "named" else self.fraction,
-            "splits": splits,
-        }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data import batches, reading
+from fastgpt.data import reading, writing
 from fastgpt.data.preparation import prepare
 from fastgpt.data.shards import read_header
 from tests.data.sets import contents
@@ -73,7 +73,7 @@ def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bo
     if child == 0:
         Disk(last)
         try:
-            prepare(source, out, save_every_s=0, workers=2, **options)
+            prepare(source, out, workers=2, **options)
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
             os._exit(1)
@@ -85,7 +85,7 @@ def killed(source: str, out: Path, options: dict[str, Any], last: int = 0) -> bo
 
 
 def looks_whole(out: Path, whole: dict[str, bytes]) -> list[str]:
-    """Lists files that have the name or the header of a finished file but are not finished."""
+    """Lists what has the name or the header of something finished but is not finished."""
     found = []
     if out.exists() and contents(out) != whole:
         found.append(str(out))
@@ -98,7 +98,7 @@ def looks_whole(out: Path, whole: dict[str, bytes]) -> list[str]:
 
 
 def main(source: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    reading.CHUNK_BYTES, batches.BATCH_CHARACTERS = CHUNK_BYTES, BATCH_CHARACTERS
+    reading.CHUNK_BYTES, writing.BATCH_CHARACTERS = CHUNK_BYTES, BATCH_CHARACTERS
     killed(source, folder / "whole", options)
     whole, out = contents(folder / "whole"), folder / "out"
     kills, again, wrong = 0, 0, []

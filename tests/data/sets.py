@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 
 from fastgpt.data.preparation import prepare
-from fastgpt.data.request import PROGRESS
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
 SAMPLINGS = ("epoch", "random-windows")
@@ -139,6 +138,6 @@ def split_ids(folder: Path, split: str) -> np.ndarray:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Reads every file below a folder, hidden ones too, but not what was asked for, and when."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != PROGRESS]
+    """Reads every file below a folder, hidden ones too."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -155,7 +155,7 @@ def test_uint32_shards_need_a_tokenizer(fineweb, tmp_path):
 
 def test_id_beyond_the_vocabulary_is_found_when_the_set_is_opened(fineweb):
     write_shard(fineweb / "fineweb_train_000002.bin", [1, 2, 256])
-    complaint = r"fineweb_train_000002\.bin: token id 256 at byte 1,028, but the vocabulary ends"
+    complaint = r"fineweb_train_000002\.bin has the token id 256, but the vocabulary ends"
     with pytest.raises(UserError, match=complaint):
         opened(fineweb, tokenizer="bytes")
 

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from fastgpt import prepare
-from fastgpt.data import batches
+from fastgpt.data import writing
 from fastgpt.data.preparation import open_corpus
 from tests.data.sets import contents, split_ids, texts, write_documents
 from tests.processes import ROOT, python
@@ -76,7 +76,7 @@ def test_separator_is_taken_as_a_shell_hands_it_over(tmp_path, main, flag, separ
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", r"x\.jsonl line 2: field 'text' is of type int, expected a string"),
+        ("", r"x\.jsonl line 2: expected a JSON object with text in the field 'text', .*1"),
         (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
         ("--vocab-size 5", "--vocab-size is 5: the bytes tokenizer has its own vocabulary"),
@@ -93,18 +93,18 @@ def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, s
     assert re.search(said, one_line_error(capsys, main, *argv))
 
 
-def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(tmp_path, main, monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 10_000)
+def test_ctrl_c_ends_quietly_and_the_same_command_begins_again(tmp_path, main, monkeypatch):
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 10_000)
     documents = [f"document {i} " + "and so on " * 40 for i in range(3000)]
     source = write_documents(tmp_path / "x.jsonl", documents)
     flags = ["--tokenizer", "bytes", "--val-fraction", "0.3", "--workers", "1"]
     slow = (
         "import sys, time; from fastgpt import prepare\n"
-        "from fastgpt.data import batches, writing\n"
+        "from fastgpt.data import writing\n"
         "encode = writing.encode\n"
         "def slow(*args, **options):\n"
         "    print('at work', flush=True); time.sleep(0.05); return encode(*args, **options)\n"
-        "batches.BATCH_CHARACTERS = 10_000; writing.encode = slow; prepare.main(sys.argv[1:])"
+        "writing.BATCH_CHARACTERS = 10_000; writing.encode = slow; prepare.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", slow, source, "--out", tmp_path / "out", *flags]
     with subprocess.Popen(
@@ -127,7 +127,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
 
     offline = mock.Mock(side_effect=requests.ConnectionError("no route to host"))
-    monkeypatch.setattr(requests.Session, "get", offline)
+    monkeypatch.setattr(requests, "get", offline)
     error = one_line_error(capsys, main, write_documents(tmp_path / "x.jsonl", texts(1500)))
     assert re.search("cannot download .*no route to host.* vocab.bpe.* put into .*mine", error)
     assert not (tmp_path / "out").exists()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data import local_files, reading
-from fastgpt.data.reading import opened, read_pieces, source_size
+from fastgpt.data import reading
+from fastgpt.data.reading import opened, read_pieces
 from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.data.writing import scan
@@ -59,7 +59,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factor
     path.write_text("x" + text, encoding="utf-8", newline="")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "CHUNK_BYTES", chunk)
-        patch.setattr(reading, "MOST_CONTROLS", 1)
+        patch.setattr(reading, "MOST_NULS", 1)
         parts = [piece.text for piece in pieces(path)]
     assert "".join(parts) == "x" + text
     expected = tokenizer.encode("x" + text).tolist()
@@ -90,27 +90,6 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
     assert [piece.text for piece in pieces(folder / "a")][-1].endswith("newline")  # alone: as it is
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
-@pytest.mark.parametrize(
-    ("content", "byte", "offset"),
-    [
-        (b"caf\xe9 ", "E9", 3),
-        ("naïve ".encode() + b"\xff", "FF", 7),
-        ("é京".encode()[:-1], "E4", 2),
-    ],
-)
-def test_text_that_is_not_utf8_is_named_with_the_byte(
-    tmp_path, monkeypatch, chunk, content, byte, offset
-):
-    (tmp_path / "x.txt").write_bytes(content)
-    monkeypatch.setattr(local_files, "CHECKED_BLOCKS", 0)
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
-    said = rf"x\.txt is not UTF-8 \(byte 0x{byte} at offset {offset}\): if it is text, pass"
-    for raw in (False, True):
-        with pytest.raises(UserError, match=said):
-            pieces(tmp_path / "x.txt", raw=raw)
-
-
 # --- documents ------------------------------------------------------------------------------------
 
 PACKED = [f"{kind}{suffix}" for kind in ("jsonl", "txt") for suffix in ("", *PACKERS)]
@@ -133,7 +112,7 @@ def test_every_format_gives_the_same_documents(written, small):
     assert all(piece.begins for piece in found)
     done = [piece.done for piece in found]
     assert done == sorted(done)
-    assert done[-1] == source_size(find_source(str(path), **options))
+    assert done[-1] == 1
 
 
 def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
@@ -148,20 +127,22 @@ def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "shown"),
     [
-        (b'{"text": "cut', "is not JSON.*(Invalid control|Unterminated)"),
-        (b'{"text": "caf\xe9"}', "is not JSON, .*0xe9"),
-        (b'{"a":' * 10**5, "is not JSON, expected one object per line .*recursion"),
-        (b'{"txt": "x", "n": 1}', "has no field 'text': .* with --field .fields: txt, n.$"),
-        (b'{"text": 1}', "field 'text' is of type int, expected a string$"),
-        (b'["text"]', "is of type list: expected one object per line$"),
+        (b'{"text": "cut', '{"text": "cut'),
+        (b'{"text": "caf\xe9"}', '{"text": "caf\N{REPLACEMENT CHARACTER}"}'),
+        (b'{"a":' * 10**5, '{"a":' * 40 + "..."),
+        (b'{"txt": "x", "n": 1}', '{"txt": "x", "n": 1}'),
+        (b'{"text": 1}', '{"text": 1}'),
+        (b'["text"]', '["text"]'),
     ],
 )
-def test_line_that_is_no_document_is_named(tmp_path, line, complaint):
+def test_line_that_is_no_document_is_named(tmp_path, line, shown):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
-    with pytest.raises(UserError, match=rf"x\.jsonl line 3:? {complaint}"):
+    said = r"x\.jsonl line 3: expected a JSON object with text in the field 'text', which --field"
+    with pytest.raises(UserError, match=said) as raised:
         pieces(tmp_path / "x.jsonl")
+    assert shown in str(raised.value)
 
 
 @pytest.mark.parametrize("damage", ["end", "page", "not UTF-8"])
@@ -177,14 +158,14 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
         ends, text = map(pyarrow.py_buffer, (np.array([0, 2, 4], "<i4"), b"ok\xff\xfe"))
         column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, text])
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-    with pytest.raises(UserError, match=r"^cannot read .*x\.parquet after row \d: [^\n]+$"):
+    with pytest.raises(UserError, match=r"^cannot read .*x\.parquet: [^\n]+$"):
         pieces(path)
 
 
 def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
     monkeypatch.setattr(reading, "MAX_DOCUMENT", 100)
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
-    with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters after document 2:"):
+    with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters:"):
         pieces(tmp_path / "x.txt", separator="--")
 
 
@@ -213,5 +194,5 @@ def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
 def test_line_of_json_without_end_is_named_before_memory_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "MAX_LINE", 100)
     write_documents(tmp_path / "x.jsonl.gz", ["short", "a" * 10**6])
-    with pytest.raises(UserError, match=r"line 2 is not JSON, .*Unterminated string"):
+    with pytest.raises(UserError, match=r"line 2: expected a JSON object"):
         pieces(tmp_path / "x.jsonl.gz")

@@ -119,10 +119,7 @@ def test_sources_with_nothing_to_read_are_named(tmp_path):
         find_source(str(tmp_path / "empty.txt"), separator="")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".hidden").write_text("x")
-    with pytest.raises(UserError, match=r"folder': no text in it; 1 file skipped: .*hidden is hid"):
-        find_source(str(tmp_path / "folder"))
-    (tmp_path / "folder" / "fineweb_train_000001.bin").write_text("x")
-    with pytest.raises(UserError, match=r"folder has token shards already.*--data\.source"):
+    with pytest.raises(UserError, match=r"folder' is empty$"):
         find_source(str(tmp_path / "folder"))
 
 

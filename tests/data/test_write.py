@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from fastgpt.data import batches, writing
+from fastgpt.data import writing
 from fastgpt.data.preparation import prepare
 from fastgpt.data.shards import LARGE, read_header
 from fastgpt.data.tokenizers import load_tokenizer
@@ -24,7 +24,7 @@ DOCUMENTS = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Shrinks the batches of the tokenizer, so that even a short text has many."""
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 500)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
     out = prepare(str(folder), tmp_path / "out", tokenizer="bytes", val_fraction=0.001)
     assert held_out(out) == {"train": ["a", "b", "c"], "val": ["b"]}
     manifest = json.loads((out / "manifest.json").read_text())
-    assert (manifest["val_fraction"], manifest["source"]["held_out"]) == (None, "named")
+    assert (manifest["val_fraction"], manifest["held_out"]) == (None, "named")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
@@ -187,7 +187,7 @@ def test_manifest_tells_what_is_there(prepared, tmp_path):
             assert shard["sha256"] == hashlib.sha256(data).hexdigest()
             assert shard["tokens"] == (len(data) - 1024) // 2
         assert {shard["tokens"] for shard in entry["shards"][:-1]} == {1000}
-    assert manifest["source"]["held_out"] == "hash"
+    assert manifest["held_out"] == "hash"
     assert (manifest["vocab_size"], manifest["eot_id"]) == (256, None)
     changed = prepared([*DOCUMENTS[:-1], "another"], tokenizer="bytes", val_fraction=0.3)
     assert json.loads((changed / "manifest.json").read_text())["sha256"] != manifest["sha256"]

@@ -1,7 +1,6 @@
 """Logs on a full or broken disk never stop training, nor does a clock that jumps."""
 
 import itertools
-import re
 import time
 from io import FileIO
 from unittest import mock
