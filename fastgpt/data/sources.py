@@ -37,6 +37,8 @@ HUB = {
 """Named sets of documents: hf:owner/name[/configuration][@revision]."""
 SEPARATORS = {"tinystories": "<|endoftext|>"}
 """Separator between the documents of a named set that is on disk as text."""
+ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation)\b.*|.*\.(json|ya?ml)", re.I)
+"""Names of texts about a data set, which are left out beside its documents."""
 NAMES = ("builtin", "shakespeare", *HUB)
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 """Formats of documents, by suffix; all other files are texts."""
@@ -173,6 +175,9 @@ def _local(source: str) -> Source:
             raise UserError(f"source {source!r}: no such file or folder (train.py: --data.source)")
         raise unknown_name("corpus", source, NAMES, also="a file or a folder")
     formats = {_format(path): path for path in paths}
+    if len(formats) > 1:  # as in a folder of the hub
+        paths = [path for path in paths if not ABOUT.fullmatch(Path(path).name)] or paths
+        formats = {_format(path): path for path in paths}
     if len(formats) > 1:
         kinds = (f"{kind} ({path})" for kind, path in formats.items())
         raise UserError(

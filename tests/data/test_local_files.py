@@ -95,7 +95,12 @@ def test_folder_with_documents_is_a_set_of_documents(tmp_path):
     assert find_source(str(tmp_path)).format == "jsonl"
 
 
-@pytest.mark.parametrize("other", ["README.md", "d.parquet"])
+def test_texts_about_documents_are_left_out(tmp_path):
+    write(tmp_path, {"a.parquet": b"x", "README.md": b"x", "LICENSE": b"x", "infos.json": b"{}"})
+    assert names(tmp_path, tmp_path) == ["a.parquet"]
+
+
+@pytest.mark.parametrize("other", ["notes.md", "d.parquet"])
 def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(tmp_path, other):
     write(tmp_path, {"a.jsonl": b"{}", "b/c.jsonl.gz": b"x", other: b"x"})
     for mixed in (tmp_path, f"{tmp_path}/**/*"):
