@@ -4,7 +4,6 @@ A chat template turns messages into text, as transformers applies it. Each answe
 itself, with the end of its turn, so that training and talking see the same tokens.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,10 @@ from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
 from fastgpt.sampling.templating import CHATML, Messages
 from fastgpt.sandbox import call
-from fastgpt.terminal import print_line, print_text
+from fastgpt.terminal import print_text
 
 Piece = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
-ROLES = ("system", "user", "assistant")
 CHUNK = 16
 """Tokens to generate between two looks for the end of an answer."""
 
@@ -125,7 +123,7 @@ def read_conversations(path: Path) -> Iterator[tuple[str, Messages]]:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                yield where, _checked(_messages(json.loads(line)))
+                yield where, _messages(parse_json(line))
             except ValueError as error:
                 raise UserError(f"{where}: not JSON ({error})") from error
             except UserError as error:
@@ -133,31 +131,28 @@ def read_conversations(path: Path) -> Iterator[tuple[str, Messages]]:
 
 
 def _messages(row: Any) -> Messages:
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return row["messages"]
-    if isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
-        return [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-    raise UserError("expected an object with `messages`, or with `prompt` and `completion`")
+    """Returns the messages of a line, which the system may begin, then users and answers in turn.
 
-
-def _checked(messages: Messages) -> Messages:
-    expected = ("system", "user")
+    Raises:
+        UserError: the line is no conversation, or does not end in an answer.
+    """
+    row = row if isinstance(row, dict) else {}
+    messages = row.get("messages")
+    if messages is None and {"prompt", "completion"} <= row.keys():
+        turns = (("user", row["prompt"]), ("assistant", row["completion"]))
+        messages = [{"role": role, "content": text} for role, text in turns]
+    if not isinstance(messages, list):
+        raise UserError("expected an object with `messages`, or with `prompt` and `completion`")
+    expected = ["system", "user"]
     for number, message in enumerate(messages, start=1):
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         role = message.get("role") if fine else None
-        if role not in ROLES:
+        if role not in expected or (role == "assistant" and not message["content"].strip()):
             raise UserError(
-                f"message {number} is {str(message)[:80]}: expected a role ({', '.join(ROLES)}) and"
-                " a content"
+                f"message {number} is {str(message)[:80]}: expected a role ({', '.join(expected)})"
+                " and a content, which of an answer is not empty"
             )
-        if role not in expected:
-            raise UserError(f"message {number} is the {role}'s: expected {' or '.join(expected)}")
-        if role == "assistant" and not message["content"].strip():
-            raise UserError(f"message {number} is an empty answer")
-        expected = ("assistant",) if role == "user" else ("user",)
+        expected = ["assistant"] if role == "user" else ["user"]
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError("the last message is not the assistant's: expected an answer to learn")
     return messages
@@ -173,15 +168,14 @@ def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> tuple[np.ndarray, n
     that the template writes have their ids; in a tokenizer without them they are ordinary text.
     """
     special: dict[str, int] = getattr(tokenizer, "special", {})
-    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    names = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
     begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
     for text, counts in pieces:
-        found = [np.array([special[name]]) for name in names.findall(text)]
-        texts = [tokenizer.encode(part) for part in names.split(text)]
-        whole = [x for pair in zip(texts, [*found, np.empty(0, np.int64)]) for x in pair]
-        ids.extend(x.astype(np.int64) for x in whole)
-        learnt.append(np.full(sum(map(len, whole)), counts))
+        for part in names.split(text):
+            found = [special[part]] if part in special else tokenizer.encode(part)
+            ids.append(np.asarray(found, np.int64))
+            learnt.append(np.full(len(found), counts))
     return np.concatenate(ids), np.concatenate(learnt)
 
 
@@ -267,35 +261,38 @@ def open_conversations(
 
 
 def answer(
-    model: GPT, tokenizer: Tokenizer, template: Template, messages: Messages, **options: Any
+    model: GPT,
+    tokenizer: Tokenizer,
+    template: Template,
+    messages: Messages,
+    *,
+    max_new_tokens: int,
+    **options: Any,
 ) -> str:
     """Returns the model's answer to a conversation.
 
     Args:
         model: in evaluation mode.
-        options: those of `fastgpt.generate`.
+        options: others of `fastgpt.generate`.
 
     Raises:
         UserError: the conversation is longer than the context.
     """
     ids, _ = encode(tokenizer, template.pieces(messages))
-    context, most = model.config.context, options.pop("max_new_tokens")
-    if len(ids) >= context:
+    if len(ids) >= model.config.context:
         raise UserError(
             f"the conversation has {len(ids):,} tokens: expected fewer than the model's context,"
-            f" {context:,}"
+            f" {model.config.context:,}"
         )
-    end, said = template.end_of_turn(), ""
+    end, eot, said, left = template.end_of_turn(), tokenizer.eot_id, "", max_new_tokens
+    options |= {"vocab_size": tokenizer.vocab_size, "stop_id": eot}
     tokens = torch.from_numpy(ids)[None].to(next(model.parameters()).device)
-    while tokens.shape[1] < len(ids) + most:
-        new = min(CHUNK, len(ids) + most - tokens.shape[1])
-        vocab_size, stop = tokenizer.vocab_size, tokenizer.eot_id
-        tokens = generate(
-            model, tokens, max_new_tokens=new, vocab_size=vocab_size, stop_id=stop, **options
-        )
+    while left > 0:
+        tokens = generate(model, tokens, max_new_tokens=min(CHUNK, left), **options)
+        left -= CHUNK
         drawn = tokens[0, len(ids) :].tolist()
-        ended = stop in drawn
-        said = tokenizer.decode(drawn[: drawn.index(stop)] if ended else drawn)
+        ended = eot in drawn
+        said = tokenizer.decode(drawn[: drawn.index(eot)] if ended else drawn)
         if ended or (end and end in said):
             break
     return (said.partition(end)[0] if end else said).strip()
@@ -307,16 +304,11 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
     When it is longer than the context, its oldest turns are left out.
     """
     messages: Messages = []
-    context, forgets = model.config.context, False
-    if sys.stdin.isatty():
-        print_line("Each line is a message; Ctrl-D ends the conversation.")
-    for line in sys.stdin:
-        if line.strip():
-            messages.append({"role": "user", "content": line.strip()})
-            while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
-                if not forgets:
-                    print_line(f"note: beyond {context:,} tokens the oldest turns are left out")
-                messages, forgets = messages[2:], True
-            said = answer(model, tokenizer, template, messages, **options)
-            messages.append({"role": "assistant", "content": said})
-            print_text(said)
+    for line in filter(str.strip, sys.stdin):
+        messages.append({"role": "user", "content": line.strip()})
+        context = model.config.context
+        while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
+            messages = messages[2:]
+        said = answer(model, tokenizer, template, messages, **options)
+        messages.append({"role": "assistant", "content": said})
+        print_text(said)

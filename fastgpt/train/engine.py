@@ -19,8 +19,12 @@ from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus
 from fastgpt.data.loader import EvalBatches
 from fastgpt.device import device
-from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
-from fastgpt.evaluate.validation import mean_loss
+from fastgpt.evaluate.validation import (
+    as_many_on_all_ranks,
+    mean_loss,
+    reported,
+    validation_batches,
+)
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.flops import flops_per_token
