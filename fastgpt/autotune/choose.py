@@ -11,10 +11,10 @@ used instead.
 """
 
 import hashlib
-import importlib
 import importlib.util
 import json
-import re
+import os
+import pickle
 import subprocess
 import sys
 import time
@@ -27,26 +27,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial, plain_name
+from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
 from fastgpt.config.config import OpsConfig
-from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, brief
 from fastgpt.files import recall, remember
 from fastgpt.kernels import parity, runtime
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 KERNELS = Path(runtime.__file__).parent
-BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
-"""Names in the kernels' folder that do not affect a run."""
-SOURCES = ("autotune/choose.py", "autotune/trials.py", "ops/tables.py")
 TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
 SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
-IN_LAYER = ("attention", "norm", "rotary", "activation")
 
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
@@ -122,14 +117,15 @@ def _do_bench(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    given, on = asked["sizes"], asked["device"]
-    given["model"] = ModelConfig(**given["model"])
-    given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
-    sizes = Sizes(**given)
-    for name in asked["trials"]:
-        trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
-        print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+    """Tries what standard input names; prints a verdict a line, and an error as the last one."""
+    names, sizes, on = pickle.load(sys.stdin.buffer)
+    try:
+        for name in names:
+            trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+            print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+    except Exception as error:  # after which CUDA may print more, or abort
+        print(brief(error), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 # --- the parent -----------------------------------------------------------------------------------
@@ -180,15 +176,13 @@ def choose(
     sets = _sets(config, verdicts)
     if sizes.model.architecture != "gpt" or len(sets) == 1:
         return sets["chosen"], verdicts
-    compared = replace(sizes, sets=sets)
-    verdict = remembered_or_tried(["layer"], compared, on, lambda _: None)["layer"]
-    if verdict["chosen"] != "chosen":
-        reason = why(verdict)
+    verdict = remembered_or_tried(["layer"], replace(sizes, sets=sets), on, lambda _: None)["layer"]
+    if (name := verdict["chosen"]) != "chosen":
         warn(
-            f"--ops: not what was faster op by op, but {SETS[verdict['chosen']]}, by the trial of a"
-            f" whole layer: {reason}"
+            f"--ops: not what was faster op by op, but {SETS[name]}, by the trial of a whole layer:"
+            f" {why(verdict)}"
         )
-    return sets[verdict["chosen"]], {**verdicts, "layer": verdict}
+    return sets[name], {**verdicts, "layer": verdict}
 
 
 def why(verdict: Verdict) -> str:
@@ -199,95 +193,79 @@ def why(verdict: Verdict) -> str:
 
 def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
     """Returns sets of ops to time in a layer, of equal ones only the first."""
-    chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
-    tried = {name for name in verdicts if name in IN_LAYER}
-    plain = {name: "sdpa" if name == "attention" else "torch" for name in tried}
-    right = {name: "triton" for name in tried if not verdicts[name]["complaints"]}
-    sets: dict[str, OpsConfig] = {}
-    for key, names in (("chosen", {}), ("torch", plain), ("ours", plain | right)):
-        if (ops := replace(config, **chosen | names)) not in sets.values():
+    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
+    in_layer = verdicts.keys() - {"loss"}
+    plain = {name: plain_name(name) for name in in_layer}
+    right = {name: "triton" for name in in_layer if not verdicts[name]["complaints"]}
+    sets = {"chosen": chosen}
+    for key, names in (("torch", plain), ("ours", plain | right)):
+        if (ops := replace(chosen, **names)) not in sets.values():
             sets[key] = ops
     return sets
+
+
+def plain_name(name: str, sets: Collection[str] = ()) -> str:
+    """Returns what is used if the trial `name` fails; that of a layer compares `sets`."""
+    if name == "layer" and "torch" not in sets:
+        return "chosen"
+    return "sdpa" if name == "attention" else "torch"
 
 
 def remembered_or_tried(
     asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> dict[str, Verdict]:
-    """Returns the verdict of each trial asked for, from the cache where it is known there."""
+    """Returns the verdict of each trial asked for, from the cache where it is known there.
+
+    A child that ends early failed at the first op without a verdict; another one tries the rest.
+    """
     known: dict[str, dict[str, Verdict]] = recall("ops.json")
-    verdicts = known.setdefault(_key(sizes, on), {})
-    if missing := [name for name in asked if name not in verdicts]:
-        warn("checking and timing our kernels on this device, once; this takes a minute or two")
-        found, reasons = _tried(missing, sizes, on)
-        verdicts.update(found)
+    verdicts, failed = known.setdefault(_key(sizes, on), {}), {}
+    end = None
+    while left := [name for name in asked if name not in verdicts.keys() | failed.keys()]:
+        if end is None:
+            warn("checking and timing our kernels on this device, once; this takes a minute or two")
+            end = time.monotonic() + TIMEOUT
+        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
+        verdicts |= found
+        if missing := [name for name in left if name not in found]:  # the next run tries it again
+            plain = plain_name(missing[0], sizes.sets)
+            failed[missing[0]] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
         remember("ops.json", known)
-        for name, reason in reasons.items():  # not cached: the next run tries again
-            plain = plain_name(name, sizes)
-            verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
-    return {name: verdicts[name] for name in asked}
+    return {name: (verdicts | failed)[name] for name in asked}
 
 
 def _key(sizes: Sizes, on: str) -> str:
-    """Cache key of a verdict: a hash of all that it depends on.
-
-    The kernels, their launchers and tuning tables are part of it. Files that only test, tune or
-    describe them are not, so that editing those invalidates no cached verdict.
-    """
-    paths = [
-        path
-        for path in KERNELS.rglob("*")
-        if path.suffix in (".py", ".json") and not BESIDE & {path.name, path.parent.name}
-    ]
-    paths += [Path(__file__).parents[1] / name for name in SOURCES]
+    """Cache key of a verdict: a hash of the device, versions, sizes, kernels and their tables."""
     sources = hashlib.sha256()
-    for path in sorted(paths):
-        sources.update(path.read_bytes())
+    for folder in (KERNELS, PACKAGE / "autotune", PACKAGE / "ops"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                sources.update(path.read_bytes())
     # not by its package, which has other names in some builds of torch
     versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
     facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """Runs the trials; returns the verdicts, and for ops without one the reason.
-
-    A child that ends early failed at the first op without a verdict; another one tries the rest.
-    """
-    verdicts: dict[str, Verdict] = {}
-    reasons: dict[str, str] = {}
-    end = time.monotonic() + TIMEOUT
-    while left := [name for name in asked if name not in (verdicts | reasons)]:
-        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
-        verdicts |= found
-        if found.keys() != set(left):
-            reasons[next(name for name in left if name not in found)] = reason
-    return verdicts, reasons
-
-
 def _child(
-    asked: list[str], sizes: Sizes, on: str, seconds: float
+    names: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
-    """Runs one child process; returns its verdicts and how it ended."""
-    order = json.dumps({"trials": asked, "device": on, "sizes": asdict(sizes)})
-    command = [sys.executable, *CHILD]
+    """Runs trials in a child process; returns its verdicts and how it ended."""
+    order, verdicts = pickle.dumps((names, sizes, on)), {}
     try:
         done = subprocess.run(
-            command, input=order, capture_output=True, text=True, timeout=seconds, cwd=ROOT
-        )
-        said, errors = done.stdout, done.stderr.strip().splitlines()
-        # the last line may be PyTorch's advice
-        named = [e for e in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)(:|$)", e)]
-        reason = f"the trial ended with code {done.returncode}" + "".join(
-            f": {line}" for line in (named or errors)[-1:]
-        )
+            [sys.executable, *CHILD],
+            input=order, capture_output=True, timeout=seconds, cwd=PACKAGE.parent,
+        )  # fmt: skip
+        said, errors = done.stdout, done.stderr.decode(errors="replace").strip()
+        reason = f"the trial ended with code {done.returncode}"
+        reason += f": {errors.splitlines()[-1]}" if errors else ""
     except subprocess.TimeoutExpired as expired:
-        said = (expired.stdout or b"").decode()
-        reason = f"the trials did not end within {TIMEOUT:.0f} s"
-    verdicts: dict[str, Verdict] = {}
+        said, reason = expired.stdout or b"", f"the trials did not end within {TIMEOUT:.0f} s"
     for line in said.splitlines():
         with suppress(ValueError, TypeError):  # a line that a library printed
             verdicts.update(json.loads(line))
-    return {name: verdicts[name] for name in asked if name in verdicts}, reason
+    return {name: verdicts[name] for name in names if name in verdicts}, reason
 
 
 if __name__ == "__main__":

@@ -251,14 +251,7 @@ def _layer(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
         return run
 
     ops = {name: op_of(block) for name, block in layers.items()}
-    return Trial(ops, inputs, plain=plain_name("layer", sizes))
-
-
-def plain_name(name: str, sizes: Sizes) -> str:
-    """Returns what a trial falls back to."""
-    if name == "layer":
-        return "torch" if "torch" in sizes.sets else "chosen"
-    return "sdpa" if name == "attention" else "torch"
+    return Trial(ops, inputs, plain="torch" if "torch" in layers else "chosen")
 
 
 TRIALS = {

@@ -139,7 +139,7 @@ def _fit_micro_batch(plan: Plan, network: Network, optimizers: Optimizers, warn:
     with equal_memory(plan.device, world, plan.config.train.ddp_bucket_mb * 2**20):
         runs = partial(_rehearse, plan, network, optimizers)
         size = fitting(plan.micro_batch, share, runs, world, warn)
-    device.kind_of(plan.device).reset_peak_memory()
+    device.reset_peak_memory(plan.device)
     return size
 
 
