@@ -1,13 +1,12 @@
 """Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
-PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with PyTorch's
-ops, with the chosen ones and with all of ours that are correct, and the fastest set is used: ops
-that win alone may lose together. The result is cached by GPU, versions, kernel sources and sizes.
+PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with the chosen
+ops and with PyTorch's, as ops that win alone may lose together. The result is cached by GPU,
+versions, kernel sources and sizes.
 
-The trial runs in a child process (`python -m fastgpt.autotune.choose`, settings on stdin), so that
-a kernel that crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is
-used instead.
+The trial runs in a child process (`python -m fastgpt.autotune.choose OP ...`), so that a kernel that
+crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used instead.
 """
 
 import hashlib
@@ -41,7 +40,6 @@ TIMEOUT = 600.0
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
-SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
 
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
@@ -58,9 +56,9 @@ def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     for name, op in trial.ops.items() if not wrong else ():
         with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
             times[name] = 1e3 * seconds(op, trial, sizes, on, timer)
-    ours = next(iter(trial.ops))
+    ours, plain = trial.ops
     cost = {name: ms / trial.worth if name == ours else ms for name, ms in times.items()}
-    chosen = min(cost, key=lambda name: cost[name], default=trial.plain)
+    chosen = min(cost, key=lambda name: cost[name], default=plain)
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
 
 
@@ -68,29 +66,23 @@ def faults(trial: Trial, sizes: Sizes) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
     if trial.ref is None:
         return []
-    dtypes = {torch.float32, device.DTYPES[sizes.precision]}
-    length = min(sizes.model.context, CHECKED)
-    return [line for dtype in dtypes for line in _complaints(trial, trial.ref, length, dtype)]
-
-
-def _complaints(trial: Trial, ref: parity.Op, length: int, dtype: torch.dtype) -> list[str]:
-    torch.manual_seed(0)
-    inputs = {
-        name: x.to(dtype) if x.is_floating_point() else x
-        for name, x in trial.inputs(1, length).items()
-    }
-    wide = torch.float64 if dtype is torch.float32 else torch.float32
 
     def draw(_: int, y: Tensor) -> Tensor:
         # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
-    ours, plain = trial.ops.values()
-    got, torchs, truth = (
-        parity.outputs_and_gradients(op, inputs, of, draw)
-        for op, of in ((ours, dtype), (plain, dtype), (ref, wide))
-    )
-    return parity.complaints(got, torchs, truth, dtype)
+    found, (ours, plain) = [], trial.ops.values()
+    for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
+        torch.manual_seed(0)
+        inputs = trial.inputs(1, min(sizes.model.context, CHECKED))
+        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+        wide = torch.float64 if dtype is torch.float32 else torch.float32
+        got, torchs, truth = (
+            parity.outputs_and_gradients(op, inputs, of, draw)
+            for op, of in ((ours, dtype), (plain, dtype), (trial.ref, wide))
+        )
+        found += parity.complaints(got, torchs, truth, dtype)
+    return found
 
 
 def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) -> float:
@@ -117,10 +109,10 @@ def _do_bench(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Tries what standard input names; prints a verdict a line, and an error as the last one."""
-    names, sizes, on = pickle.load(sys.stdin.buffer)
+    """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
+    sizes, on = pickle.load(sys.stdin.buffer)
     try:
-        for name in names:
+        for name in sys.argv[1:]:
             trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
             print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
@@ -146,7 +138,7 @@ def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = T
         if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
     ]
     if asked and (missing := device.missing_for_triton()):
-        without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)
+        without = " ".join(f"--ops.{op} {plain_name(op)}" for op in asked)
         raise UserError(
             f"{missing}; to run without our kernels, pass --train.compile off {without}"
         )
@@ -173,42 +165,29 @@ def choose(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
-    sets = _sets(config, verdicts)
-    if sizes.model.architecture != "gpt" or len(sets) == 1:
-        return sets["chosen"], verdicts
-    verdict = remembered_or_tried(["layer"], replace(sizes, sets=sets), on, lambda _: None)["layer"]
-    if (name := verdict["chosen"]) != "chosen":
+    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
+    plain = replace(chosen, **{name: plain_name(name) for name in verdicts if name != "loss"})
+    if sizes.model.architecture != "gpt" or chosen == plain:
+        return chosen, verdicts
+    sizes = replace(sizes, sets={"chosen": chosen, "torch": plain})
+    layer = remembered_or_tried(["layer"], sizes, on, lambda _: None)["layer"]
+    if layer["chosen"] != "chosen":
         warn(
-            f"--ops: not what was faster op by op, but {SETS[name]}, by the trial of a whole layer:"
-            f" {why(verdict)}"
+            "--ops: not what was faster op by op, but PyTorch's ops, by the trial of a whole layer:"
+            f" {why(layer)}"
         )
-    return sets[name], {**verdicts, "layer": verdict}
+    return sizes.sets[layer["chosen"]], {**verdicts, "layer": layer}
+
+
+def plain_name(op: str) -> str:
+    """Returns PyTorch's implementation of an op, which is used if its trial fails."""
+    return "sdpa" if op == "attention" else "torch"
 
 
 def why(verdict: Verdict) -> str:
     """Returns the reason of a verdict: the error found, or the times."""
     times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
     return (verdict["complaints"] or [", ".join(times) or "out of memory"])[0]
-
-
-def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
-    """Returns sets of ops to time in a layer, of equal ones only the first."""
-    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
-    in_layer = verdicts.keys() - {"loss"}
-    plain = {name: plain_name(name) for name in in_layer}
-    right = {name: "triton" for name in in_layer if not verdicts[name]["complaints"]}
-    sets = {"chosen": chosen}
-    for key, names in (("torch", plain), ("ours", plain | right)):
-        if (ops := replace(chosen, **names)) not in sets.values():
-            sets[key] = ops
-    return sets
-
-
-def plain_name(name: str, sets: Collection[str] = ()) -> str:
-    """Returns what is used if the trial `name` fails; that of a layer compares `sets`."""
-    if name == "layer" and "torch" not in sets:
-        return "chosen"
-    return "sdpa" if name == "attention" else "torch"
 
 
 def remembered_or_tried(
@@ -228,7 +207,7 @@ def remembered_or_tried(
         found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
         verdicts |= found
         if missing := [name for name in left if name not in found]:  # the next run tries it again
-            plain = plain_name(missing[0], sizes.sets)
+            plain = plain_name(missing[0])
             failed[missing[0]] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
         remember("ops.json", known)
     return {name: (verdicts | failed)[name] for name in asked}
@@ -251,10 +230,10 @@ def _child(
     names: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
     """Runs trials in a child process; returns its verdicts and how it ended."""
-    order, verdicts = pickle.dumps((names, sizes, on)), {}
+    order, verdicts = pickle.dumps((sizes, on)), {}
     try:
         done = subprocess.run(
-            [sys.executable, *CHILD],
+            [sys.executable, *CHILD, *names],
             input=order, capture_output=True, timeout=seconds, cwd=PACKAGE.parent,
         )  # fmt: skip
         said, errors = done.stdout, done.stderr.decode(errors="replace").strip()

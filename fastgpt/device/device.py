@@ -121,8 +121,9 @@ def device_name(device: str) -> str:
         return torch.get_device_module(device).get_device_name()
     model = platform.processor() or platform.machine()
     with suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        model = found[1] if found else model
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        names = re.findall(r"^model name\s*:(.*)", info, re.MULTILINE)
+        model = names[0].strip() if names else model
     return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
 
 

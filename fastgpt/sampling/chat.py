@@ -28,6 +28,8 @@ from fastgpt.terminal import print_text
 
 Piece = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
 CHUNK = 16
 """Tokens to generate between two looks for the end of an answer."""
 
@@ -104,30 +106,100 @@ def template_of(kept: Mapping[str, str]) -> Template | None:
     return Template(text) if isinstance(text, str) else None
 
 
-# --- files ----------------------------------------------------------------------------------------
+def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Encoded:
+    """Returns the ids of a conversation, and which of them are learnt.
+
+    It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
+    that the template writes have their ids; in a tokenizer without them they are ordinary text.
+    """
+    special: dict[str, int] = getattr(tokenizer, "special", {})
+    names = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
+    begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+    ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
+    for text, counts in pieces:
+        for part in names.split(text):
+            found = [special[part]] if part in special else tokenizer.encode(part)
+            ids.append(np.asarray(found, np.int64))
+            learnt.append(np.full(len(found), counts))
+    return np.concatenate(ids), np.concatenate(learnt)
 
 
-def read_conversations(path: Path) -> Iterator[tuple[str, Messages]]:
-    """Yields the conversations of a JSONL file, each with its file and line.
+# --- data -----------------------------------------------------------------------------------------
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Conversations as pairs (tokens, targets), each (context,) int64; -100 outside of answers.
+
+    Args:
+        conversations: each of up to context + 1 tokens.
+        pad_id: what short rows are filled with.
+        packed: puts as many conversations into a row as fit, else one.
+    """
+
+    def __init__(
+        self, conversations: list[Encoded], context: int, pad_id: int, packed: bool
+    ) -> None:
+        self._context, self._pad_id = context, pad_id
+        self._rows: list[list[Encoded]] = []
+        room = 0
+        for ids, learnt in conversations:
+            if not packed or len(ids) > room:
+                self._rows.append([])
+                room = context + 1
+            self._rows[-1].append((ids, learnt))
+            room -= len(ids)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        ids, learnt = (np.concatenate(parts) for parts in zip(*self._rows[i]))
+        x, y = torch.full((self._context,), self._pad_id), torch.full((self._context,), IGNORED)
+        x[: len(ids)] = torch.from_numpy(ids)[: self._context]
+        y[: len(ids) - 1] = torch.from_numpy(np.where(learnt, ids, IGNORED))[1:]
+        return x, y
+
+
+def open_conversations(
+    path: Path,
+    tokenizer: Tokenizer,
+    template: Template,
+    *,
+    context: int,
+    packed: bool,
+    val_fraction: float,
+) -> Data:
+    """Reads the conversations of a JSONL file, of which the last ones are held out.
 
     A line has `messages` of the roles system, user and assistant, or `prompt` and `completion`.
 
     Raises:
-        UserError: a line is something else; the turns do not alternate; an answer is empty.
+        UserError: a line is something else; the turns do not alternate; an answer is empty; a
+            message contains a special token; a conversation is longer than the context; there are
+            fewer than two.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
+    encoded = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                yield where, _messages(parse_json(line))
-            except ValueError as error:
-                raise UserError(f"{where}: not JSON ({error})") from error
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from error
+        try:
+            if line.strip():
+                messages = _messages(parse_json(line))
+                encoded.append(_encoded(messages, tokenizer, template, context))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    if len(encoded) < 2:
+        raise UserError(f"{path} has {len(encoded)} conversations: expected two or more")
+    held = min(len(encoded) - 1, max(1, round(len(encoded) * val_fraction)))
+    train, val = (
+        Rows(part, context, tokenizer.eot_id or 0, packed)
+        for part in (encoded[:-held], encoded[-held:])
+    )
+    return Data(train=train, val=val, tokenizer=tokenizer, name=path.stem, template=template.text)
 
 
 def _messages(row: Any) -> Messages:
@@ -158,103 +230,17 @@ def _messages(row: Any) -> Messages:
     return messages
 
 
-# --- tokens ---------------------------------------------------------------------------------------
-
-
-def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids of a conversation (N,) int64, and which of them are learnt (N,) bool.
-
-    It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
-    that the template writes have their ids; in a tokenizer without them they are ordinary text.
-    """
-    special: dict[str, int] = getattr(tokenizer, "special", {})
-    names = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
-    begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
-    for text, counts in pieces:
-        for part in names.split(text):
-            found = [special[part]] if part in special else tokenizer.encode(part)
-            ids.append(np.asarray(found, np.int64))
-            learnt.append(np.full(len(found), counts))
-    return np.concatenate(ids), np.concatenate(learnt)
-
-
-class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Conversations as pairs (tokens, targets), each (context,) int64; -100 outside of answers.
-
-    Args:
-        conversations: ids and which are learnt, each of up to context + 1 tokens.
-        pad_id: what short rows are filled with.
-        packed: puts as many conversations into a row as fit, else one.
-    """
-
-    def __init__(
-        self,
-        conversations: list[tuple[np.ndarray, np.ndarray]],
-        context: int,
-        pad_id: int,
-        packed: bool,
-    ) -> None:
-        self._context, self._pad_id = context, pad_id
-        self._rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        room = 0
-        for ids, learnt in conversations:
-            if not packed or len(ids) > room:
-                self._rows.append([])
-                room = context + 1
-            self._rows[-1].append((ids, learnt))
-            room -= len(ids)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        ids, learnt = (np.concatenate(parts) for parts in zip(*self._rows[i]))
-        x, y = torch.full((self._context,), self._pad_id), torch.full((self._context,), IGNORED)
-        x[: len(ids)] = torch.from_numpy(ids)[: self._context]
-        y[: len(ids) - 1] = torch.from_numpy(np.where(learnt, ids, IGNORED))[1:]
-        return x, y
-
-
-def open_conversations(
-    path: Path,
-    tokenizer: Tokenizer,
-    template: Template,
-    *,
-    context: int,
-    packed: bool,
-    val_fraction: float,
-) -> Data:
-    """Reads conversations, of which the last ones are held out.
-
-    Raises:
-        UserError: as `read_conversations`; a message contains a special token; a conversation is
-            longer than the context; there are fewer than two.
-    """
-    encoded = []
-    special = getattr(tokenizer, "special", {})
-    for where, messages in read_conversations(path):
-        for name in special:
-            if any(name in message["content"] for message in messages):
-                raise UserError(f"{where}: a message contains {name}, a special token")
-        try:
-            ids, learnt = encode(tokenizer, template.pieces(messages))
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        if len(ids) > context + 1:
-            raise UserError(
-                f"{where}: the conversation has {len(ids):,} tokens: expected at most"
-                f" {context + 1:,}, for a --model.context of {context:,}"
-            )
-        encoded.append((ids, learnt))
-    if len(encoded) < 2:
-        raise UserError(f"{path} has {len(encoded)} conversations: expected two or more")
-    held = min(len(encoded) - 1, max(1, round(len(encoded) * val_fraction)))
-    train, val = (
-        Rows(part, context, tokenizer.eot_id or 0, packed)
-        for part in (encoded[:-held], encoded[-held:])
-    )
-    return Data(train=train, val=val, tokenizer=tokenizer, name=path.stem, template=template.text)
+def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+    for name in getattr(tokenizer, "special", {}):
+        if any(name in message["content"] for message in messages):
+            raise UserError(f"a message contains {name}, a special token")
+    ids, learnt = encode(tokenizer, template.pieces(messages))
+    if len(ids) > context + 1:
+        raise UserError(
+            f"the conversation has {len(ids):,} tokens: expected at most {context + 1:,}, for a"
+            f" --model.context of {context:,}"
+        )
+    return ids, learnt
 
 
 # --- talking --------------------------------------------------------------------------------------
