@@ -5,7 +5,7 @@ PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is t
 ops and with PyTorch's, as ops that win alone may lose together. The result is cached by GPU,
 versions, kernel sources and sizes.
 
-The trial runs in a child process (`python -m fastgpt.autotune.choose OP ...`), so that a kernel that
+The trial runs in a child process (`python -m fastgpt.autotune.choose OP`), so that a kernel that
 crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used instead.
 """
 

@@ -88,9 +88,11 @@ class Scorer:
                 f"{continuation[:40]!r} has {len(new)} tokens: expected 1 to the model's context,"
                 f" {self.model.config.context}"
             )
-        if not before and self.tokenizer.eot_id is None:
-            raise UserError(
-                "a text without a context needs an end-of-text token before it, which the"
-                f" {self.tokenizer.kind} tokenizer does not have"
-            )
-        return before or [self.tokenizer.eot_id], new
+        if not before:
+            if self.tokenizer.eot_id is None:
+                raise UserError(
+                    "a text without a context needs an end-of-text token before it, which the"
+                    f" {self.tokenizer.kind} tokenizer does not have"
+                )
+            before = [self.tokenizer.eot_id]
+        return before, new
