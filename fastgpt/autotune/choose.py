@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
 from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.files import recall, remember
@@ -110,7 +110,10 @@ def _do_bench(step: Callable[[], object]) -> float:
 
 def main() -> None:
     """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
-    sizes, on = pickle.load(sys.stdin.buffer)
+    on, given = json.load(sys.stdin)
+    given["model"] = ModelConfig(**given["model"])
+    given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
+    sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
             trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
@@ -230,17 +233,18 @@ def _child(
     names: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
     """Runs trials in a child process; returns its verdicts and how it ended."""
-    order, verdicts = pickle.dumps((sizes, on)), {}
+    order, verdicts = json.dumps([on, asdict(sizes)]), {}
     try:
         done = subprocess.run(
             [sys.executable, *CHILD, *names],
-            input=order, capture_output=True, timeout=seconds, cwd=PACKAGE.parent,
+            input=order, capture_output=True, text=True, timeout=seconds, cwd=PACKAGE.parent,
         )  # fmt: skip
-        said, errors = done.stdout, done.stderr.decode(errors="replace").strip()
+        said, errors = done.stdout, done.stderr.strip()
         reason = f"the trial ended with code {done.returncode}"
         reason += f": {errors.splitlines()[-1]}" if errors else ""
     except subprocess.TimeoutExpired as expired:
-        said, reason = expired.stdout or b"", f"the trials did not end within {TIMEOUT:.0f} s"
+        said = (expired.stdout or b"").decode()
+        reason = f"the trials did not end within {TIMEOUT:.0f} s"
     for line in said.splitlines():
         with suppress(ValueError, TypeError):  # a line that a library printed
             verdicts.update(json.loads(line))
