@@ -43,9 +43,10 @@ class Template:
 
     def __init__(self, text: str = CHATML) -> None:
         self.text = text
-        self._run("cannot be read", None, False)
+        self.render(None)
 
-    def _run(self, refusal: str, messages: Messages | None, answering: bool) -> str:
+    def render(self, messages: Messages | None, *, answering: bool = False) -> str:
+        """Returns the text of messages, with `answering` up to where the next answer begins."""
         try:
             if self.text == CHATML:
                 return templating.render(self.text, messages, answering)
@@ -53,11 +54,8 @@ class Template:
         except UserError:
             raise
         except Exception as error:  # a template may do anything
+            refusal = "cannot be read" if messages is None else "refuses the messages"
             raise UserError(f"the chat template {refusal}: {reason(error)}") from error
-
-    def render(self, messages: Messages, *, answering: bool = False) -> str:
-        """Returns the text of messages, with `answering` up to where the next answer begins."""
-        return self._run("refuses the messages", messages, answering)
 
     def pieces(self, messages: Messages) -> Iterator[Piece]:
         """Yields the text of a conversation, cut where answers begin and end.

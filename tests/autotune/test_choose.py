@@ -1,5 +1,6 @@
 """The choice of `auto` on CUDA, tried on a CPU: interpreted kernels, and scripted times."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -225,7 +226,8 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
 )
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
-    code = ANSWERS.replace("CASE", f"if name not in ('norm', 'layer'): {ending}")
+    norm = json.dumps({"norm": VERDICT})
+    code = ANSWERS.replace("CASE", f"if name != 'layer': print({norm!r}, flush=True); {ending}")
     chosen, _, said = on_cuda(code)
     names = tables.select(chosen, "cuda").names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
