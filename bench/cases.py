@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import peers
 from bench.peers import Maker, compiled, flash_attn_decoding, liger
-from fastgpt.device.device import DTYPES, kind_of
+from fastgpt.device.device import DTYPES, fast_bf16
 from fastgpt.errors import UserError
 from fastgpt.kernels.runtime import INTERPRETING
 from fastgpt.kernels.spec import Problem, Spec, Work
@@ -143,9 +143,7 @@ def cases(
     Raises:
         UserError: nothing matches.
     """
-    dtypes = (
-        ("bf16",) if on == "cuda" else ("bf16", "fp32") if kind_of(on).fast_bf16() else ("fp32",)
-    )
+    dtypes = ("bf16",) if on == "cuda" else ("bf16", "fp32") if fast_bf16(on) else ("fp32",)
     if tiny:
         dtypes = ("fp32",)  # right in Triton's interpreter and fast on a CPU
     if every_dtype:

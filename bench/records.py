@@ -76,7 +76,7 @@ def described(on: str) -> dict[str, Any]:
     commit = facts["commit"] or "unknown"
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
     peers = {name: version for name in PEERS if (version := installed(name)) is not None}
-    slow = on == "cpu" and not device.kind_of(on).fast_bf16()
+    slow = on == "cpu" and not device.fast_bf16(on)
     return {
         # CPUs of one name, rented in parts, differ in what limits a step most
         "device": device.device_name(on) + (", no bf16" if slow else ""),

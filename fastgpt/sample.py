@@ -97,32 +97,27 @@ def main(argv: list[str]) -> None:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     if tokenizer is None:
         raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
+    options = {
+        "max_new_tokens": config.tokens,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+    }
+    autocast = device.autocast(on, precision)
     if config.chat:
         template = template_of(found.hf_sidecars)
         if template is None:
             raise UserError(f"{config.run} has no chat template: expected a model that can chat")
-        options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-        options["generator"] = torch.Generator().manual_seed(config.seed)
-        with device.autocast(on, precision):
-            talk(model, tokenizer, template, max_new_tokens=config.tokens, **options)
+        generator = torch.Generator().manual_seed(config.seed)
+        with autocast:
+            talk(model, tokenizer, template, generator=generator, **options)
         return
-    texts = config.prompt or ("\n",)
-    prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in texts]
+    prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in config.prompt or ("\n",)]
     for prompt in prompts:
         warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
-    with device.autocast(on, precision), torch.no_grad():
-        texts = sample_text(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=config.tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            count=config.n,
-            device=on,
-        )
+    options |= {"count": config.n, "seed": config.seed, "device": on}
+    with autocast:
+        texts = sample_text(model, tokenizer, prompts, **options)
     print_text(separated(texts, config.n))
     if note := replaced_note("".join(texts)):
         print_line(f"note: {note}")

@@ -1,20 +1,18 @@
 """Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
-PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with PyTorch's
-ops, with the chosen ones and with all of ours that are correct, and the fastest set is used: ops
-that win alone may lose together. The result is cached by GPU, versions, kernel sources and sizes.
+PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with the chosen
+ops and with PyTorch's, as ops that win alone may lose together. The result is cached by GPU,
+versions, kernel sources and sizes.
 
-The trial runs in a child process (`python -m fastgpt.autotune.choose`, settings on stdin), so that
-a kernel that crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is
-used instead.
+The trial runs in a child process (`python -m fastgpt.autotune.choose OP`), so that a kernel that
+crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used instead.
 """
 
 import hashlib
-import importlib
 import importlib.util
 import json
-import re
+import os
 import subprocess
 import sys
 import time
@@ -27,26 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial, plain_name
+from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, brief
 from fastgpt.files import recall, remember
 from fastgpt.kernels import parity, runtime
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 KERNELS = Path(runtime.__file__).parent
-BESIDE = {"aot.py", "alias.py", "spec.py", "specs.py", "proof"}
-"""Names in the kernels' folder that do not affect a run."""
-SOURCES = ("autotune/choose.py", "autotune/trials.py", "ops/tables.py")
 TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
-SETS = {"torch": "PyTorch's ops", "ours": "all ops of ours"}
-IN_LAYER = ("attention", "norm", "rotary", "activation")
 
 Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
@@ -63,9 +56,9 @@ def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     for name, op in trial.ops.items() if not wrong else ():
         with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
             times[name] = 1e3 * seconds(op, trial, sizes, on, timer)
-    ours = next(iter(trial.ops))
+    ours, plain = trial.ops
     cost = {name: ms / trial.worth if name == ours else ms for name, ms in times.items()}
-    chosen = min(cost, key=lambda name: cost[name], default=trial.plain)
+    chosen = min(cost, key=lambda name: cost[name], default=plain)
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
 
 
@@ -73,29 +66,23 @@ def faults(trial: Trial, sizes: Sizes) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
     if trial.ref is None:
         return []
-    dtypes = {torch.float32, device.DTYPES[sizes.precision]}
-    length = min(sizes.model.context, CHECKED)
-    return [line for dtype in dtypes for line in _complaints(trial, trial.ref, length, dtype)]
-
-
-def _complaints(trial: Trial, ref: parity.Op, length: int, dtype: torch.dtype) -> list[str]:
-    torch.manual_seed(0)
-    inputs = {
-        name: x.to(dtype) if x.is_floating_point() else x
-        for name, x in trial.inputs(1, length).items()
-    }
-    wide = torch.float64 if dtype is torch.float32 else torch.float32
 
     def draw(_: int, y: Tensor) -> Tensor:
         # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
-    ours, plain = trial.ops.values()
-    got, torchs, truth = (
-        parity.outputs_and_gradients(op, inputs, of, draw)
-        for op, of in ((ours, dtype), (plain, dtype), (ref, wide))
-    )
-    return parity.complaints(got, torchs, truth, dtype)
+    found, (ours, plain) = [], trial.ops.values()
+    for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
+        torch.manual_seed(0)
+        inputs = trial.inputs(1, min(sizes.model.context, CHECKED))
+        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+        wide = torch.float64 if dtype is torch.float32 else torch.float32
+        got, torchs, truth = (
+            parity.outputs_and_gradients(op, inputs, of, draw)
+            for op, of in ((ours, dtype), (plain, dtype), (trial.ref, wide))
+        )
+        found += parity.complaints(got, torchs, truth, dtype)
+    return found
 
 
 def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) -> float:
@@ -122,14 +109,18 @@ def _do_bench(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    given, on = asked["sizes"], asked["device"]
+    """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
+    on, given = json.load(sys.stdin)
     given["model"] = ModelConfig(**given["model"])
     given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
     sizes = Sizes(**given)
-    for name in asked["trials"]:
-        trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
-        print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+    try:
+        for name in sys.argv[1:]:
+            trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+            print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+    except Exception as error:  # after which CUDA may print more, or abort
+        print(brief(error), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 # --- the parent -----------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = T
         if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
     ]
     if asked and (missing := device.missing_for_triton()):
-        without = " ".join(f"--ops.{op} {'sdpa' if op == 'attention' else 'torch'}" for op in asked)
+        without = " ".join(f"--ops.{op} {plain_name(op)}" for op in asked)
         raise UserError(
             f"{missing}; to run without our kernels, pass --train.compile off {without}"
         )
@@ -177,18 +168,23 @@ def choose(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
-    sets = _sets(config, verdicts)
-    if sizes.model.architecture != "gpt" or len(sets) == 1:
-        return sets["chosen"], verdicts
-    compared = replace(sizes, sets=sets)
-    verdict = remembered_or_tried(["layer"], compared, on, lambda _: None)["layer"]
-    if verdict["chosen"] != "chosen":
-        reason = why(verdict)
+    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
+    plain = replace(chosen, **{name: plain_name(name) for name in verdicts if name != "loss"})
+    if sizes.model.architecture != "gpt" or chosen == plain:
+        return chosen, verdicts
+    sizes = replace(sizes, sets={"chosen": chosen, "torch": plain})
+    layer = remembered_or_tried(["layer"], sizes, on, lambda _: None)["layer"]
+    if layer["chosen"] != "chosen":
         warn(
-            f"--ops: not what was faster op by op, but {SETS[verdict['chosen']]}, by the trial of a"
-            f" whole layer: {reason}"
+            "--ops: not what was faster op by op, but PyTorch's ops, by the trial of a whole layer:"
+            f" {why(layer)}"
         )
-    return sets[verdict["chosen"]], {**verdicts, "layer": verdict}
+    return sizes.sets[layer["chosen"]], {**verdicts, "layer": layer}
+
+
+def plain_name(op: str) -> str:
+    """Returns PyTorch's implementation of an op, which is used if its trial fails."""
+    return "sdpa" if op == "attention" else "torch"
 
 
 def why(verdict: Verdict) -> str:
@@ -197,97 +193,62 @@ def why(verdict: Verdict) -> str:
     return (verdict["complaints"] or [", ".join(times) or "out of memory"])[0]
 
 
-def _sets(config: OpsConfig, verdicts: dict[str, Verdict]) -> dict[str, OpsConfig]:
-    """Returns sets of ops to time in a layer, of equal ones only the first."""
-    chosen = {name: verdict["chosen"] for name, verdict in verdicts.items()}
-    tried = {name for name in verdicts if name in IN_LAYER}
-    plain = {name: "sdpa" if name == "attention" else "torch" for name in tried}
-    right = {name: "triton" for name in tried if not verdicts[name]["complaints"]}
-    sets: dict[str, OpsConfig] = {}
-    for key, names in (("chosen", {}), ("torch", plain), ("ours", plain | right)):
-        if (ops := replace(config, **chosen | names)) not in sets.values():
-            sets[key] = ops
-    return sets
-
-
 def remembered_or_tried(
     asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
 ) -> dict[str, Verdict]:
-    """Returns the verdict of each trial asked for, from the cache where it is known there."""
+    """Returns the verdict of each trial asked for, from the cache where it is known there.
+
+    A child that ends early failed at the first op without a verdict; another one tries the rest.
+    """
     known: dict[str, dict[str, Verdict]] = recall("ops.json")
-    verdicts = known.setdefault(_key(sizes, on), {})
-    if missing := [name for name in asked if name not in verdicts]:
-        warn("checking and timing our kernels on this device, once; this takes a minute or two")
-        found, reasons = _tried(missing, sizes, on)
-        verdicts.update(found)
+    verdicts, failed = known.setdefault(_key(sizes, on), {}), {}
+    end = None
+    while left := [name for name in asked if name not in verdicts.keys() | failed.keys()]:
+        if end is None:
+            warn("checking and timing our kernels on this device, once; this takes a minute or two")
+            end = time.monotonic() + TIMEOUT
+        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
+        verdicts |= found
+        if missing := [name for name in left if name not in found]:  # the next run tries it again
+            plain = plain_name(missing[0])
+            failed[missing[0]] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
         remember("ops.json", known)
-        for name, reason in reasons.items():  # not cached: the next run tries again
-            plain = plain_name(name, sizes)
-            verdicts[name] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
-    return {name: verdicts[name] for name in asked}
+    return {name: (verdicts | failed)[name] for name in asked}
 
 
 def _key(sizes: Sizes, on: str) -> str:
-    """Cache key of a verdict: a hash of all that it depends on.
-
-    The kernels, their launchers and tuning tables are part of it. Files that only test, tune or
-    describe them are not, so that editing those invalidates no cached verdict.
-    """
-    paths = [
-        path
-        for path in KERNELS.rglob("*")
-        if path.suffix in (".py", ".json") and not BESIDE & {path.name, path.parent.name}
-    ]
-    paths += [Path(__file__).parents[1] / name for name in SOURCES]
+    """Cache key of a verdict: a hash of the device, versions, sizes, kernels and their tables."""
     sources = hashlib.sha256()
-    for path in sorted(paths):
-        sources.update(path.read_bytes())
+    for folder in (KERNELS, PACKAGE / "autotune", PACKAGE / "ops"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                sources.update(path.read_bytes())
     # not by its package, which has other names in some builds of torch
     versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
     facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _tried(asked: list[str], sizes: Sizes, on: str) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """Runs the trials; returns the verdicts, and for ops without one the reason.
-
-    A child that ends early failed at the first op without a verdict; another one tries the rest.
-    """
-    verdicts: dict[str, Verdict] = {}
-    reasons: dict[str, str] = {}
-    end = time.monotonic() + TIMEOUT
-    while left := [name for name in asked if name not in (verdicts | reasons)]:
-        found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
-        verdicts |= found
-        if found.keys() != set(left):
-            reasons[next(name for name in left if name not in found)] = reason
-    return verdicts, reasons
-
-
 def _child(
-    asked: list[str], sizes: Sizes, on: str, seconds: float
+    names: list[str], sizes: Sizes, on: str, seconds: float
 ) -> tuple[dict[str, Verdict], str]:
-    """Runs one child process; returns its verdicts and how it ended."""
-    order = json.dumps({"trials": asked, "device": on, "sizes": asdict(sizes)})
-    command = [sys.executable, *CHILD]
+    """Runs trials in a child process; returns its verdicts and how it ended."""
+    order, verdicts = json.dumps([on, asdict(sizes)]), {}
     try:
         done = subprocess.run(
-            command, input=order, capture_output=True, text=True, timeout=seconds, cwd=ROOT
-        )
-        said, errors = done.stdout, done.stderr.strip().splitlines()
-        # the last line may be PyTorch's advice
-        named = [e for e in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)(:|$)", e)]
-        reason = f"the trial ended with code {done.returncode}" + "".join(
-            f": {line}" for line in (named or errors)[-1:]
-        )
+            [sys.executable, *CHILD, *names],
+            input=order, capture_output=True, text=True, timeout=seconds, cwd=PACKAGE.parent,
+        )  # fmt: skip
+        said, errors = done.stdout, done.stderr.strip()
+        reason = f"the trial ended with code {done.returncode}"
+        reason += f": {errors.splitlines()[-1]}" if errors else ""
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"").decode()
         reason = f"the trials did not end within {TIMEOUT:.0f} s"
-    verdicts: dict[str, Verdict] = {}
     for line in said.splitlines():
         with suppress(ValueError, TypeError):  # a line that a library printed
             verdicts.update(json.loads(line))
-    return {name: verdicts[name] for name in asked if name in verdicts}, reason
+    return {name: verdicts[name] for name in names if name in verdicts}, reason
 
 
 if __name__ == "__main__":

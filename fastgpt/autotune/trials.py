@@ -51,15 +51,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Implementations of the same computation, of which the fastest is chosen."""
+    """Two implementations of the same computation, of which the faster one is chosen."""
 
     ops: Mapping[str, parity.Op]
-    """By name; the first of equally fast ones is chosen, and in a trial of one op it is ours."""
+    """By name: ours, which is chosen if both are equally fast, and PyTorch's."""
     inputs: Inputs
     ref: parity.Op | None = None
     """Reference by which ours is checked; None: they are not checked."""
-    plain: str = "torch"
-    """Name of the one to use if the trial fails."""
     worth: float = 1.0
     """Largest time of ours, relative to the fastest other one's, at which ours is chosen."""
 
@@ -71,9 +69,7 @@ def _inputs(
     wide = WEIGHTS if narrow_residual else (*WEIGHTS, "residual")
 
     def make(*sizes: int, below: int = 0) -> Tensor:
-        if below:
-            return torch.randint(below, sizes, device=on)
-        return torch.randn(sizes, device=on)
+        return torch.randint(below, sizes, device=on) if below else torch.randn(sizes, device=on)
 
     def inputs(B: int, T: int) -> dict[str, Tensor]:
         made = SPECS[name].inputs({"B": B, "T": T, "M": (B, T), **problem}, make)
@@ -126,7 +122,7 @@ def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     ours = split(tables.ATTENTION["triton"]) if apart else packed
     both = {"triton": ours, "sdpa": split(tables.ATTENTION["sdpa"])}
     inputs = _projected(model, on, dtype, biased=not apart and model.bias_at("qkv"))
-    return Trial(both, inputs, split(SPECS["attention"].ref), plain="sdpa")
+    return Trial(both, inputs, split(SPECS["attention"].ref))
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -250,15 +246,7 @@ def _layer(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
 
         return run
 
-    ops = {name: op_of(block) for name, block in layers.items()}
-    return Trial(ops, inputs, plain=plain_name("layer", sizes))
-
-
-def plain_name(name: str, sizes: Sizes) -> str:
-    """Returns what a trial falls back to."""
-    if name == "layer":
-        return "torch" if "torch" in sizes.sets else "chosen"
-    return "sdpa" if name == "attention" else "torch"
+    return Trial({name: op_of(block) for name, block in layers.items()}, inputs)
 
 
 TRIALS = {

@@ -116,8 +116,7 @@ def _fastest(width: int, tokens: int, dtype: torch.dtype, most: int) -> int:
         torch.randn(n, m).to(dtype)
         for n, m in ((rows, width), (4 * width, width), (width, 4 * width))
     )
-    best, count = most, most
-    seconds = _seconds(x, up, down, most)
+    best, count, seconds = most, most, _seconds(x, up, down, most)
     while count > 1:
         count //= 2
         fewer = _seconds(x, up, down, count)
@@ -183,12 +182,8 @@ class Waiting:
         self._schedstat = schedstat
         self._before = _times(schedstat)
         self._calm = 0
-        self._let_go: threading.Event | None = None
-
-    @property
-    def sleeps(self) -> bool:
-        """True while threads sleep instead of spinning."""
-        return self._let_go is not None
+        self.let_go: threading.Event | None = None
+        """Ends the further teams; None while there are none, and threads spin."""
 
     def watch(self) -> None:
         """Looks until the thread that trains has ended."""
@@ -204,20 +199,19 @@ class Waiting:
             return
         crowded = _crowded(before, self._before)
         self._calm = 0 if crowded else self._calm + 1
-        if crowded and self._let_go is None:
-            self._let_go = threading.Event()
+        if crowded and self.let_go is None:
+            self.let_go = threading.Event()
             own = torch.get_num_threads()  # of which a team adds all but the one that begins it
             for _ in range((cores() - own) // max(1, own - 1) + 1):
-                hold = threading.Thread(target=_hold_team, args=(self._let_go,), daemon=True)
-                hold.start()
+                threading.Thread(target=_hold_team, args=(self.let_go,), daemon=True).start()
         elif self._calm >= CALM_LOOKS:
             self.release()
 
     def release(self) -> None:
         """Lets the threads spin again."""
-        if self._let_go is not None:
-            self._let_go.set()
-            self._let_go = None
+        if self.let_go is not None:
+            self.let_go.set()
+            self.let_go = None
 
 
 def _hold_team(let_go: threading.Event) -> None:

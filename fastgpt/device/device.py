@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,19 +28,10 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Abilities of one kind of device in PyTorch, and which of them a run uses.
-
-    Functions are called when the answer is needed: they may initialize the device.
-    """
+    """Abilities of one kind of device in PyTorch, and which of them a run uses."""
 
     name: str
     """Name in messages."""
-    is_there: Callable[[], bool]
-    device_name: Callable[[], str]
-    fast_bf16: Callable[[], bool]
-    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX), so that
-    `auto` uses it."""
-    has_bf16: Callable[[], bool] = lambda: True
     has_fp64: bool = True
     compiles: Literal["by default", "on request", "never"] = "never"
     """When a run uses torch.compile."""
@@ -50,62 +41,13 @@ class Kind:
     """True if copies from pinned host memory do not block."""
     backend: str | None = "gloo"
     """Backends of collective operations; None: one process only."""
-    peak_memory: Callable[[], int] | None = None
-    """Returns the largest number of bytes that this process's tensors have taken."""
-    reset_peak_memory: Callable[[], object] = lambda: None
-    """Makes `peak_memory` begin anew, from the bytes that the tensors take now."""
-    free_memory: Callable[[], tuple[int, int]] | None = None
-    """Returns the bytes that no program uses, and those of the whole device."""
 
 
-def _cpu_name() -> str:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def _cpu_has_fast_bf16() -> bool:
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL")  # of the instructions that products use
-    if not re.search("ALL|DEFAULT|BF16|FP16|AMX|AVX10", most.upper()):
-        return False
-    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16"))
-
-
-def _gpu(name: str, module: Any, **rest: Any) -> Kind:
-    """Makes the kind of device whose module of torch has the functions of torch.cuda."""
-    return Kind(
-        name,
-        lambda: module.is_available(),
-        lambda: module.get_device_name(),
-        lambda: module.is_bf16_supported(including_emulation=False),
-        pins=True,
-        peak_memory=lambda: module.max_memory_allocated(),
-        reset_peak_memory=lambda: module.reset_peak_memory_stats(),
-        free_memory=lambda: module.mem_get_info(),
-        **rest,
-    )
-
-
-CPU = Kind("CPU", lambda: True, _cpu_name, _cpu_has_fast_bf16, compiles="on request")
-CUDA = _gpu("CUDA", torch.cuda, compiles="by default", kernels=True, backend="cpu:gloo,cuda:nccl")
+CPU = Kind("CPU", compiles="on request")
+CUDA = Kind("CUDA", compiles="by default", kernels=True, pins=True, backend="cpu:gloo,cuda:nccl")
 ROCM = replace(CUDA, name="ROCm", kernels=False)  # RCCL goes by the name of NCCL
-XPU = _gpu("XPU", torch.xpu, backend="cpu:gloo,xpu:xccl")
-MPS = Kind(
-    "MPS",
-    lambda: torch.backends.mps.is_available(),
-    lambda: torch.backends.mps.get_name(),
-    lambda: False,  # M1 and M2 emulate it, and PyTorch does not tell them from later ones
-    has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
-    has_fp64=False,
-    backend=None,
-    # there is no figure of the peak: the driver keeps what was freed, until the cache is emptied
-    peak_memory=lambda: torch.mps.driver_allocated_memory(),
-)
+XPU = Kind("XPU", pins=True, backend="cpu:gloo,xpu:xccl")
+MPS = Kind("MPS", has_fp64=False, backend=None)
 KINDS = {"cuda": CUDA, "xpu": XPU, "mps": MPS, "cpu": CPU}
 """Kinds by the type that torch gives their devices, in the order in which `auto` looks for them."""
 
@@ -129,8 +71,8 @@ def pick_device(
     Raises:
         UserError: the device asked for is missing, or `auto` would leave an NVIDIA GPU unused.
     """
-    wanted = among if asked == "auto" else [asked]
-    found = next((type for type in KINDS if type in wanted and KINDS[type].is_there()), None)
+    wanted = [type for type in KINDS if type in (among if asked == "auto" else [asked])]
+    found = next((type for type in wanted if torch.get_device_module(type).is_available()), None)
     why = why_no_cuda() if asked in ("auto", "cuda") and found in ("cpu", None) else None
     if found is None:
         raise UserError(
@@ -143,7 +85,7 @@ def pick_device(
 
 
 def why_no_cuda() -> str | None:
-    """Explains, in PyTorch's words, why torch sees no CUDA device, and what to install.
+    """Explains, in PyTorch's words, why torch cannot use this machine's NVIDIA GPU.
 
     Returns:
         str | None: None if no NVIDIA driver runs, or CUDA_VISIBLE_DEVICES hides all GPUs.
@@ -164,18 +106,38 @@ def why_no_cuda() -> str | None:
 
 def _has_driver() -> bool:
     """Returns True if NVIDIA's driver runs; Windows and WSL have only nvidia-smi to tell."""
-    command = shutil.which("nvidia-smi")
-    if DRIVER.exists() or command is None:
-        return DRIVER.exists()
-    try:
-        return subprocess.run([command, "-L"], capture_output=True, timeout=20).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
+    if DRIVER.exists():
+        return True
+    with suppress(OSError, subprocess.SubprocessError):
+        return not subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20).returncode
+    return False
 
 
 def device_name(device: str) -> str:
     """Returns the device's name, with the number of threads on a CPU."""
-    return kind_of(device).device_name()
+    if device == "mps":
+        return torch.backends.mps.get_name()
+    if device != "cpu":
+        return torch.get_device_module(device).get_device_name()
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        names = re.findall(r"^model name\s*:(.*)", info, re.MULTILINE)
+        model = names[0].strip() if names else model
+    return f"{model}, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def fast_bf16(device: str) -> bool:
+    """Returns True if the hardware multiplies bf16 natively (on CPUs: AVX-512 BF16 or AMX)."""
+    if device == "mps":
+        return False  # M1 and M2 emulate it, and PyTorch does not tell them from later ones
+    if device != "cpu":
+        return torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL")  # of the instructions that products use
+    if not re.search("ALL|DEFAULT|BF16|FP16|AMX|AVX10", most.upper()):
+        return False
+    features = torch.cpu.get_capabilities()
+    return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def synchronize(device: str) -> None:
@@ -185,14 +147,25 @@ def synchronize(device: str) -> None:
 
 def peak_memory(device: str) -> dict[str, float]:
     """Returns `peak_memory_gib`, the peak memory of tensors on this rank's GPU; empty on a CPU."""
-    peak = kind_of(device).peak_memory
-    return {} if peak is None else {"peak_memory_gib": round(peak() / 2**30, 3)}
+    if device == "cpu":
+        return {}
+    # MPS has no figure of the peak: its driver keeps what was freed, until the cache is emptied
+    gpu = torch.get_device_module(device)
+    peak = gpu.driver_allocated_memory() if device == "mps" else gpu.max_memory_allocated()
+    return {"peak_memory_gib": round(peak / 2**30, 3)}
+
+
+def reset_peak_memory(device: str) -> None:
+    """Makes `peak_memory` begin anew, from the bytes that the tensors take now."""
+    if device not in ("cpu", "mps"):
+        torch.get_device_module(device).reset_peak_memory_stats()
 
 
 def check_free_memory(device: str, needed: int) -> None:
     """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
-    memory = kind_of(device).free_memory
-    free, total = memory() if memory is not None else (needed, needed)
+    if device in ("cpu", "mps"):  # which do not tell
+        return
+    free, total = torch.get_device_module(device).mem_get_info()
     if free < needed:
         raise UserError(
             f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
@@ -206,14 +179,11 @@ def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> 
     """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
     kind = kind_of(device)
     if asked == "auto":
-        return "bf16" if kind.fast_bf16() else "fp32"
+        return "bf16" if fast_bf16(device) else "fp32"
     if asked == "fp16" and kind is CPU:
         raise UserError(f"{flag} is fp16, which needs CUDA: expected fp32 or bf16")
-    if asked == "bf16" and not kind.has_bf16():
-        raise UserError(
-            f"{flag} is bf16, which this {kind.name} device lacks (Apple's needs macOS"
-            " 14): expected fp32 or fp16"
-        )
+    if asked == "bf16" and kind is MPS and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise UserError(f"{flag} is bf16, which MPS lacks before macOS 14: expected fp32 or fp16")
     return asked
 
 
@@ -333,7 +303,7 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float | None = None)
         with suppress(torch.OutOfMemoryError):
             found = _measured_with(n, device, dtype, seconds)
         n //= 2
-    kind_of(device).reset_peak_memory()
+    reset_peak_memory(device)
     return found
 
 
@@ -342,15 +312,12 @@ def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> f
     from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
 
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
-
-    def product_seconds() -> float:
+    times, end = [], 0.0
+    while len(times) < 2 or time.perf_counter() < end:
         start = time.perf_counter()
         linear(a, b)
         synchronize(device)
-        return time.perf_counter() - start
-
-    product_seconds()  # the first call initializes libraries, which can take longer than the rest
-    start, best = time.perf_counter(), product_seconds()
-    while time.perf_counter() - start < seconds:
-        best = min(best, product_seconds())  # other programs only make it slower
-    return 2 * n**3 / best
+        times.append(time.perf_counter() - start)
+        end = end or time.perf_counter() + seconds
+    # the first call initializes libraries; other programs only make the others slower
+    return 2 * n**3 / min(times[1:])

@@ -10,7 +10,8 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.load import load
+from fastgpt.convert.load import open_model
+from fastgpt.convert.source import OpenedModel
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
@@ -55,21 +56,14 @@ class EvaluateConfig:
             raise UserError("nothing to evaluate: expected --tasks or --text")
 
 
-def open_model(config: EvaluateConfig) -> Scorer:
-    """Loads the model on its device.
-
-    Raises:
-        UserError: it cannot be loaded, or has no tokenizer.
-    """
-    on = device.pick_device(config.device, "--device")
-    precision = device.pick_precision(config.precision, on, "--precision")
-    model, tokens = load(config.model, on)
-    if tokens is None:
-        raise UserError(
-            f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
-        )
-    autocast = device.autocast(on, precision)
-    return Scorer(model=model, tokenizer=tokens, batch=config.batch, device=on, autocast=autocast)
+def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Scorer:
+    """Builds a model that was opened on the device `on`; raises `UserError` without a tokenizer."""
+    if source.tokenizer is None:
+        raise UserError(f"{source.path} has no tokenizer: expected tokenizer.json beside the model")
+    return Scorer(
+        model=source.build_gpt(on), tokenizer=source.tokenizer, batch=batch, device=on,
+        autocast=device.autocast(on, precision),
+    )  # fmt: skip
 
 
 def evaluate(config: EvaluateConfig) -> list[Row]:
@@ -78,17 +72,22 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
     Raises:
         UserError: a task, a file or the model cannot be used.
     """
-    asked, rows = split_tasks(config.tasks, "--tasks"), []
+    asked, rows, theirs = split_tasks(config.tasks, "--tasks"), [], []
     names = [name for name, path in asked.items() if not path]
     if config.include and not (names and config.include.is_dir()):
         raise UserError(f"--include is {config.include}: expected a folder, for tasks by name")
     if config.json is not None and not config.json.absolute().parent.is_dir():
         raise UserError(f"--json is {config.json}: expected a file in a folder that exists")
-    scorer = open_model(config)
+    on = device.pick_device(config.device, "--device")
+    precision = device.pick_precision(config.precision, on, "--precision")
+    source = open_model(config.model)
+    scorer = scorer_of(source, config.batch, on, precision)
     # all that can be refused comes before the work
     local = [read_task(name, path, scorer) for name, path in asked.items() if path]
     text = read_text(config.text, scorer) if config.text else None
-    theirs = _rows(run_tasks(names, scorer, config.include)) if names else []
+    if names:
+        options = {"device": on, "precision": precision, "batch": config.batch}
+        theirs = _rows(run_tasks(names, source, config.include, **options))
     for task in local:
         if cut := too_long(task, scorer.model.config.context):
             print_text(f"{task.name}: {cut:,} longer than the context, cut from the left")

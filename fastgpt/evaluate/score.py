@@ -70,36 +70,29 @@ class Scorer:
                 found[i] = total, bool((log_p.argmax(-1) == targets).all())
         return found
 
-    def prefix(self) -> int:
-        """Returns the token that stands for an empty context.
-
-        Raises:
-            UserError: the tokenizer has no end-of-text token.
-        """
-        if self.tokenizer.eot_id is None:
-            raise UserError(
-                f"a text without a context needs an end-of-text token before it, which the"
-                f" {self.tokenizer.kind} tokenizer does not have"
-            )
-        return self.tokenizer.eot_id
-
     def encode_pair(self, context: str, continuation: str) -> Pair:
         """Encodes both as one text, and cuts it where the context's own tokens end.
 
-        Spaces at the end of the context are moved to the continuation.
+        Spaces at the end of the context are moved to the continuation. The end-of-text token
+        stands for an empty context.
 
         Raises:
             UserError: the continuation has no token, or more than the model's context, or the
-                tokenizer cannot encode it.
+                tokenizer cannot encode it, or lacks an end-of-text token.
         """
-        start = context.rstrip()
         whole = self.tokenizer.encode(context + continuation).tolist()
-        # without a context the harness moves nothing
-        before = self.tokenizer.encode(start).tolist() if context else []
-        pair = before or [self.prefix()], whole[len(before) :]
-        if not 0 < len(pair[1]) <= self.model.config.context:
+        before = self.tokenizer.encode(context.rstrip()).tolist() if context else []
+        new = whole[len(before) :]
+        if not 0 < len(new) <= self.model.config.context:
             raise UserError(
-                f"{continuation[:40]!r} has {len(pair[1])} tokens: expected 1 to the model's"
-                f" context, {self.model.config.context}"
+                f"{continuation[:40]!r} has {len(new)} tokens: expected 1 to the model's context,"
+                f" {self.model.config.context}"
             )
-        return pair
+        if not before:
+            if self.tokenizer.eot_id is None:
+                raise UserError(
+                    "a text without a context needs an end-of-text token before it, which the"
+                    f" {self.tokenizer.kind} tokenizer does not have"
+                )
+            before = [self.tokenizer.eot_id]
+        return before, new

@@ -7,19 +7,23 @@ Source
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastgpt.errors import UserError, counted, reason, unknown_name
+from fastgpt.errors import UserError, brief, counted, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import parse_json
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import Stopped
+
+FORMATS = {
+    "hellaswag": '{"ctx": ..., "endings": [...], "label": ...}',
+    "lambada": '{"text": ...}',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,10 @@ def split_tasks(given: str, flag: str) -> dict[str, str]:
         UserError: a name is missing or given twice; the message calls the argument `flag`.
     """
     parts = [part.strip().partition("=") for part in given.split(",") if given]
-    names = [name for name, _, _ in parts]
-    if "" in names or len({*names}) < len(names):
+    found = {name: path for name, _, path in parts}
+    if "" in found or len(found) < len(parts):
         raise UserError(f"{flag} is {given!r}: expected different names, such as hellaswag=PATH")
-    return {name: path for name, _, path in parts}
+    return found
 
 
 def read_task(name: str, path: str, scorer: Scorer) -> Task:
@@ -64,7 +68,7 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
     """
     if name not in FORMATS:
         raise unknown_name("task", name, FORMATS)
-    (read, expected), questions = FORMATS[name], []
+    expected, questions = f"expected {FORMATS[name]}", []
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,80 +76,34 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        where = f"{path} line {number:,}"
         try:
+            read = _hellaswag if name == "hellaswag" else _lambada
             context, choices, right = read(parse_json(line))
             "".join([context, *choices]).encode()  # JSON may hold half a character
             pairs = [scorer.encode_pair(context, f" {choice}") for choice in choices]
-            questions.append(Question(pairs, [*map(len, choices)], right))
         except UserError as error:
-            raise UserError(f"{path} line {number:,}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise UserError(
-                f"{path} line {number:,} is no line of {name} ({_plainly(error)}): expected"
-                f" {expected}"
-            ) from error
+            raise UserError(f"{where}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{where} is no line of {name} ({brief(error)}): {expected}") from error
+        questions.append(Question(pairs, [*map(len, choices)], right))
     if not questions:
-        raise UserError(f"{path} is empty: expected lines of {name}, {expected}")
+        raise UserError(f"{path} has no line of {name}: {expected}")
     return Task(name, questions)
 
 
-def _plainly(error: Exception) -> str:
-    """Says what is wrong with a line without Python's words for it."""
-    if isinstance(error, KeyError):
-        return f"it has no {error}"
-    return str(error) if isinstance(error, ValueError) else "it or a field has the wrong type"
-
-
-def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
-    """Computes a task's metrics; each rank, or group of peers, scores a part of the questions.
-
-    Raises:
-        Stopped: on all ranks, if one was asked to stop.
-    """
-    world = world or World()
-    mine = task.questions[world.dp_rank :: world.dp_size]
-    totals = torch.zeros(3, dtype=torch.float64)
-    try:
-        scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
-        for question in mine:
-            graded = _grade(task.name, question, [next(scores) for _ in question.pairs])
-            totals[:2] += torch.tensor(graded, dtype=torch.float64)
-    except Stopped:
-        totals[2] = 1
-    count = len(task.questions) * world.non_dp_size
-    first, second, stopped = (world.sum(totals) / count).tolist()
-    if stopped:
-        raise Stopped
-    if task.name == "lambada":
-        return {"acc": first, "perplexity": perplexity(-second)}
-    return {"acc": first, "acc_norm": second}
-
-
-def _grade(task: str, question: Question, scores: Sequence[tuple[float, bool]]) -> list[float]:
-    """Returns whether the answer is right, and its log-likelihood or is it right per letter."""
-    plain = [x for x, _ in scores]
-    if task == "lambada":
-        return [float(scores[0][1]), plain[0]]
-    normed = [x / n if n else -math.inf for x, n in zip(plain, question.letters)]
-    return [float(x.index(max(x)) == question.right) for x in (plain, normed)]
-
-
-def too_long(task: Task, context: int) -> int:
-    """Counts the questions that are longer than the model's context, whose beginning is cut."""
-    return sum(any(len(a) + len(b) > context + 1 for a, b in q.pairs) for q in task.questions)
-
-
 def _hellaswag(line: dict[str, Any]) -> tuple[str, list[str], int]:
+    """Returns the context, the choices, and the index of the right one."""
     context, endings, label = line.get("ctx_a"), line["endings"], line["label"]
     context = line["ctx"] if context is None else f"{context} {line['ctx_b'].capitalize()}"
     if "activity_label" in line:
         context = f"{line['activity_label']}: {context}"
     if not isinstance(endings, list):
-        raise ValueError("its endings are no list")
-    numbers = {number: i for i in range(len(endings)) for number in (i, str(i))}
-    if type(label) not in (int, str) or label not in numbers:
+        raise TypeError("its endings are no list")
+    labels = [*map(str, range(len(endings)))]  # files have numbers or strings
+    if str(label) not in labels:
         raise ValueError(f"its label is {label}, of {counted(len(endings), 'ending')}")
-    return _cleaned(context), [*map(_cleaned, endings)], numbers[label]
+    return _cleaned(context), [*map(_cleaned, endings)], labels.index(str(label))
 
 
 def _cleaned(text: str) -> str:
@@ -161,7 +119,37 @@ def _lambada(line: dict[str, Any]) -> tuple[str, list[str], int]:
     return context, [word], 0
 
 
-FORMATS = {
-    "hellaswag": (_hellaswag, '{"ctx": ..., "endings": [...], "label": ...}'),
-    "lambada": (_lambada, '{"text": ...}'),
-}
+def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
+    """Computes a task's metrics; each rank, or group of peers, scores a part of the questions.
+
+    Raises:
+        Stopped: on all ranks, if one was asked to stop.
+    """
+    world = world or World()
+    mine = task.questions[world.dp_rank :: world.dp_size]
+    totals = torch.zeros(3, dtype=torch.float64)
+    try:
+        scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
+        for x in mine:
+            choices = [next(scores) for _ in x.pairs]
+            plain = [log_p for log_p, _ in choices]
+            normed = [log_p / n if n else -math.inf for log_p, n in zip(plain, x.letters)]
+            if task.name == "lambada":
+                graded = float(choices[0][1]), plain[0]
+            else:
+                graded = [float(y.index(max(y)) == x.right) for y in (plain, normed)]
+            totals[:2] += torch.tensor(graded, dtype=torch.float64)
+    except Stopped:
+        totals[2] = 1
+    count = len(task.questions) * world.non_dp_size
+    first, second, stopped = (world.sum(totals) / count).tolist()
+    if stopped:
+        raise Stopped
+    if task.name == "lambada":
+        return {"acc": first, "perplexity": perplexity(-second)}
+    return {"acc": first, "acc_norm": second}
+
+
+def too_long(task: Task, context: int) -> int:
+    """Counts the questions that are longer than the model's context, whose beginning is cut."""
+    return sum(any(len(a) + len(b) > context + 1 for a, b in q.pairs) for q in task.questions)

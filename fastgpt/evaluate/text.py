@@ -50,27 +50,22 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
     return np.concatenate(parts), size / count
 
 
-def loss_of(tokens: np.ndarray | Tokens, scorer: Scorer) -> tuple[float, int]:
-    """Computes the mean loss in nats of all tokens (N,) but the first, and counts them.
-
-    The windows are those of the harness: each token is scored once, and the last window reaches
-    back to fill the context.
-    """
-    context = min(scorer.model.config.context, max(1, len(tokens) - 1))
-    batch, world = min(scorer.batch, -(-len(tokens) // context)), World()
-    batches = eval_batches(
-        tokens, context=context, micro_batch=batch, rank=0, world_size=1, max_tokens=0
-    )
-    return mean_loss(
-        scorer.model, batches, world=world, device=scorer.device, autocast=scorer.autocast
-    )
-
-
 def score_text(
     tokens: np.ndarray | Tokens, bytes_per_token: float | None, scorer: Scorer
 ) -> tuple[dict[str, float], int]:
-    """Computes loss, perplexity and, where the size is known, bits per byte; counts the tokens."""
-    loss, count = loss_of(tokens, scorer)
+    """Computes loss, perplexity and, where the size is known, bits per byte; counts the targets.
+
+    The windows are those of the harness: each of the tokens (N,) but the first is scored once, and
+    the last window reaches back to fill the context.
+    """
+    context = min(scorer.model.config.context, max(1, len(tokens) - 1))
+    batch = min(scorer.batch, -(-len(tokens) // context))
+    batches = eval_batches(
+        tokens, context=context, micro_batch=batch, rank=0, world_size=1, max_tokens=0
+    )
+    loss, count = mean_loss(
+        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast
+    )
     found = {"loss": loss, "perplexity": perplexity(loss)}
     if bytes_per_token is not None:
         found["bits_per_byte"] = loss / math.log(2) / bytes_per_token

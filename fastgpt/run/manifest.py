@@ -15,7 +15,7 @@ import torch
 import fastgpt
 from fastgpt.commands import installed
 from fastgpt.config.config import Config
-from fastgpt.device.device import DTYPES, kind_of
+from fastgpt.device.device import DTYPES, fast_bf16
 from fastgpt.errors import writing
 from fastgpt.files import parse_json, write_atomically
 
@@ -59,7 +59,7 @@ def precision_asked(config: Config, on: str, warn: Callable[[str], None]) -> str
             if begun["on"] == on and begun["precision"] in DTYPES:
                 asked = begun["precision"]
                 break
-    if asked == "bf16" and not kind_of(on).fast_bf16():
+    if asked == "bf16" and not fast_bf16(on):
         warn(
             "the run began in bf16, which this CPU emulates: --train.precision fp32 is faster, but"
             " its losses differ by rounding"

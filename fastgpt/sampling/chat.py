@@ -4,7 +4,6 @@ A chat template turns messages into text, as transformers applies it. Each answe
 itself, with the end of its turn, so that training and talking see the same tokens.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,12 @@ from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
 from fastgpt.sampling.templating import CHATML, Messages
 from fastgpt.sandbox import call
-from fastgpt.terminal import print_line, print_text
+from fastgpt.terminal import print_text
 
 Piece = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
-ROLES = ("system", "user", "assistant")
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
 CHUNK = 16
 """Tokens to generate between two looks for the end of an answer."""
 
@@ -43,9 +43,10 @@ class Template:
 
     def __init__(self, text: str = CHATML) -> None:
         self.text = text
-        self._run("cannot be read", None, False)
+        self.render(None)
 
-    def _run(self, refusal: str, messages: Messages | None, answering: bool) -> str:
+    def render(self, messages: Messages | None, *, answering: bool = False) -> str:
+        """Returns the text of messages, with `answering` up to where the next answer begins."""
         try:
             if self.text == CHATML:
                 return templating.render(self.text, messages, answering)
@@ -53,11 +54,8 @@ class Template:
         except UserError:
             raise
         except Exception as error:  # a template may do anything
+            refusal = "cannot be read" if messages is None else "refuses the messages"
             raise UserError(f"the chat template {refusal}: {reason(error)}") from error
-
-    def render(self, messages: Messages, *, answering: bool = False) -> str:
-        """Returns the text of messages, with `answering` up to where the next answer begins."""
-        return self._run("refuses the messages", messages, answering)
 
     def pieces(self, messages: Messages) -> Iterator[Piece]:
         """Yields the text of a conversation, cut where answers begin and end.
@@ -106,103 +104,41 @@ def template_of(kept: Mapping[str, str]) -> Template | None:
     return Template(text) if isinstance(text, str) else None
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-def read_conversations(path: Path) -> Iterator[tuple[str, Messages]]:
-    """Yields the conversations of a JSONL file, each with its file and line.
-
-    A line has `messages` of the roles system, user and assistant, or `prompt` and `completion`.
-
-    Raises:
-        UserError: a line is something else; the turns do not alternate; an answer is empty.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                yield where, _checked(_messages(json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{where}: not JSON ({error})") from error
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from error
-
-
-def _messages(row: Any) -> Messages:
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return row["messages"]
-    if isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
-        return [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-    raise UserError("expected an object with `messages`, or with `prompt` and `completion`")
-
-
-def _checked(messages: Messages) -> Messages:
-    expected = ("system", "user")
-    for number, message in enumerate(messages, start=1):
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        role = message.get("role") if fine else None
-        if role not in ROLES:
-            raise UserError(
-                f"message {number} is {str(message)[:80]}: expected a role ({', '.join(ROLES)}) and"
-                " a content"
-            )
-        if role not in expected:
-            raise UserError(f"message {number} is the {role}'s: expected {' or '.join(expected)}")
-        if role == "assistant" and not message["content"].strip():
-            raise UserError(f"message {number} is an empty answer")
-        expected = ("assistant",) if role == "user" else ("user",)
-    if not messages or messages[-1]["role"] != "assistant":
-        raise UserError("the last message is not the assistant's: expected an answer to learn")
-    return messages
-
-
-# --- tokens ---------------------------------------------------------------------------------------
-
-
-def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids of a conversation (N,) int64, and which of them are learnt (N,) bool.
+def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Encoded:
+    """Returns the ids of a conversation, and which of them are learnt.
 
     It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
     that the template writes have their ids; in a tokenizer without them they are ordinary text.
     """
     special: dict[str, int] = getattr(tokenizer, "special", {})
-    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    names = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
     begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
     for text, counts in pieces:
-        found = [np.array([special[name]]) for name in names.findall(text)]
-        texts = [tokenizer.encode(part) for part in names.split(text)]
-        whole = [x for pair in zip(texts, [*found, np.empty(0, np.int64)]) for x in pair]
-        ids.extend(x.astype(np.int64) for x in whole)
-        learnt.append(np.full(sum(map(len, whole)), counts))
+        for part in names.split(text):
+            found = [special[part]] if part in special else tokenizer.encode(part)
+            ids.append(np.asarray(found, np.int64))
+            learnt.append(np.full(len(found), counts))
     return np.concatenate(ids), np.concatenate(learnt)
+
+
+# --- data -----------------------------------------------------------------------------------------
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
     """Conversations as pairs (tokens, targets), each (context,) int64; -100 outside of answers.
 
     Args:
-        conversations: ids and which are learnt, each of up to context + 1 tokens.
+        conversations: each of up to context + 1 tokens.
         pad_id: what short rows are filled with.
         packed: puts as many conversations into a row as fit, else one.
     """
 
     def __init__(
-        self,
-        conversations: list[tuple[np.ndarray, np.ndarray]],
-        context: int,
-        pad_id: int,
-        packed: bool,
+        self, conversations: list[Encoded], context: int, pad_id: int, packed: bool
     ) -> None:
         self._context, self._pad_id = context, pad_id
-        self._rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self._rows: list[list[Encoded]] = []
         room = 0
         for ids, learnt in conversations:
             if not packed or len(ids) > room:
@@ -231,28 +167,29 @@ def open_conversations(
     packed: bool,
     val_fraction: float,
 ) -> Data:
-    """Reads conversations, of which the last ones are held out.
+    """Reads the conversations of a JSONL file, of which the last ones are held out.
+
+    A line has `messages` of the roles system, user and assistant, or `prompt` and `completion`.
 
     Raises:
-        UserError: as `read_conversations`; a message contains a special token; a conversation is
-            longer than the context; there are fewer than two.
+        UserError: a line is something else; the turns do not alternate; an answer is empty; a
+            message contains a special token; a conversation is longer than the context; there are
+            fewer than two.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
     encoded = []
-    special = getattr(tokenizer, "special", {})
-    for where, messages in read_conversations(path):
-        for name in special:
-            if any(name in message["content"] for message in messages):
-                raise UserError(f"{where}: a message contains {name}, a special token")
+    for number, line in enumerate(lines, start=1):
         try:
-            ids, learnt = encode(tokenizer, template.pieces(messages))
+            if line.strip():
+                messages = _messages(parse_json(line))
+                encoded.append(_encoded(messages, tokenizer, template, context))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        if len(ids) > context + 1:
-            raise UserError(
-                f"{where}: the conversation has {len(ids):,} tokens: expected at most"
-                f" {context + 1:,}, for a --model.context of {context:,}"
-            )
-        encoded.append((ids, learnt))
+            raise UserError(f"{path}, line {number}: {error}") from error
     if len(encoded) < 2:
         raise UserError(f"{path} has {len(encoded)} conversations: expected two or more")
     held = min(len(encoded) - 1, max(1, round(len(encoded) * val_fraction)))
@@ -263,39 +200,83 @@ def open_conversations(
     return Data(train=train, val=val, tokenizer=tokenizer, name=path.stem, template=template.text)
 
 
+def _messages(row: Any) -> Messages:
+    """Returns the messages of a line, which the system may begin, then users and answers in turn.
+
+    Raises:
+        UserError: the line is no conversation, or does not end in an answer.
+    """
+    row = row if isinstance(row, dict) else {}
+    messages = row.get("messages")
+    if messages is None and {"prompt", "completion"} <= row.keys():
+        turns = (("user", row["prompt"]), ("assistant", row["completion"]))
+        messages = [{"role": role, "content": text} for role, text in turns]
+    if not isinstance(messages, list):
+        raise UserError("expected an object with `messages`, or with `prompt` and `completion`")
+    expected = ["system", "user"]
+    for number, message in enumerate(messages, start=1):
+        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        role = message.get("role") if fine else None
+        if role not in expected or (role == "assistant" and not message["content"].strip()):
+            raise UserError(
+                f"message {number} is {str(message)[:80]}: expected a role ({', '.join(expected)})"
+                " and a content, which of an answer is not empty"
+            )
+        expected = ["assistant"] if role == "user" else ["user"]
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UserError("the last message is not the assistant's: expected an answer to learn")
+    return messages
+
+
+def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+    for name in getattr(tokenizer, "special", {}):
+        if any(name in message["content"] for message in messages):
+            raise UserError(f"a message contains {name}, a special token")
+    ids, learnt = encode(tokenizer, template.pieces(messages))
+    if len(ids) > context + 1:
+        raise UserError(
+            f"the conversation has {len(ids):,} tokens: expected at most {context + 1:,}, for a"
+            f" --model.context of {context:,}"
+        )
+    return ids, learnt
+
+
 # --- talking --------------------------------------------------------------------------------------
 
 
 def answer(
-    model: GPT, tokenizer: Tokenizer, template: Template, messages: Messages, **options: Any
+    model: GPT,
+    tokenizer: Tokenizer,
+    template: Template,
+    messages: Messages,
+    *,
+    max_new_tokens: int,
+    **options: Any,
 ) -> str:
     """Returns the model's answer to a conversation.
 
     Args:
         model: in evaluation mode.
-        options: those of `fastgpt.generate`.
+        options: others of `fastgpt.generate`.
 
     Raises:
         UserError: the conversation is longer than the context.
     """
     ids, _ = encode(tokenizer, template.pieces(messages))
-    context, most = model.config.context, options.pop("max_new_tokens")
-    if len(ids) >= context:
+    if len(ids) >= model.config.context:
         raise UserError(
             f"the conversation has {len(ids):,} tokens: expected fewer than the model's context,"
-            f" {context:,}"
+            f" {model.config.context:,}"
         )
-    end, said = template.end_of_turn(), ""
+    end, eot, said, left = template.end_of_turn(), tokenizer.eot_id, "", max_new_tokens
+    options |= {"vocab_size": tokenizer.vocab_size, "stop_id": eot}
     tokens = torch.from_numpy(ids)[None].to(next(model.parameters()).device)
-    while tokens.shape[1] < len(ids) + most:
-        new = min(CHUNK, len(ids) + most - tokens.shape[1])
-        vocab_size, stop = tokenizer.vocab_size, tokenizer.eot_id
-        tokens = generate(
-            model, tokens, max_new_tokens=new, vocab_size=vocab_size, stop_id=stop, **options
-        )
+    while left > 0:
+        tokens = generate(model, tokens, max_new_tokens=min(CHUNK, left), **options)
+        left -= CHUNK
         drawn = tokens[0, len(ids) :].tolist()
-        ended = stop in drawn
-        said = tokenizer.decode(drawn[: drawn.index(stop)] if ended else drawn)
+        ended = eot in drawn
+        said = tokenizer.decode(drawn[: drawn.index(eot)] if ended else drawn)
         if ended or (end and end in said):
             break
     return (said.partition(end)[0] if end else said).strip()
@@ -307,16 +288,11 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
     When it is longer than the context, its oldest turns are left out.
     """
     messages: Messages = []
-    context, forgets = model.config.context, False
-    if sys.stdin.isatty():
-        print_line("Each line is a message; Ctrl-D ends the conversation.")
-    for line in sys.stdin:
-        if line.strip():
-            messages.append({"role": "user", "content": line.strip()})
-            while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
-                if not forgets:
-                    print_line(f"note: beyond {context:,} tokens the oldest turns are left out")
-                messages, forgets = messages[2:], True
-            said = answer(model, tokenizer, template, messages, **options)
-            messages.append({"role": "assistant", "content": said})
-            print_text(said)
+    for line in filter(str.strip, sys.stdin):
+        messages.append({"role": "user", "content": line.strip()})
+        context = model.config.context
+        while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
+            messages = messages[2:]
+        said = answer(model, tokenizer, template, messages, **options)
+        messages.append({"role": "assistant", "content": said})
+        print_text(said)

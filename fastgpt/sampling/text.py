@@ -1,6 +1,7 @@
 """Text sampled from a model: prompts encoded, continued in one batch, and decoded."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,12 +48,10 @@ def sample_text(
     prompts: Sequence[Tensor],
     *,
     max_new_tokens: int,
-    temperature: float,
     seed: int,
-    top_k: int | None = None,
-    top_p: float | None = None,
     count: int = 1,
     device: str = "cpu",
+    **options: Any,
 ) -> list[str]:
     """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
@@ -61,10 +60,8 @@ def sample_text(
     Args:
         model: in evaluation mode.
         prompts: each (T,) int64, T >= 1; lengths may differ.
-        temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to sample from; None: all.
-        top_p: probability that the likeliest tokens to sample from reach together; None: 1.
         count: number of texts per prompt; the first prompt's texts come first.
+        options: others of `fastgpt.generate`: temperature, top_k, top_p.
 
     >>> model, tokenizer = fastgpt.load("runs/mine")
     >>> prompts = [fastgpt.encode_prompt("To be", tokenizer)]
@@ -74,24 +71,21 @@ def sample_text(
     True
     """
     prompts = [prompt for prompt in prompts for _ in range(count)]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    eot = tokenizer.eot_id
     tokens = generate(
         model,
         pad_sequence(prompts, batch_first=True).to(device),
-        lengths=lengths,
+        lengths=torch.tensor([len(prompt) for prompt in prompts]),
         max_new_tokens=max_new_tokens,
         vocab_size=tokenizer.vocab_size,
-        stop_id=tokenizer.eot_id,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        stop_id=eot,
         generator=torch.Generator().manual_seed(seed),
+        **options,
     )
     texts = []
-    for row, length in zip(tokens.cpu(), lengths.tolist()):
-        end = length + max_new_tokens
-        if tokenizer.eot_id is not None:
-            drawn = row[length:end] == tokenizer.eot_id
-            end = length + int(drawn.int().argmax()) if drawn.any() else end
-        texts.append(tokenizer.decode(row[:end].numpy()))
+    for prompt, row in zip(prompts, tokens.tolist()):
+        begin, end = len(prompt), len(prompt) + max_new_tokens
+        if eot in row[begin:end]:
+            end = row.index(eot, begin)
+        texts.append(tokenizer.decode(row[:end]))
     return texts

@@ -19,8 +19,12 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.data.loader import Loader
 from fastgpt.device import cpu, device
-from fastgpt.evaluate.batches import as_many_on_all_ranks, reported, validation_batches
-from fastgpt.evaluate.validation import mean_loss
+from fastgpt.evaluate.validation import (
+    as_many_on_all_ranks,
+    mean_loss,
+    reported,
+    validation_batches,
+)
 from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
@@ -90,7 +94,7 @@ class Engine:
         share = self.config.global_batch // world.dp_size
         with micro_batch.equal_memory(self.device, world, self.config.train.ddp_bucket_mb * 2**20):
             size = micro_batch.fitting(most, share, self._rehearse, world, warn)
-        device.kind_of(self.device).reset_peak_memory()
+        device.reset_peak_memory(self.device)
         return size
 
     def _rehearse(self, size: int) -> None:

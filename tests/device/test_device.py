@@ -1,7 +1,6 @@
 """Settings that depend on the machine: number format, compiler, and its matmul rate."""
 
 import json
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -29,7 +28,7 @@ def test_bf16_is_as_fast_as_the_instructions_that_onednn_may_use(monkeypatch, mo
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if most is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    assert device.CPU.fast_bf16() == fast
+    assert device.fast_bf16("cpu") == fast
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_bf16_is_as_fast_as_the_instructions_that_onednn_may_use(monkeypatch, mo
     ],
 )
 def test_precision(monkeypatch, asked, kind, fast, expected):
-    monkeypatch.setitem(device.KINDS, kind, replace(device.KINDS[kind], fast_bf16=lambda: fast))
+    monkeypatch.setattr(device, "fast_bf16", lambda _: fast)
     assert device.pick_precision(asked, kind) == expected
 
 
@@ -55,7 +54,7 @@ def test_precision(monkeypatch, asked, kind, fast, expected):
 )
 def test_cpus_with_fast_bf16(monkeypatch, features, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-    assert device.CPU.fast_bf16() is fast
+    assert device.fast_bf16("cpu") is fast
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -106,8 +105,7 @@ def test_the_peak_is_measured_in_the_memory_there_is_and_then_reset(monkeypatch)
         if len(a) > 512:
             raise torch.OutOfMemoryError
 
-    cpu = replace(device.CPU, reset_peak_memory=lambda: tried.append("reset"))
-    monkeypatch.setitem(device.KINDS, "cpu", cpu)
+    monkeypatch.setattr(device, "reset_peak_memory", lambda _: tried.append("reset"))
     monkeypatch.setattr("fastgpt.kernels.linear", product)
     device.measured_peak("cpu", torch.float32, 0.0)
     assert tried == [1024, 512, 512, "reset"]

@@ -32,9 +32,10 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def scorer(folders):
-    from fastgpt.evaluate.__main__ import EvaluateConfig, open_model
+    from fastgpt.convert.source import read
+    from fastgpt.evaluate.__main__ import scorer_of
 
-    return open_model(EvaluateConfig(model=str(folders[0]), text="x", batch=7, device="cpu"))
+    return scorer_of(read(str(folders[0])), 7, "cpu", "fp32")
 
 
 @pytest.fixture

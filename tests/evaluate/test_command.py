@@ -89,13 +89,13 @@ def test_an_infinite_perplexity_is_null_in_json(folders, files, monkeypatch, cap
 def test_bad_flags_are_one_line(folders, flags, said, capsys, monkeypatch):
     argv = ["evaluate", str(folders[0]), *flags.split(), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", argv)
-    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert said in one_line_error(capsys, run_command, command.main)
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path):
     run = saved_run(tmp_path / "run")
-    with pytest.raises(UserError, match=f"{run} has no tokenizer: expected tokenizer.json beside"):
+    with pytest.raises(UserError, match=f"^{run}/.* has no tokenizer: expected tokenizer.json"):
         results(run, "--text", "x")
 
 

@@ -1,53 +1,28 @@
-"""Our model in the lm-evaluation-harness, against its own model for transformers, HFLM."""
+"""Tasks of the lm-evaluation-harness, which its own model for transformers answers."""
 
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
+from fastgpt.convert.source import read
 from fastgpt.errors import UserError
-from fastgpt.evaluate.harness import Answers, language_model, run_tasks
+from fastgpt.evaluate import __main__ as command
+from fastgpt.evaluate.harness import run_tasks
 from fastgpt.evaluate.tasks import read_task, run_task
-from fastgpt.logs.metrics import read_records
 
 WITH = "needs the extra eval (350 MB): make setup EXTRAS=dev,eval"
 
 
-@pytest.fixture
-def theirs(folders):
+@pytest.fixture(autouse=True)
+def installed():
     pytest.importorskip("accelerate", reason=WITH)
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=WITH)
-    return huggingface.HFLM(pretrained=str(folders[1]), device="cpu", batch_size=5, dtype="float32")
-
-
-def asked(*rows):
-    return [SimpleNamespace(args=row) for row in rows]
-
-
-@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
-def test_answers_are_theirs(kind, theirs, scorer, files):
-    texts = [row["text"] for row in read_records(files["lambada"])]
-    if kind == "loglikelihood":
-        pairs = [text.split(" ", 1) for text in texts if " " in text]
-        rows = [("", "the cat"), ("a cat ", "sat"), *((a, f" {b}"[:30]) for a, b in pairs)]
-    elif kind == "loglikelihood_rolling":
-        rows = [("",), ("a",), *((text * 3,) for text in texts[:20])]
-    else:
-        cut = {"until": ["e", "\n"], "max_gen_toks": 12}
-        rows = [(text, cut if i < 20 else {"max_gen_toks": 5}) for i, text in enumerate(texts[:30])]
-    ours = getattr(language_model(scorer), kind)(asked(*rows))
-    expected = getattr(theirs, kind)(asked(*rows))
-    if kind == "generate_until":
-        assert ours == expected
-        assert len({*ours}) > 10
-    else:
-        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-4)
+    pytest.importorskip("lm_eval", reason=WITH)
 
 
 @pytest.mark.slow
-def test_a_task_of_ones_own_has_the_scores_of_the_same_file(scorer, files, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason=WITH)
+def test_a_task_of_ones_own_has_the_scores_of_the_same_file(
+    scorer, folders, files, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     task = {
         "task": "word", "dataset_path": "json", "validation_split": "validation",
@@ -57,19 +32,18 @@ def test_a_task_of_ones_own_has_the_scores_of_the_same_file(scorer, files, tmp_p
         "metric_list": [{"metric": metric} for metric in ("perplexity", "acc")],
     }  # fmt: skip
     (tmp_path / "word.yaml").write_text(json.dumps(task))
-    theirs = run_tasks(["word"], scorer, tmp_path)["results"]["word"]
     local = run_task(read_task("lambada", str(files["lambada"]), scorer), scorer)
-    assert local == pytest.approx({name: theirs[f"{name},none"] for name in local}, rel=1e-5)
+    for folder in folders:
+        out = tmp_path / "out.json"
+        argv = ["--tasks", "word", "--include", str(tmp_path), "--device", "cpu", "--json"]
+        command.main([str(folder), *argv, str(out)])
+        rows = json.loads(out.read_text())
+        assert local == pytest.approx({row["metric"]: row["value"] for row in rows}, rel=1e-5)
+        assert {(row["task"], row["examples"]) for row in rows} == {("word", 52)}
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_named(scorer, tmp_path):
-    pytest.importorskip("lm_eval", reason=WITH)
+def test_an_unknown_task_is_named(folders, tmp_path):
+    options = {"device": "cpu", "precision": "fp32", "batch": 1}
     with pytest.raises(UserError, match=r"^unknown task 'helaswag': the harness lists its own"):
-        run_tasks(["helaswag"], scorer, tmp_path)
-
-
-@pytest.mark.parametrize("wrong", [{"max_gen_toks": 40}, {"num_beams": 2, "max_gen_toks": 3}])
-def test_generation_that_cannot_be_is_refused(wrong, scorer):
-    with pytest.raises(UserError, match=r"max_gen_toks is 40: expected 1 to 39|unknown num_beams"):
-        Answers(scorer).generate_until(asked(("a", wrong)))
+        run_tasks(["helaswag"], read(str(folders[0])), tmp_path, **options)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from fastgpt.config.config import Config
-from fastgpt.device import device
 from fastgpt.run.manifest import precision_asked
 
 BEGUN = {"on": "cpu", "precision": "bf16"}
@@ -35,8 +34,7 @@ def test_a_run_on_cpus_keeps_its_precision(tmp_path, asked, on, begun, expected)
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bf16_that_is_emulated_now_is_warned_of(tmp_path, monkeypatch, fast):
-    kind = replace(device.CPU, fast_bf16=lambda: fast)
-    monkeypatch.setitem(device.KINDS, "cpu", kind)
+    monkeypatch.setattr("fastgpt.run.manifest.fast_bf16", lambda _: fast)
     (tmp_path / "manifest.json").write_text(json.dumps(BEGUN))
     said = []
     assert precision_asked(Config(resume=str(tmp_path)), "cpu", said.append) == "bf16"

@@ -119,9 +119,7 @@ def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     assert capsys.readouterr().out == "hello\nme\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nwho\nhi\n" * 4))
     sample.main([str(run), "--chat", "--tokens", "1"])
-    out, err = capsys.readouterr()
-    assert out.count("\n") == 12, "the oldest turns make room"
-    assert err == "note: beyond 144 tokens the oldest turns are left out\n"
+    assert capsys.readouterr().out.count("\n") == 12, "the oldest turns make room"
 
 
 def test_packed_and_padded_rows_have_the_same_losses(tokenizer):
@@ -162,12 +160,12 @@ def row(*messages):
 
 
 BAD = {
-    "two users": (row(("user", "a"), ("user", "b")), r"message 2 is the user's: expected assi"),
-    "empty answer": (row(("user", "a"), ("assistant", " ")), r"message 2 is an empty answer"),
-    "unknown role": (row(("human", "a")), r"message 1 is .*: expected a role \(system, user, assi"),
+    "two users": (row(("user", "a"), ("user", "b")), r"message 2 is .*: expected a role .assist"),
+    "empty answer": (row(("user", "a"), ("assistant", " ")), r"message 2 is .*answer is not empt"),
+    "unknown role": (row(("human", "a")), r"message 1 is .*: expected a role .system, user"),
     "no answer": (row(("user", "a")), r"the last message is not the assistant's: expected an answ"),
     "nothing": ({"text": "a"}, r"expected an object with `messages`, or with `prompt` and `compl"),
-    "no text": ({"prompt": 3, "completion": "b"}, r"message 1 is .*: expected a role .* and a co"),
+    "no text": ({"prompt": 3, "completion": "b"}, r"message 1 is .*: expected a role .* and a con"),
     "too long": ({"prompt": "a" * 130, "completion": "b"}, r"has 1\d\d tokens: expected at most"),
 }  # fmt: skip
 
