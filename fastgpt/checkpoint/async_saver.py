@@ -38,28 +38,22 @@ class Snapshot:
         Raises:
             UserError: there is not enough memory.
         """
-        copies, waits = {}, False
+        copies: dict[int, Tensor] = {}
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        for number, tensor in enumerate(tensors):
-            buffer = copies[id(tensor)] = self._buffer(number, tensor)
-            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-            waits |= tensor.is_cuda
-        if waits:
+        for number, x in enumerate(tensors):
+            key = (number, x.shape, x.dtype)
+            try:
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+            except RuntimeError as error:
+                raise UserError(
+                    "no host memory for a copy of weights and optimizer state, from which"
+                    f" checkpoints are written: {reason(error)}"
+                ) from error
+            copies[id(x)] = self._buffers[key].copy_(x, non_blocking=x.is_cuda)
+        if any(x.is_cuda for x in tensors):
             torch.cuda.current_stream().synchronize()
         return copy.deepcopy(tree, copies)  # pyright: ignore[reportArgumentType]
-
-    def _buffer(self, number: int, like: Tensor) -> Tensor:
-        """Returns the buffer of the tensor `number`, a new one where shape or dtype changed."""
-        key = (number, like.shape, like.dtype)
-        try:
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-        except RuntimeError as error:
-            raise UserError(
-                "no host memory for a copy of weights and optimizer state, from which checkpoints"
-                f" are written: {reason(error)}"
-            ) from error
-        return self._buffers[key]
 
 
 class Saver:

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import tensors
-from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state, write_parts
+from fastgpt.checkpoint.sharded import STATE, Shards, write_parts
 from fastgpt.commands import resume_command, same_command
-from fastgpt.errors import OtherRankError, UserError, is_disk_full, reason, shown, writing
+from fastgpt.errors import OtherRankError, UserError, brief, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
@@ -96,7 +95,11 @@ def save(
     try:
         ranks.on_rank0(lambda: _begin(path), group=group)
         if world is None:
-            hashes = _write_whole(path, weights, state)
+            plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+            tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
+            with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
+                torch.save(state, file)
+            hashes = {name: sha256_of(path / name) for name in WEIGHT_FILES}
         else:
             hashes, texts[STATE] = write_parts(path, weights, state, world, group)
         return ranks.on_rank0(publish, group=group)
@@ -104,7 +107,11 @@ def save(
         if not ranks.is_main:
             raise OtherRankError(str(error)) from error
         shutil.rmtree(path, ignore_errors=True)
-        raise UserError(_cannot_save(folder, step, error)) from error
+        said = f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
+        if is_disk_full(error):
+            said = f"no space left on the disk of {folder}: the checkpoint of step {step} was"
+            said += " not saved"
+        raise UserError(said) from error
 
 
 def _begin(path: Path) -> None:
@@ -113,17 +120,6 @@ def _begin(path: Path) -> None:
         for left_over in path.parent.glob(pattern):
             shutil.rmtree(left_over)
     path.mkdir(parents=True)
-
-
-def _write_whole(
-    path: Path, weights: Mapping[str, Tensor], state: dict[str, Any]
-) -> dict[str, str]:
-    """Writes the files of a rank that has all weights; returns the sha256 of each."""
-    plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-    tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
-    with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
-        torch.save(state, file)
-    return {name: sha256_of(path / name) for name in WEIGHT_FILES}
 
 
 def _publish(
@@ -157,12 +153,6 @@ def _publish(
     path.rename(final)
     sync_directory(path.parent)
     return final
-
-
-def _cannot_save(folder: Path, step: int, error: Exception) -> str:
-    if is_disk_full(error):
-        return f"no space left on the disk of {folder}: the checkpoint of step {step} was not saved"
-    return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
 
 
 def _remove(path: Path) -> None:
@@ -275,23 +265,21 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
 
 
 def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
-    if STATE in record["sha256"]:
-        strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
-        if strange:
-            raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
-        values, shards = read_state(path), Shards(path)
-        weights = shards.whole(values.get("rows", {}))
-    else:
-        values, shards = _state(path) if state else {}, None
-        weights = tensors.read(path / WEIGHT_FILES[0])
+    try:
+        if STATE in record["sha256"]:
+            strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
+            if strange:
+                raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
+            values, shards = parse_json((path / STATE).read_text()), Shards(path)
+            weights = shards.whole(values.get("rows", {}))
+        else:
+            values, shards = tensors.unpickle(path / WEIGHT_FILES[1]) if state else {}, None
+            weights = tensors.read(path / WEIGHT_FILES[0])
+    except UserError:
+        raise
+    except Exception as error:  # damaged headers end in almost any
+        raise UserError(f"checkpoint {path} cannot be read: {brief(error)}") from error
     return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
-
-
-def _state(path: Path) -> dict[str, Any]:
-    state = tensors.unpickle(path / WEIGHT_FILES[1])
-    if not isinstance(state, dict):
-        raise UserError(f"{path / WEIGHT_FILES[1]} holds {shown(state)}: expected a dictionary")
-    return state
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -299,31 +287,19 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = parse_json((path / RECORD).read_text())
         version = record["format_version"]
-        whole = version != FORMAT_VERSION or (
-            type(record["step"]) is int
-            and record["step"] >= 0
-            and _is_complete(set(record["sha256"]))
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
+            )
+        names = record["sha256"].keys()
+        least = {"config.json", *([STATE] if STATE in names else WEIGHT_FILES)}
+        if type(record["step"]) is not int or record["step"] < 0 or not least <= names:
+            raise ValueError("it is damaged")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
-    if not whole:
-        raise UserError(f"{path} is not a checkpoint: its checkpoint.json is damaged")
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
-        )
     if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
         raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")
     return record
-
-
-def _is_complete(names: set[str]) -> bool:
-    """Returns True if these are the names of the files of a checkpoint."""
-    least = {"config.json", *WEIGHT_FILES}
-    if STATE in names:
-        shards = {name for name in names if fnmatch(name, SHARDS) and Path(name).name == name}
-        least = {"config.json", STATE, *shards}
-    return len(least) > 2 and least <= names <= least | set(SIDE_FILES)
 
 
 def find(

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastgpt.checkpoint.tensors import Weights, header_length
+from fastgpt.checkpoint.tensors import Weights
 from fastgpt.errors import UserError, brief
-from fastgpt.files import parse_json, sha256_of
+from fastgpt.files import sha256_of
 from fastgpt.ops.dtensor import is_sharded
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import local_shard, shard_like
@@ -87,43 +87,25 @@ def write_parts(
     return hashes, json.dumps(plain, indent=1)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Reads `state.json`, as `flatten_state` returned it.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    try:
-        state = parse_json((folder / STATE).read_text())
-        if type(state) is not dict:
-            raise TypeError(f"{type(state).__name__} in place of a dictionary")
-        if any(type(x) is not int or x < 1 for x in state["rows"].values()):
-            raise ValueError("the numbers of rows are damaged")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / STATE} cannot be read: {brief(error)}") from error
-    return state
-
-
 class Shards:
     """The tensors in a folder's files of shards.
 
     Raises:
-        UserError: a file is damaged, or a part of a tensor is missing.
+        ValueError: a part of a tensor is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
-        try:
-            for file in folder.glob(SHARDS):
-                header_length(file)
-            read = self._reader.read_metadata()
-            self.plan = {name: _meta(name, x) for name, x in read.state_dict_metadata.items()}
-        except UserError:
-            raise
-        except Exception as error:  # damaged headers end in almost any
-            raise UserError(f"the shards in {folder} cannot be read: {brief(error)}") from error
+        self.plan: dict[str, Tensor] = {}
+        stored: Any
+        for name, stored in self._reader.read_metadata().state_dict_metadata.items():
+            x = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            parts = sum(math.prod(part.sizes) for part in stored.chunks)
+            if parts != x.numel():
+                raise ValueError(f"{parts} of {x.numel()} numbers of {name} are there")
+            self.plan[name] = x
 
     def read_into(self, tensors: dict[str, Tensor], *, alone: bool) -> None:
         """Fills tensors from the files: ordinary ones whole, of DTensors this rank's shard.
@@ -151,7 +133,7 @@ class Shards:
         Each is read as the weight it belongs to is laid out: whole, or the rank's part of it.
 
         Args:
-            state: as `read_state` returned it.
+            state: content of `state.json`, as `flatten_state` returned it.
         """
         wanted = {MODEL + name: weight.detach() for name, weight in model.named_parameters()}
         for name, stored in self.plan.items():
@@ -176,25 +158,15 @@ class Shards:
         Args:
             rows: number of rows to read of a weight, if not all of them.
         """
-        rows = {MODEL + name: count for name, count in rows.items()}
-        every = Weights(self.plan, self._whole)
+
+        def read(name: str) -> Tensor:
+            found = torch.zeros_like(self.plan[MODEL + name], device="cpu")
+            self.read_into({MODEL + name: found}, alone=True)
+            return found[: rows.get(name)]
+
         plan = {
-            name.removeprefix(MODEL): x[: rows.get(name)]
+            name.removeprefix(MODEL): x[: rows.get(name.removeprefix(MODEL))]
             for name, x in self.plan.items()
             if name.startswith(MODEL)
         }
-        return Weights(plan, lambda name: every[MODEL + name][: rows.get(MODEL + name)])
-
-    def _whole(self, name: str) -> Tensor:
-        found = torch.zeros_like(self.plan[name], device="cpu")
-        self.read_into({name: found}, alone=True)
-        return found
-
-
-def _meta(name: str, stored: Any) -> Tensor:
-    """Returns a tensor on the device `meta` with the shape of one that is stored."""
-    found = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-    parts = sum(math.prod(part.sizes) for part in stored.chunks)
-    if parts != found.numel():
-        raise ValueError(f"{parts} of {found.numel()} numbers of {name} are there")
-    return found
+        return Weights(plan, read)
