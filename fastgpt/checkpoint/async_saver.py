@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.errors import UserError, reason
-from fastgpt.parallel.distributed import World
 
 T = TypeVar("T")
 
@@ -61,14 +60,10 @@ class Saver:
 
     Args:
         folder: folder of the checkpoints.
-        world: the ranks, if they share the weights: each has a saver, and they write together.
         fixed: what `checkpoint.save` is given each time, such as `config_json` and `keep`.
     """
 
-    def __init__(self, folder: Path, world: World | None = None, **fixed: Any) -> None:
-        if world is not None:
-            # of its own, because the thread's collectives run beside those of training
-            fixed |= {"world": world, "group": world.patient_group()}
+    def __init__(self, folder: Path, **fixed: Any) -> None:
         self.folder, self._write = folder, partial(checkpoint.save, folder, **fixed)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # a new thread begins on GPU 0, and would use memory there
@@ -79,14 +74,20 @@ class Saver:
         self._started: int | None = None
         self.failed = False
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def save(
+        self, step: int, weights: dict[str, Tensor], state: dict[str, Any], *, copied: bool = False
+    ) -> None:
         """Copies weights and state, and starts to write them as the checkpoint of `step`.
+
+        Args:
+            copied: they are copies already, which nobody changes.
 
         Raises:
             UserError: an earlier checkpoint could not be written, or memory is short.
         """
         self.wait()  # it reads the copies that are overwritten here
-        weights, state = self._snapshot.take([weights, state])
+        if not copied:
+            weights, state = self._snapshot.take([weights, state])
         self._started = step
         self.start(partial(self._write, step, weights=weights, state=state))
 

@@ -7,8 +7,8 @@ A checkpoint is a folder `step_00000500`:
     tokenizer.json      so that a checkpoint can always decode its own output
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
-If ranks share the weights, `shard-*.safetensors` and `state.json` replace the first two; see
-`fastgpt.checkpoint.sharded`.
+In version 0.2 ranks that share the weights wrote other files in place of the first two, which
+are read too: see `fastgpt.checkpoint.sharded`.
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
 """
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import tensors
-from fastgpt.checkpoint.sharded import STATE, Shards, write_parts
+from fastgpt.checkpoint.sharded import STATE, read_parts
 from fastgpt.commands import resume_command, same_command
-from fastgpt.errors import OtherRankError, UserError, brief, is_disk_full, reason, shown, writing
+from fastgpt.errors import UserError, brief, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
@@ -51,8 +51,6 @@ class Checkpoint:
     weights: tensors.Weights
     """They are read from the file when they are asked for."""
     state: dict[str, Any]
-    shards: Shards | None
-    """Tensors that ranks wrote together: those that `state` names, and the weights."""
 
 
 def save(
@@ -66,8 +64,6 @@ def save(
     keep: int,
     keep_every: int = 0,
     huggingface_json: str | None = None,
-    world: World | None = None,
-    group: Any = None,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
@@ -75,37 +71,28 @@ def save(
         keep: number of newest checkpoints that are not removed.
         keep_every: nor are those of steps that are multiples of it; 0: no others.
         huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
-        world: the ranks, if they share the weights: each writes its parts, and this is a collective
-            operation of `group`.
 
     Raises:
-        UserError: the disk is full or cannot be written, on any rank; no partial checkpoint is
-            left.
+        UserError: the disk is full or cannot be written; no partial checkpoint is left.
     """
-    ranks, path = world or World(), folder / f".writing_{step:08d}"
-    texts = {"config.json": config_json, "huggingface.json": huggingface_json}
-
-    def publish() -> Path:
-        final = _publish(path, step, hashes, texts, save_tokenizer)
+    path = folder / f".writing_{step:08d}"
+    try:
+        _begin(path)
+        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+        tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
+        with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
+            torch.save(state, file)
+        for name, text in (("config.json", config_json), ("huggingface.json", huggingface_json)):
+            if text is not None:
+                (path / name).write_text(text)
+        if save_tokenizer is not None:
+            save_tokenizer(path / "tokenizer.json")
+        final = _publish(path, step)
         for old in steps_on_disk(folder)[:-keep]:
             if not keep_every or _step(old) % keep_every:
                 _remove(old)
         return final
-
-    try:
-        ranks.on_rank0(lambda: _begin(path), group=group)
-        if world is None:
-            plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-            tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
-            with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
-                torch.save(state, file)
-            hashes = {name: sha256_of(path / name) for name in WEIGHT_FILES}
-        else:
-            hashes, texts[STATE] = write_parts(path, weights, state, world, group)
-        return ranks.on_rank0(publish, group=group)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
-        if not ranks.is_main:
-            raise OtherRankError(str(error)) from error
         shutil.rmtree(path, ignore_errors=True)
         said = f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
         if is_disk_full(error):
@@ -122,29 +109,13 @@ def _begin(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def _publish(
-    path: Path,
-    step: int,
-    hashes: Mapping[str, str],
-    texts: Mapping[str, str | None],
-    save_tokenizer: Callable[[Path], None] | None,
-) -> Path:
-    """Completes a checkpoint that was written under the name `path`, and gives it its own.
-
-    Args:
-        hashes: sha256 of the files of weights and state.
-        texts: the other files but the tokenizer's, by name.
-    """
-    for name, text in texts.items():
-        if text is not None:
-            (path / name).write_text(text)
-    if save_tokenizer is not None:
-        save_tokenizer(path / "tokenizer.json")
-    names = [name for name in (STATE, *SIDE_FILES) if (path / name).exists()]
-    hashes = {**hashes, **{name: sha256_of(path / name) for name in names}}
+def _publish(path: Path, step: int) -> Path:
+    """Completes a checkpoint that was written under the name `path`, and gives it its own."""
+    names = [name for name in (*WEIGHT_FILES, *SIDE_FILES) if (path / name).exists()]
+    hashes = {name: sha256_of(path / name) for name in names}
     record = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
     (path / RECORD).write_text(json.dumps(record, indent=1))
-    for name in (*hashes, RECORD):
+    for name in (*names, RECORD):
         with (path / name).open("rb+") as file:
             os.fsync(file.fileno())
     sync_directory(path)
@@ -230,7 +201,7 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
             checkpoints.
     """
     record = _on_all_ranks(path, world, lambda: _verified(path, world))
-    return _on_all_ranks(path, world, lambda: _read(path, record, state))
+    return _on_all_ranks(path, world, lambda: _read(path, record, state, world.size > 1))
 
 
 def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
@@ -264,22 +235,18 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
+def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
     try:
         if STATE in record["sha256"]:
-            strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
-            if strange:
-                raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
-            values, shards = parse_json((path / STATE).read_text()), Shards(path)
-            weights = shards.whole(values.get("rows", {}))
+            weights, values = read_parts(path)
         else:
-            values, shards = tensors.unpickle(path / WEIGHT_FILES[1]) if state else {}, None
             weights = tensors.read(path / WEIGHT_FILES[0])
+            values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
     except UserError:
         raise
-    except Exception as error:  # damaged headers end in almost any
+    except Exception as error:  # damaged files end in almost any
         raise UserError(f"checkpoint {path} cannot be read: {brief(error)}") from error
-    return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
+    return Checkpoint(path=path, step=record["step"], weights=weights, state=values)
 
 
 def read_record(path: Path) -> dict[str, Any]:

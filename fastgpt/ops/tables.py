@@ -22,38 +22,28 @@ from fastgpt.kernels.rotary.op import rotary_plain
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.ops import torch_ops
 from fastgpt.ops.kv_cache import Cache
-from fastgpt.ops.protocols import (
-    ActivationOp,
-    AttentionOp,
-    DecodeOp,
-    DropoutOp,
-    LossOp,
-    Norms,
-    Ops,
-    PackedAttentionOp,
-    RotaryOp,
-)
+from fastgpt.ops.protocols import Norms, Op, Ops, PairOp
 
 
 def decode_triton(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
-    """`DecodeOp` by our kernels."""
+    """`Ops.decode` by our kernels."""
     return kernels.decode_attention(
         q.to(keys.dtype), keys, values, cache.lengths, starts=cache.starts, scale=scale
     ).to(q.dtype)
 
 
-ATTENTION: dict[str, AttentionOp] = {
+ATTENTION: dict[str, Op] = {
     "torch": kernels.attention_ref,
     "sdpa": torch_ops.sdpa,
     "blocked": kernels.attention_blocked,
     "triton": kernels.attention,
     "flash_attn": torch_ops.flash_attn,
 }
-PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
-DECODE: dict[str, DecodeOp] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
-ROTARY: dict[str, RotaryOp] = {"torch": rotary_plain, "triton": kernels.rotary}
+PACKED_ATTENTION: dict[str, Op] = {"triton": kernels.attention_packed}
+DECODE: dict[str, Op] = {"torch": torch_ops.decode_sdpa, "triton": decode_triton}
+ROTARY: dict[str, PairOp] = {"torch": rotary_plain, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(
         torch_ops.layer_norm,
@@ -70,12 +60,12 @@ NORMS = {
         fuses_bias_grad=True,
     ),
 }
-ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}
-LOSS: dict[str, LossOp] = {
+ACTIVATION: dict[str, Op] = {"triton": kernels.bias_act}
+LOSS: dict[str, Op] = {
     "torch": torch_ops.linear_cross_entropy,
     "chunked": kernels.linear_cross_entropy,
 }
-DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
+DROPOUT: dict[str, Op] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 
 def select(config: OpsConfig, device: torch.device | str) -> Ops:

@@ -161,36 +161,25 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
     return x.full_tensor() if order is None else x.full_tensor()[order.argsort()]
 
 
-def unpermuted(x: Tensor, like: Tensor) -> Tensor:
-    """Returns `x`, sharded as the parameter `like` is, with its rows in the order of `full_tensor`.
+def gathered(x: Tensor, like: Tensor) -> Tensor:
+    """Returns the `full_tensor` on the main rank, in host memory; on the others it is empty.
 
-    Where they have another order, it is a collective operation, and the result is in host memory,
-    because the device may have no room for a copy.
+    An ordinary tensor is returned as it is.
     """
-    if not is_sharded(x) or getattr(like, "qkv_permutation", None) is None:
+    if not is_sharded(x):
         return x
-    from torch.distributed.tensor import distribute_tensor
-
-    found = torch.empty_like(x, device="cpu")
-    own = distribute_tensor(full_tensor(x, like), x.device_mesh, x.placements, src_data_rank=None)
-    local_shard(found).copy_(local_shard(own))
-    return found
+    whole = full_tensor(x, like)
+    return whole.cpu() if x.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """Shards `x` as the parameter `like` is, with the order of its rows.
-
-    Args:
-        x: whole, on every rank; or from `unpermuted`, which is a collective operation if their
-            orders differ.
-    """
-    order = getattr(like, "qkv_permutation", None)
-    if not is_sharded(like) or (is_sharded(x) and order is None):
+    """Shards `x`, which is whole on every rank, as the parameter `like` is."""
+    if not is_sharded(like):
         return x
     from torch.distributed.tensor import distribute_tensor
 
+    order = getattr(like, "qkv_permutation", None)
     x = x.to(like.device)
-    x = x.full_tensor() if is_sharded(x) else x
     x = x if order is None else x[order]
     return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 

@@ -112,7 +112,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """`LossOp` that computes the logits of this rank's part of the vocabulary.
+    """`Ops.loss` that computes the logits of this rank's part of the vocabulary.
 
     The ranks exchange a few numbers for each token, not logits.
     """

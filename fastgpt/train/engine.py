@@ -25,7 +25,7 @@ from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import VOCAB_TABLES
-from fastgpt.parallel.fsdp import unpermuted
+from fastgpt.parallel.fsdp import gathered
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.train.parts import Parts, build_parts
@@ -177,17 +177,17 @@ class Engine:
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the weights and the state that a checkpoint stores, not copied.
 
-        Of sharded weights it is this rank's shard.
-
-        With tensor parallelism it is a collective operation.
+        Of sharded weights they are whole copies in host memory on the main rank, and the other
+        ranks have none; it is a collective operation.
         """
         if not self.plan.sharded:
             return self.model.state_dict(), self.state()
         # not the model's own: FSDP puts whole weights in their place between two forwards
         own = zip(self.names, self.optimizers.parameters)
-        weights = {name: unpermuted(x.detach(), x) for name, x in own}
-        rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
-        return weights, self.state() | {"rows": rows}
+        weights = {name: gathered(x.detach(), x) for name, x in own}
+        for name in weights.keys() & set(VOCAB_TABLES):
+            weights[name] = weights[name][: self.config.model.vocab_size]
+        return weights, self.state()
 
     def _weights_and_moments(self) -> tuple[Any, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
