@@ -77,7 +77,10 @@ def save(
     """
     path = folder / f".writing_{step:08d}"
     try:
-        _begin(path)
+        for pattern in (".writing_*", ".removing_*", ".best"):  # left by a process that was killed
+            for left_over in folder.glob(pattern):
+                shutil.rmtree(left_over)
+        path.mkdir(parents=True)
         plan = weights.plan if isinstance(weights, tensors.Weights) else weights
         tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
         with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
@@ -94,19 +97,11 @@ def save(
         return final
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
         shutil.rmtree(path, ignore_errors=True)
-        said = f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
+        what = f"the checkpoint of step {step}"
         if is_disk_full(error):
-            said = f"no space left on the disk of {folder}: the checkpoint of step {step} was"
-            said += " not saved"
-        raise UserError(said) from error
-
-
-def _begin(path: Path) -> None:
-    """Makes the folder `path`, and removes what a process that was killed has left beside it."""
-    for pattern in (".writing_*", ".removing_*", ".best"):
-        for left_over in path.parent.glob(pattern):
-            shutil.rmtree(left_over)
-    path.mkdir(parents=True)
+            said = f"no space left on the disk of {folder}: {what} was not saved"
+            raise UserError(said) from error
+        raise UserError(f"cannot save {what} in {folder}: {reason(error)}") from error
 
 
 def _publish(path: Path, step: int) -> Path:
@@ -166,13 +161,9 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def kept_steps(folder: Path) -> set[int]:
+def kept_steps(folder: Path) -> set[float]:
     """Returns the steps of the checkpoints in `folder`, including `best`."""
-    found = set()
-    for path in (*steps_on_disk(folder), folder / "best"):
-        with suppress(UserError):
-            found.add(read_record(path)["step"])
-    return found
+    return {_step(path) for path in (*steps_on_disk(folder), folder / "best")}
 
 
 def steps_on_disk(folder: Path) -> list[Path]:
@@ -182,9 +173,10 @@ def steps_on_disk(folder: Path) -> list[Path]:
 
 def _step(path: Path) -> float:
     """Returns the step in a checkpoint's name or record; infinity if the record is unreadable."""
+    if STEP.fullmatch(path.name):
+        return int(path.name.removeprefix("step_"))
     try:
-        named = STEP.fullmatch(path.name)
-        return int(path.name[len("step_") :]) if named else read_record(path)["step"]
+        return read_record(path)["step"]
     except UserError:
         return float("inf")
 
@@ -238,7 +230,7 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
 def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
     try:
         if STATE in record["sha256"]:
-            weights, values = read_parts(path)
+            weights, values = read_parts(path, record["sha256"])
         else:
             weights = tensors.read(path / WEIGHT_FILES[0])
             values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
@@ -260,7 +252,9 @@ def read_record(path: Path) -> dict[str, Any]:
             )
         names = record["sha256"].keys()
         least = {"config.json", *([STATE] if STATE in names else WEIGHT_FILES)}
-        if type(record["step"]) is not int or record["step"] < 0 or not least <= names:
+        of_folder = all(Path(name).name == name for name in names)
+        step_known = type(record["step"]) is int and record["step"] >= 0
+        if not (step_known and of_folder and least <= names):
             raise ValueError("it is damaged")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
@@ -297,11 +291,10 @@ def find(
             complaints.append(str(error))
     if complaints:
         raise UserError("; ".join([f"{path} has no valid checkpoint", *complaints]))
-    if not path.exists():
-        raise UserError(f"RUN {resume!r} does not exist: expected the path of a run or checkpoint")
+    what = "is not a run" if path.exists() else "does not exist"
     if (path / "checkpoints").is_dir():
-        raise UserError(f"{path} has no checkpoint yet")
-    raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
+        what = "has no checkpoint yet"
+    raise UserError(f"RUN {resume!r} {what}: expected the path of a run or checkpoint")
 
 
 def instead_of(path: Path, state: bool, world: World) -> str:

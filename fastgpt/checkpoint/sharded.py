@@ -7,7 +7,7 @@ for a tensor; names of weights begin with `model.`.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ STATE = "state.json"
 MODEL = "model."
 
 
-def read_parts(folder: Path) -> tuple[Weights, dict[str, Any]]:
+def read_parts(folder: Path, names: Iterable[str]) -> tuple[Weights, dict[str, Any]]:
     """Returns the whole weights of a checkpoint, and its state.
+
+    Args:
+        names: its files.
 
     Raises:
         ValueError: a part of a tensor is missing. Other damage ends in almost any error.
     """
     parts: dict[str, list[tuple[list[int], Tensor]]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+    for shard in sorted(name for name in names if name.startswith("shard-")):
+        with safe_open(folder / shard, "pt") as file:
             places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 place = places[name]["saved_offsets"]
@@ -38,8 +41,8 @@ def read_parts(folder: Path) -> tuple[Weights, dict[str, Any]]:
     found = {name: _joined(name, some) for name, some in parts.items()}
     state = parse_json((folder / STATE).read_text())
     rows = state.get("rows", {})  # of the vocabulary, without padding
-    names = [name.removeprefix(MODEL) for name in found if name.startswith(MODEL)]
-    weights = {name: found[MODEL + name][: rows.get(name)] for name in names}
+    ours = [name.removeprefix(MODEL) for name in found if name.startswith(MODEL)]
+    weights = {name: found[MODEL + name][: rows.get(name)] for name in ours}
     return in_memory(weights), _with_tensors(state, found)
 
 

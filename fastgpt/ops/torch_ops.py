@@ -22,16 +22,15 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
     window: int | None = None,
-    dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """`Ops.attention` by F.scaled_dot_product_attention."""
     Tq, Tk, mask = q.shape[1], k.shape[1], None
     if window is not None or doc_ids is not None or Tq != Tk:
         mask = attention_mask(Tq, Tk, causal=True, window=window, doc_ids=doc_ids, device=q.device)
-    return _sdpa(q, k, v, mask, is_causal=mask is None, dropout_p=dropout_p, scale=scale)
+    return _sdpa(q, k, v, mask, is_causal=mask is None, **options)
 
 
 def flash_attn(

@@ -1,4 +1,4 @@
-"""Ranks, the processes started by torchrun, and all collective operations except DDP's."""
+"""Ranks, the processes started by torchrun, and their collective operations."""
 
 import os
 import secrets
@@ -59,12 +59,6 @@ class World:
             dist.all_reduce(x)
         return x
 
-    @staticmethod
-    def sum_within(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sums `x` (any shape) over the ranks of a group, in place."""
-        dist.all_reduce(x, group=group)
-        return x
-
     def gather(self, x: Tensor) -> Tensor:
         """Joins the ranks' `x` (n, ...), any dtype, along the first dimension in their order."""
         if self.size == 1:
@@ -82,11 +76,11 @@ class World:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    def all_gather_object(self, value: T, group: Any = None) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the ranks' values, any but tensors, in their order."""
         found = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group)
+            dist.all_gather_object(found, value)
         return found
 
     def barrier(self) -> None:
@@ -135,12 +129,7 @@ def start(device_type: str) -> World:
         raise UserError(
             f"RANK is set, but not {', '.join(missing)}: expected all that torchrun sets, or none"
         )
-    world = World(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
+    world = World(*(int(os.environ[name]) for name in needed[:4]))
     watch_launcher(saves=world.local_size == world.size, speaks=world.local_rank == 0)
     _take_device(device_type, world)
     if not dist.is_initialized():
@@ -184,20 +173,20 @@ def _rendezvous_store(world: World) -> Any:
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
         raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
-    own, ranks = secrets.token_hex(8), range(world.size)
+    own, late = secrets.token_hex(8), 0
     store.set(f"name/{world.rank}", own)
-    until, start, late = time.monotonic() + seconds, None, 0
-    while late is not None:
-        if time.monotonic() > until:
-            raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         if world.is_main:
-            names = [store.get(f"name/{i}") for i in ranks if store.check([f"name/{i}"])]
-            for name in names:
-                store.set(f"start/{name.decode()}", own)
+            for name in (f"name/{i}" for i in range(world.size)):
+                if store.check([name]):
+                    store.set(f"start/{store.get(name).decode()}", own)
         if store.check([f"start/{own}"]):
-            prefix = store.get(f"start/{own}").decode()
-            start = PrefixStore(prefix, store)
+            start = PrefixStore(store.get(f"start/{own}").decode(), store)
             start.set(f"arrived/{world.rank}", "")
-            late = next((i for i in ranks if not start.check([f"arrived/{i}"])), None)
+            arrived = [start.check([f"arrived/{i}"]) for i in range(world.size)]
+            if all(arrived):
+                return start
+            late = arrived.index(False)
         time.sleep(0.02)  # the store's own wait prints warnings
-    return start
+    raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")

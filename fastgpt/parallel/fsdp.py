@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.config.config import Config, ParallelConfig
@@ -42,13 +43,7 @@ def check_combination(config: Config, precision: str) -> None:
         )
 
 
-def shard(
-    model: GPT,
-    config: ParallelConfig,
-    mesh: DeviceMesh,
-    *,
-    gradients: str,
-) -> None:
+def shard(model: GPT, config: ParallelConfig, mesh: DeviceMesh, *, gradients: str) -> None:
     """Shards a model's parameters in place by FSDP2, in a group for each block.
 
     Args:
@@ -201,7 +196,7 @@ def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
     if is_sharded(like):
         for name in like.device_mesh.mesh_dim_names or ():
             if name != "replicate":
-                World.sum_within(x, like.device_mesh.get_group(name))
+                dist.all_reduce(x, group=like.device_mesh.get_group(name))
     return x
 
 

@@ -106,10 +106,11 @@ def test_ranks_load_the_same_checkpoint_or_none(told, said, parts, monkeypatch):
         checkpoint.load(parts)
 
 
-def test_file_that_no_rank_wrote_is_refused(parts):
+def test_file_that_no_rank_wrote_is_left_out(parts):
+    before = dict(checkpoint.load(parts).weights)
     (parts / "shard-00009.safetensors").write_bytes((parts / FIRST).read_bytes())
-    with pytest.raises(UserError, match=r"is damaged: shard-00009.safetensors is not part of it"):
-        checkpoint.load(parts)
+    after = checkpoint.load(parts).weights
+    assert all(torch.equal(after[name], x) for name, x in before.items())
 
 
 def test_rank_without_its_file_is_noticed(parts):
