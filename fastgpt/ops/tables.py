@@ -86,11 +86,9 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
     for op, name in names.items():
         if name == "auto":
             names[op] = automatic.get(op, "torch")
-        if name in ("blocked", "lanes") and not on_cpu:
-            raise UserError(f"--ops.{op} is {name}: it runs on CPUs, not on {device.type}")
-        if name == "triton" and not runs_kernels(device):
-            where = "cpu" if on_cpu else kind_of(device).name
-            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")
+        where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
+        if name in ("blocked", "lanes", "triton") and not there:
+            raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {device.type}")
         if name == "chunked" and device.type not in ("cpu", "cuda"):
             raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):

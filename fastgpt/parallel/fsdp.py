@@ -157,14 +157,14 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, like: Tensor) -> Tensor:
-    """Returns the `full_tensor` on the main rank, in host memory; on the others it is empty.
+    """Returns a whole copy of `x` in host memory on the main rank, and an empty tensor on others.
 
-    An ordinary tensor is returned as it is.
+    If the parameter `like`, to which it belongs, is no DTensor, `x` is returned as it is.
     """
-    if not is_sharded(x):
+    if not is_sharded(like):
         return x
     whole = full_tensor(x, like)
-    return whole.cpu() if x.device_mesh.get_rank() == 0 else torch.empty(0)
+    return whole.to("cpu", copy=True) if like.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,13 +81,7 @@ def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel
         options["batched_grad_copy"] = True
     replica = DistributedDataParallel(module, bucket_cap_mb=config.ddp_bucket_mb, **options)
     if config.ddp_dtype == "bf16":
-        replica.register_comm_hook(dist.group.WORLD, _in_bf16)
+        # by its own name DDP refuses the hook on CPUs
+        in_bf16 = lambda group, bucket: bf16_compress_hook(group, bucket)  # noqa: E731
+        replica.register_comm_hook(dist.group.WORLD, in_bf16)
     return replica
-
-
-def _in_bf16(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-) -> torch.futures.Future[Tensor]:
-    """Calls PyTorch's hook, which DDP refuses by its name on CPUs."""
-    return bf16_compress_hook(group, bucket)
