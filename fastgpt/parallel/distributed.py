@@ -20,8 +20,6 @@ from fastgpt.faults.failure import ARRIVAL_S, watch_launcher, watch_ranks
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(days=30)
-
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -89,7 +87,7 @@ class World:
 
     def patient_group(self) -> Any:
         """Makes a group of all ranks that waits up to 30 days; a collective operation."""
-        return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        return dist.new_group(backend="gloo", timeout=timedelta(days=30)) if self.size > 1 else None
 
     def on_rank0(self, work: Callable[[], T], group: Any = None) -> T:
         """Calls `work` on the main rank; every rank returns its result.

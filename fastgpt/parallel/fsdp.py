@@ -43,16 +43,26 @@ def check_combination(config: Config, precision: str) -> None:
         )
 
 
-def shard(model: GPT, config: ParallelConfig, mesh: DeviceMesh, *, gradients: str) -> None:
-    """Shards a model's parameters in place by FSDP2, in a group for each block.
+@torch.no_grad()
+def shard(
+    model: GPT,
+    build: Callable[[], GPT],
+    config: ParallelConfig,
+    mesh: DeviceMesh,
+    world: World,
+    *,
+    gradients: str,
+) -> None:
+    """Shards a model in place by FSDP2, in a group for each block; a collective operation.
 
     Args:
-        model: on the device `meta`, so that no rank holds all of it; `broadcast_init`
-            fills it.
-        mesh: from `fastgpt.parallel.mesh.build_mesh`, with the type of their device.
+        model: on the device `meta`, so that no rank holds all of it; it goes to that of the mesh.
+        build: called on the main rank, whose weights the model gets.
+        mesh: from `fastgpt.parallel.mesh.build_mesh`.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     # a block's output is a view, which only matters to operations in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -69,19 +79,6 @@ def shard(model: GPT, config: ParallelConfig, mesh: DeviceMesh, *, gradients: st
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-@torch.no_grad()
-def broadcast_init(
-    model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World
-) -> None:
-    """Fills a sharded model with weights that the main rank builds; a collective operation.
-
-    Args:
-        model: from `shard`. It is moved to the device of its mesh.
-    """
-    from torch.distributed.tensor import distribute_tensor
-
     weights: dict[str, Tensor] = {}
 
     def built_buffers() -> dict[str, Tensor]:
@@ -90,9 +87,7 @@ def broadcast_init(
         return dict(built.named_buffers())
 
     buffers = world.on_rank0(built_buffers, world.patient_group())
-    shared = next(model.parameters())
-    assert is_sharded(shared)
-    model.to_empty(device=shared.device_mesh.device_type)
+    model.to_empty(device=mesh.device_type)
     for name, weight in model.named_parameters():
         assert is_sharded(weight)
         order = qkv_permutation(model.config, name, config.tp) if config.tp > 1 else None
@@ -134,9 +129,6 @@ def forget_iteration(model: nn.Module) -> None:
     root._state_ctx.iter_forward_root = None
     with no_sync(model):  # ends a backward, here of blocks that have no gradients
         root._root_post_backward_final_callback()
-
-
-# --- parts and wholes -----------------------------------------------------------------------------
 
 
 def local_shard(x: Tensor) -> Tensor:

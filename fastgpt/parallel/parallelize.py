@@ -16,7 +16,7 @@ from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import broadcast_init, shard
+from fastgpt.parallel.fsdp import shard
 from fastgpt.parallel.mesh import build_mesh, check_context, shards_weights, split_context
 from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
@@ -60,8 +60,7 @@ def build_parallel_model(
         model = whole()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
         compile_blocks(model, device)
-    shard(model, parallel, mesh, gradients=config.train.ddp_dtype)
-    broadcast_init(model, whole, parallel, world)
+    shard(model, whole, parallel, mesh, world, gradients=config.train.ddp_dtype)
     return model
 
 
