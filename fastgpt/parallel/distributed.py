@@ -47,10 +47,6 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def average(self, x: Tensor) -> Tensor:
-        """Returns the mean of `x` (any shape, floating) over ranks, without a host sync."""
-        return self.sum(x / self.size) if self.size > 1 else x
-
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x` (any shape) over ranks, in place."""
         if self.size > 1:
@@ -74,11 +70,11 @@ class World:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T, group: Any = None) -> list[T]:
         """Returns the ranks' values, any but tensors, in their order."""
         found = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value)
+            dist.all_gather_object(found, value, group)
         return found
 
     def barrier(self) -> None:

@@ -108,7 +108,7 @@ class Engine:
             total += loss.detach()
         self.doing("optimizer step", f"step {self.step + 1}")
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
-        self.train_loss = self.world.average(total)
+        self.train_loss = self.world.sum(total / self.world.size)
         skip = partial(self.finite.skips, self.train_loss) if self.finite.most else None
         self.grad_norm = self.optimizers.step(ratio, skip)
         scaled = self.optimizers.scaler.is_enabled()
