@@ -56,7 +56,7 @@ class Snapshot:
 
 
 class Saver:
-    """Writes the checkpoints of a run in a thread, one after the other, until one fails.
+    """Writes the checkpoints of a run in a thread, one after the other.
 
     Args:
         folder: folder of the checkpoints.
@@ -69,10 +69,9 @@ class Saver:
         # a new thread begins on GPU 0, and would use memory there
         begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
         self._thread = ThreadPoolExecutor(1, "publisher", begin)
-        self._jobs: list[Future[None]] = []
+        self._jobs: list[Future[object]] = []
         self._snapshot = Snapshot()
         self._started: int | None = None
-        self.failed = False
 
     def save(
         self, step: int, weights: dict[str, Tensor], state: dict[str, Any], *, copied: bool = False
@@ -102,16 +101,12 @@ class Saver:
 
     def start(self, job: Callable[[], object]) -> None:
         """Queues `job`; its error is raised by the next `wait`."""
-        self._jobs.append(self._thread.submit(self._run, job))
+        self._jobs.append(self._thread.submit(job))
 
-    def _run(self, job: Callable[[], object]) -> None:
-        if self.failed:
-            return
-        try:
-            job()
-        except BaseException:
-            self.failed = True
-            raise
+    @property
+    def failed(self) -> bool:
+        """True if a job that was not waited for has failed."""
+        return any(job.done() and job.exception() for job in self._jobs)
 
     def wait(self) -> None:
         """Waits for all jobs, and raises the error of the one that failed, the first time."""
