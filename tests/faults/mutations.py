@@ -18,6 +18,9 @@ class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, ("it ran",)
 
+    def __deepcopy__(self, _: object) -> "Evil":
+        return self
+
 
 def values() -> tuple[Any, ...]:
     """Returns values that a file should not have, new ones each time as they may be changed."""
