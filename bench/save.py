@@ -4,7 +4,7 @@ A run of the recipe, with GPT-2's vocabulary, takes one step of a single sequenc
 several times. A save holds up training while weights are checked, and weights and optimizer state
 are copied to host memory; a thread writes the copy afterwards. Nobody trains meanwhile.
 
-Under torchrun with `--kind fsdp` each rank copies and writes its parts; the slowest rank counts.
+Under torchrun with `--kind fsdp` the ranks' parts are gathered on rank 0; the slowest rank counts.
 """
 
 import os
@@ -29,7 +29,6 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import local_shard
 from fastgpt.train.resume import load as restore
 from fastgpt.train.trainer import Trainer
 
@@ -76,17 +75,21 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
         loaded = _seconds(lambda: restore(load(), engine.model, engine.optimizers), world)
         read["load"] = loaded - read["verify"]
     engine.train_step()
-    writes = engine.plan.sharded or world.is_main
+
+    def copy(step: int) -> None:
+        tree = engine.snapshot()
+        if world.is_main:
+            saver.save(step, *tree, copied=engine.plan.sharded)
+
+    sizes = [x.nbytes for x in tree_leaves(engine.snapshot()) if isinstance(x, Tensor)]
     try:
         for step in range(engine.step, engine.step + asked.rounds):
             trainer._publish()
-            tree = engine.snapshot()
             check = _seconds(engine.check_weights, world)
-            copy = _seconds(partial(saver.save, step, *tree) if writes else time.time, world)
-            row = {"check": check, "copy": copy, "write": _seconds(trainer._publish, world), **read}
-            own = (local_shard(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
-            rows.append({"ranks": world.size, "parallel": asked.kind, **row})
-            rows[-1]["bytes"] = sum(x.nbytes for x in own)
+            copied = _seconds(partial(copy, step), world)
+            row = {"check": check, "copy": copied, "write": _seconds(trainer._publish, world)}
+            rows.append({"ranks": world.size, "parallel": asked.kind, **row, **read})
+            rows[-1]["bytes"] = sum(sizes)
     finally:
         saver.close()
         engine.loader.close()
@@ -120,7 +123,7 @@ def main(argv: list[str]) -> None:
         figures = (held, row["check"], row["copy"], row["write"])
         rate = f"{row['bytes'] / 1e9:.2f} GB at {row['bytes'] / row['copy'] / 1e9:.1f} GB/s"
         lines.append((*(f"{seconds:.3f}" for seconds in figures), rate))
-    records.show("held up, s|check|copy|then written, s|copied by a rank", lines)
+    records.show("held up, s|check|copy|then written, s|copied", lines)
     if "load" in rows[0]:
         print(f"read: verified in {rows[0]['verify']:.3f} s, loaded in {rows[0]['load']:.3f} s")
     print(records.Writer("cpu").write("save", *rows))

@@ -45,7 +45,7 @@ class GELU(torch.autograd.Function):
 
 
 def gelu(x: Tensor, bias: Tensor | None, kind: str = "") -> Tensor:
-    """Has the signature of `fastgpt.ops.protocols.ActivationOp`."""
+    """Has the signature of `fastgpt.ops.protocols.Ops.activation`."""
     return GELU.apply(x.contiguous() if bias is None else x + bias)
 
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.errors import UserError, reason
-from fastgpt.parallel.distributed import World
 
 T = TypeVar("T")
 
@@ -38,61 +37,56 @@ class Snapshot:
         Raises:
             UserError: there is not enough memory.
         """
-        copies, waits = {}, False
+        copies: dict[int, Tensor] = {}
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        for number, tensor in enumerate(tensors):
-            buffer = copies[id(tensor)] = self._buffer(number, tensor)
-            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-            waits |= tensor.is_cuda
-        if waits:
+        for number, x in enumerate(tensors):
+            key = (number, x.shape, x.dtype)
+            try:
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+            except RuntimeError as error:
+                raise UserError(
+                    "no host memory for a copy of weights and optimizer state, from which"
+                    f" checkpoints are written: {reason(error)}"
+                ) from error
+            copies[id(x)] = self._buffers[key].copy_(x, non_blocking=x.is_cuda)
+        if any(x.is_cuda for x in tensors):
             torch.cuda.current_stream().synchronize()
         return copy.deepcopy(tree, copies)  # pyright: ignore[reportArgumentType]
 
-    def _buffer(self, number: int, like: Tensor) -> Tensor:
-        """Returns the buffer of the tensor `number`, a new one where shape or dtype changed."""
-        key = (number, like.shape, like.dtype)
-        try:
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-        except RuntimeError as error:
-            raise UserError(
-                "no host memory for a copy of weights and optimizer state, from which checkpoints"
-                f" are written: {reason(error)}"
-            ) from error
-        return self._buffers[key]
-
 
 class Saver:
-    """Writes the checkpoints of a run in a thread, one after the other, until one fails.
+    """Writes the checkpoints of a run in a thread, one after the other.
 
     Args:
         folder: folder of the checkpoints.
-        world: the ranks, if they share the weights: each has a saver, and they write together.
         fixed: what `checkpoint.save` is given each time, such as `config_json` and `keep`.
     """
 
-    def __init__(self, folder: Path, world: World | None = None, **fixed: Any) -> None:
-        if world is not None:
-            # of its own, because the thread's collectives run beside those of training
-            fixed |= {"world": world, "group": world.patient_group()}
+    def __init__(self, folder: Path, **fixed: Any) -> None:
         self.folder, self._write = folder, partial(checkpoint.save, folder, **fixed)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # a new thread begins on GPU 0, and would use memory there
         begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
         self._thread = ThreadPoolExecutor(1, "publisher", begin)
-        self._jobs: list[Future[None]] = []
+        self._jobs: list[Future[object]] = []
         self._snapshot = Snapshot()
         self._started: int | None = None
-        self.failed = False
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def save(
+        self, step: int, weights: dict[str, Tensor], state: dict[str, Any], *, copied: bool = False
+    ) -> None:
         """Copies weights and state, and starts to write them as the checkpoint of `step`.
+
+        Args:
+            copied: they are copies already, which nobody changes.
 
         Raises:
             UserError: an earlier checkpoint could not be written, or memory is short.
         """
         self.wait()  # it reads the copies that are overwritten here
-        weights, state = self._snapshot.take([weights, state])
+        if not copied:
+            weights, state = self._snapshot.take([weights, state])
         self._started = step
         self.start(partial(self._write, step, weights=weights, state=state))
 
@@ -107,16 +101,12 @@ class Saver:
 
     def start(self, job: Callable[[], object]) -> None:
         """Queues `job`; its error is raised by the next `wait`."""
-        self._jobs.append(self._thread.submit(self._run, job))
+        self._jobs.append(self._thread.submit(job))
 
-    def _run(self, job: Callable[[], object]) -> None:
-        if self.failed:
-            return
-        try:
-            job()
-        except BaseException:
-            self.failed = True
-            raise
+    @property
+    def failed(self) -> bool:
+        """True if a job that was not waited for has failed."""
+        return any(job.done() and job.exception() for job in self._jobs)
 
     def wait(self) -> None:
         """Waits for all jobs, and raises the error of the one that failed, the first time."""

@@ -7,8 +7,8 @@ A checkpoint is a folder `step_00000500`:
     tokenizer.json      so that a checkpoint can always decode its own output
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
-If ranks share the weights, `shard-*.safetensors` and `state.json` replace the first two; see
-`fastgpt.checkpoint.sharded`.
+In version 0.2 ranks that share the weights wrote other files in place of the first two, which
+are read too: see `fastgpt.checkpoint.sharded`.
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
 """
@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import tensors
-from fastgpt.checkpoint.sharded import SHARDS, STATE, Shards, read_state, write_parts
+from fastgpt.checkpoint.sharded import STATE, read_parts
 from fastgpt.commands import resume_command, same_command
-from fastgpt.errors import OtherRankError, UserError, is_disk_full, reason, shown, writing
+from fastgpt.errors import UserError, brief, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
@@ -52,8 +51,6 @@ class Checkpoint:
     weights: tensors.Weights
     """They are read from the file when they are asked for."""
     state: dict[str, Any]
-    shards: Shards | None
-    """Tensors that ranks wrote together: those that `state` names, and the weights."""
 
 
 def save(
@@ -67,8 +64,6 @@ def save(
     keep: int,
     keep_every: int = 0,
     huggingface_json: str | None = None,
-    world: World | None = None,
-    group: Any = None,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
@@ -76,79 +71,46 @@ def save(
         keep: number of newest checkpoints that are not removed.
         keep_every: nor are those of steps that are multiples of it; 0: no others.
         huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
-        world: the ranks, if they share the weights: each writes its parts, and this is a collective
-            operation of `group`.
 
     Raises:
-        UserError: the disk is full or cannot be written, on any rank; no partial checkpoint is
-            left.
+        UserError: the disk is full or cannot be written; no partial checkpoint is left.
     """
-    ranks, path = world or World(), folder / f".writing_{step:08d}"
-    texts = {"config.json": config_json, "huggingface.json": huggingface_json}
-
-    def publish() -> Path:
-        final = _publish(path, step, hashes, texts, save_tokenizer)
+    path = folder / f".writing_{step:08d}"
+    try:
+        for pattern in (".writing_*", ".removing_*", ".best"):  # left by a process that was killed
+            for left_over in folder.glob(pattern):
+                shutil.rmtree(left_over)
+        path.mkdir(parents=True)
+        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
+        tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
+        with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
+            torch.save(state, file)
+        for name, text in (("config.json", config_json), ("huggingface.json", huggingface_json)):
+            if text is not None:
+                (path / name).write_text(text)
+        if save_tokenizer is not None:
+            save_tokenizer(path / "tokenizer.json")
+        final = _publish(path, step)
         for old in steps_on_disk(folder)[:-keep]:
             if not keep_every or _step(old) % keep_every:
                 _remove(old)
         return final
-
-    try:
-        ranks.on_rank0(lambda: _begin(path), group=group)
-        if world is None:
-            hashes = _write_whole(path, weights, state)
-        else:
-            hashes, texts[STATE] = write_parts(path, weights, state, world, group)
-        return ranks.on_rank0(publish, group=group)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
-        if not ranks.is_main:
-            raise OtherRankError(str(error)) from error
         shutil.rmtree(path, ignore_errors=True)
-        raise UserError(_cannot_save(folder, step, error)) from error
+        what = f"the checkpoint of step {step}"
+        if is_disk_full(error):
+            said = f"no space left on the disk of {folder}: {what} was not saved"
+            raise UserError(said) from error
+        raise UserError(f"cannot save {what} in {folder}: {reason(error)}") from error
 
 
-def _begin(path: Path) -> None:
-    """Makes the folder `path`, and removes what a process that was killed has left beside it."""
-    for pattern in (".writing_*", ".removing_*", ".best"):
-        for left_over in path.parent.glob(pattern):
-            shutil.rmtree(left_over)
-    path.mkdir(parents=True)
-
-
-def _write_whole(
-    path: Path, weights: Mapping[str, Tensor], state: dict[str, Any]
-) -> dict[str, str]:
-    """Writes the files of a rank that has all weights; returns the sha256 of each."""
-    plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-    tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
-    with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
-        torch.save(state, file)
-    return {name: sha256_of(path / name) for name in WEIGHT_FILES}
-
-
-def _publish(
-    path: Path,
-    step: int,
-    hashes: Mapping[str, str],
-    texts: Mapping[str, str | None],
-    save_tokenizer: Callable[[Path], None] | None,
-) -> Path:
-    """Completes a checkpoint that was written under the name `path`, and gives it its own.
-
-    Args:
-        hashes: sha256 of the files of weights and state.
-        texts: the other files but the tokenizer's, by name.
-    """
-    for name, text in texts.items():
-        if text is not None:
-            (path / name).write_text(text)
-    if save_tokenizer is not None:
-        save_tokenizer(path / "tokenizer.json")
-    names = [name for name in (STATE, *SIDE_FILES) if (path / name).exists()]
-    hashes = {**hashes, **{name: sha256_of(path / name) for name in names}}
+def _publish(path: Path, step: int) -> Path:
+    """Completes a checkpoint that was written under the name `path`, and gives it its own."""
+    names = [name for name in (*WEIGHT_FILES, *SIDE_FILES) if (path / name).exists()]
+    hashes = {name: sha256_of(path / name) for name in names}
     record = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
     (path / RECORD).write_text(json.dumps(record, indent=1))
-    for name in (*hashes, RECORD):
+    for name in (*names, RECORD):
         with (path / name).open("rb+") as file:
             os.fsync(file.fileno())
     sync_directory(path)
@@ -157,12 +119,6 @@ def _publish(
     path.rename(final)
     sync_directory(path.parent)
     return final
-
-
-def _cannot_save(folder: Path, step: int, error: Exception) -> str:
-    if is_disk_full(error):
-        return f"no space left on the disk of {folder}: the checkpoint of step {step} was not saved"
-    return f"cannot save the checkpoint of step {step} in {folder}: {reason(error)}"
 
 
 def _remove(path: Path) -> None:
@@ -205,13 +161,9 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def kept_steps(folder: Path) -> set[int]:
+def kept_steps(folder: Path) -> set[float]:
     """Returns the steps of the checkpoints in `folder`, including `best`."""
-    found = set()
-    for path in (*steps_on_disk(folder), folder / "best"):
-        with suppress(UserError):
-            found.add(read_record(path)["step"])
-    return found
+    return {_step(path) for path in (*steps_on_disk(folder), folder / "best")}
 
 
 def steps_on_disk(folder: Path) -> list[Path]:
@@ -221,9 +173,10 @@ def steps_on_disk(folder: Path) -> list[Path]:
 
 def _step(path: Path) -> float:
     """Returns the step in a checkpoint's name or record; infinity if the record is unreadable."""
+    if STEP.fullmatch(path.name):
+        return int(path.name.removeprefix("step_"))
     try:
-        named = STEP.fullmatch(path.name)
-        return int(path.name[len("step_") :]) if named else read_record(path)["step"]
+        return read_record(path)["step"]
     except UserError:
         return float("inf")
 
@@ -240,7 +193,7 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
             checkpoints.
     """
     record = _on_all_ranks(path, world, lambda: _verified(path, world))
-    return _on_all_ranks(path, world, lambda: _read(path, record, state))
+    return _on_all_ranks(path, world, lambda: _read(path, record, state, world.size > 1))
 
 
 def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
@@ -274,24 +227,18 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path, record: dict[str, Any], state: bool) -> Checkpoint:
-    if STATE in record["sha256"]:
-        strange = {file.name for file in path.glob("*.safetensors")} - record["sha256"].keys()
-        if strange:
-            raise UserError(f"checkpoint {path} is damaged: {min(strange)} is not part of it")
-        values, shards = read_state(path), Shards(path)
-        weights = shards.whole(values.get("rows", {}))
-    else:
-        values, shards = _state(path) if state else {}, None
-        weights = tensors.read(path / WEIGHT_FILES[0])
-    return Checkpoint(path=path, step=record["step"], weights=weights, state=values, shards=shards)
-
-
-def _state(path: Path) -> dict[str, Any]:
-    state = tensors.unpickle(path / WEIGHT_FILES[1])
-    if not isinstance(state, dict):
-        raise UserError(f"{path / WEIGHT_FILES[1]} holds {shown(state)}: expected a dictionary")
-    return state
+def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
+    try:
+        if STATE in record["sha256"]:
+            weights, values = read_parts(path, record["sha256"])
+        else:
+            weights = tensors.read(path / WEIGHT_FILES[0])
+            values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
+    except UserError:
+        raise
+    except Exception as error:  # damaged files end in almost any
+        raise UserError(f"checkpoint {path} cannot be read: {brief(error)}") from error
+    return Checkpoint(path=path, step=record["step"], weights=weights, state=values)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -299,31 +246,21 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = parse_json((path / RECORD).read_text())
         version = record["format_version"]
-        whole = version != FORMAT_VERSION or (
-            type(record["step"]) is int
-            and record["step"] >= 0
-            and _is_complete(set(record["sha256"]))
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
+            )
+        names = record["sha256"].keys()
+        least = {"config.json", *([STATE] if STATE in names else WEIGHT_FILES)}
+        of_folder = all(Path(name).name == name for name in names)
+        step_known = type(record["step"]) is int and record["step"] >= 0
+        if not (step_known and of_folder and least <= names):
+            raise ValueError("it is damaged")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
-    if not whole:
-        raise UserError(f"{path} is not a checkpoint: its checkpoint.json is damaged")
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
-        )
     if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
         raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")
     return record
-
-
-def _is_complete(names: set[str]) -> bool:
-    """Returns True if these are the names of the files of a checkpoint."""
-    least = {"config.json", *WEIGHT_FILES}
-    if STATE in names:
-        shards = {name for name in names if fnmatch(name, SHARDS) and Path(name).name == name}
-        least = {"config.json", STATE, *shards}
-    return len(least) > 2 and least <= names <= least | set(SIDE_FILES)
 
 
 def find(
@@ -354,11 +291,10 @@ def find(
             complaints.append(str(error))
     if complaints:
         raise UserError("; ".join([f"{path} has no valid checkpoint", *complaints]))
-    if not path.exists():
-        raise UserError(f"RUN {resume!r} does not exist: expected the path of a run or checkpoint")
+    what = "is not a run" if path.exists() else "does not exist"
     if (path / "checkpoints").is_dir():
-        raise UserError(f"{path} has no checkpoint yet")
-    raise UserError(f"{path} is not a run: expected a folder with checkpoints, such as runs/NAME")
+        what = "has no checkpoint yet"
+    raise UserError(f"RUN {resume!r} {what}: expected the path of a run or checkpoint")
 
 
 def instead_of(path: Path, state: bool, world: World) -> str:

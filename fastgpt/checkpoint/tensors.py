@@ -10,19 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastgpt.checkpoint.archive import check_archive
 from fastgpt.errors import UserError, brief, reason
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Name of a dtype in a safetensors file -> PyTorch's."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST_HEADER = 2**22
-"""Bytes of the header of a safetensors file; about 30,000 tensors, ten times what 256 layers have.
-"""
+"""Dtype -> its name in a safetensors file."""
 
 
 class Weights(Mapping[str, Tensor]):
@@ -62,32 +57,21 @@ def read(path: Path) -> Weights:
     """Opens a safetensors file, of which only the header is read at once.
 
     Raises:
-        UserError: it cannot be read or is damaged, or a tensor has a dtype that PyTorch lacks.
+        UserError: it cannot be read or is damaged, or a tensor has another dtype than `NAMES`.
     """
-    try:
-        plan, length = {}, header_length(path)
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                part = file.get_slice(name)
-                dtype = DTYPES.get(part.get_dtype())
-                if dtype is None:
-                    known = ", ".join(DTYPES)
-                    raise UserError(f"{path}: {name} is of {part.get_dtype()}: expected {known}")
-                plan[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-        with path.open("rb") as file:
-            file.seek(8)
-            header = json.loads(file.read(length))
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: too large a shape
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
     def tensor(name: str) -> Tensor:
-        # not by safe_open: it would read the header again, or keep in memory what was read
-        x, begin = plan[name], header[name]["data_offsets"][0]
-        octets = np.fromfile(path, np.uint8, x.nbytes, offset=8 + length + begin)
-        if octets.size < x.nbytes:
-            raise OSError(f"{name} ends after {octets.size:,} of {x.nbytes:,} bytes")
-        return torch.from_numpy(octets).view(x.dtype).view(x.shape)
+        with safe_open(path, "pt") as file:  # opened anew: what was read need not stay in memory
+            return file.get_tensor(name)
 
+    try:
+        with safe_open(path, "pt") as file:  # it maps the file, so that no tensor is read here
+            plan = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
+    except (OSError, RuntimeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+    for name, x in plan.items():
+        if x.dtype not in NAMES:
+            raise UserError(f"{path}: {name} is {x.dtype}: expected {', '.join(NAMES.values())}")
     return Weights(plan, tensor)
 
 
@@ -101,25 +85,9 @@ def unpickle(path: Path, *, mmap: bool = False) -> Any:
         UserError: it cannot be read, or holds other objects than tensors and plain values.
     """
     try:
-        check_archive(path)
         return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:  # a damaged pickle ends in almost any
         raise UserError(f"{path} cannot be read: {brief(error)}") from error
-
-
-def header_length(path: Path) -> int:
-    """Returns the length of the header of a safetensors file, in bytes.
-
-    Raises:
-        UserError: it is so long that reading it would take much time and memory.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if LONGEST_HEADER < length < path.stat().st_size:
-        raise UserError(
-            f"{path} has a header of {length:,} bytes: expected at most {LONGEST_HEADER:,}"
-        )
-    return length
 
 
 def write(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:

@@ -36,28 +36,19 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (HeadNorm(config) if config.qk_norm else None for _ in range(2))
         as_projected = not config.qk_norm and config.position != "rotary" and cp_shard is None
         self.attention_packed = ops.attention_packed if as_projected else None
-        self.c_attn = Projection(
-            C,
-            (H + 2 * K) * D,
-            bias=config.bias_at("qkv"),
-            fuses_bias_grad=self.attention_packed is not None,
+        packed = self.attention_packed is not None
+        width, bias = (H + 2 * K) * D, config.bias_at("qkv")
+        self.c_attn = Projection(C, width, bias=bias, fuses_bias_grad=packed)
+        fuses, bias = (
+            norm_fuses_bias_grad(config, ops.norms, "residual"),
+            config.bias_at("projection"),
         )
-        self.c_proj = Projection(
-            H * D,
-            C,
-            bias=config.bias_at("projection"),
-            fuses_bias_grad=norm_fuses_bias_grad(config, ops.norms, "residual"),
-        )
+        self.c_proj = Projection(H * D, C, bias=bias, fuses_bias_grad=fuses)
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
-        layer_cache: LayerCache | None,
-    ) -> Tensor:
-        return self.output(self.attend(self.projected(x), cos_sin, doc_ids, layer_cache))
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        """Computes (B, T, C) from x (B, T, C); the other arguments are those of `attend`."""
+        return self.output(self.attend(self.projected(x), *rest))
 
     def projected(self, x: Tensor) -> Tensor:
         """Projects x (B, T, C) to queries, keys and values (B, T, H + 2 K, D)."""
@@ -74,13 +65,12 @@ class Attention(nn.Module):
         doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
     ) -> Tensor:
+        """Computes the heads' outputs (B, T, H, D) from qkv (B, T, H + 2 K, D)."""
         p = self.p if self.training else 0.0
+        options = {"scale": self.scale, "window": self.window, "dropout_p": p, "doc_ids": doc_ids}
         if self.attention_packed is not None and layer_cache is None:
-            H = self.heads[0]
-            return self.attention_packed(
-                qkv, H, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids,
-                input_bias=self.c_attn.fused_bias,
-            )  # fmt: skip
+            bias = self.c_attn.fused_bias
+            return self.attention_packed(qkv, self.heads[0], **options, input_bias=bias)
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -88,16 +78,13 @@ class Attention(nn.Module):
             q, k = self.rotate(q, k, *cos_sin)
         if layer_cache is not None:
             layer_cache.extend(k, v)
-        # first tokens and later ones get the same bits from the same op only
-        if layer_cache is None or (layer_cache.cache.fresh and not is_batch_invariant()):
-            attention = self.ops.attention
-            if self.cp_shard is not None and layer_cache is None:
-                attention = partial(self.cp_shard.attend, attention)
-            return attention(
-                q, k, v, scale=self.scale, window=self.window, dropout_p=p, doc_ids=doc_ids
-            )
-        keys, values = layer_cache.read()
-        return self.ops.decode(q, keys, values, layer_cache.cache, scale=self.scale)
+            # first tokens and later ones get the same bits from the same op only
+            if not layer_cache.cache.fresh or is_batch_invariant():
+                return self.ops.decode(q, *layer_cache.read(), layer_cache.cache, scale=self.scale)
+        attention = self.ops.attention
+        if self.cp_shard is not None and layer_cache is None:
+            attention = partial(self.cp_shard.attend, attention)
+        return attention(q, k, v, **options)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q and k by the angles of T positions, or of B T if each row has its own."""
@@ -114,14 +101,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.ops, self.activation = ops, config.activation
-        width = config.ffn_width * (2 if config.activation == "swiglu" else 1)
-        self.c_fc = Projection(config.dim, width, bias=config.bias, fuses_bias_grad=False)
-        self.c_proj = Projection(
-            config.ffn_width,
-            config.dim,
-            bias=config.bias,
-            fuses_bias_grad=norm_fuses_bias_grad(config, ops.norms, "feed_forward"),
-        )
+        C, F, bias = config.dim, config.ffn_width, config.bias
+        width = 2 * F if config.activation == "swiglu" else F
+        self.c_fc = Projection(C, width, bias=bias, fuses_bias_grad=False)
+        fuses = norm_fuses_bias_grad(config, ops.norms, "feed_forward")
+        self.c_proj = Projection(F, C, bias=bias, fuses_bias_grad=fuses)
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,36 +144,20 @@ class Block(nn.Module):
         self.mlp = MLP(config, ops)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Residual | None,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
-        layer_cache: LayerCache | None,
+        self, x: Tensor, residual: Residual | None, *rest: Any
     ) -> tuple[Tensor, Residual | None]:
-        stream, fused_bias = residual or (None, None)
-        if self.training and self.recompute == "full":
-            x, total = checkpointed(self.run, x, stream, fused_bias, cos_sin, doc_ids)
-        elif self.training and self.recompute == "selective":
-            qkv, total = checkpointed(self.pre_attention, x, stream, fused_bias)
-            y = self.attn.attend(qkv, cos_sin, doc_ids, None)
-            x, total = checkpointed(self.post_attention, y, total)
-        else:
-            x, total = self.run(x, stream, fused_bias, cos_sin, doc_ids, layer_cache)
+        """Computes the block; the other arguments are those of `Attention.attend`."""
+        call = checkpointed if self.training and self.recompute == "full" else called
+        x, total = call(self.run, x, *(residual or (None, None)), *rest)
         return x, None if total is None else Residual(total, self.mlp.c_proj.fused_bias)
 
     def run(
-        self,
-        x: Tensor,
-        stream: Tensor | None,
-        fused_bias: Tensor | None,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
-        layer_cache: LayerCache | None = None,
+        self, x: Tensor, stream: Tensor | None, fused_bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the block: its output, and with pre-norm the residual stream."""
-        qkv, total = self.pre_attention(x, stream, fused_bias)
-        return self.post_attention(self.attn.attend(qkv, cos_sin, doc_ids, layer_cache), total)
+        call = checkpointed if self.training and self.recompute == "selective" else called
+        qkv, total = call(self.pre_attention, x, stream, fused_bias)
+        return call(self.post_attention, self.attn.attend(qkv, *rest), total)
 
     def pre_attention(
         self, x: Tensor, stream: Tensor | None, fused_bias: Tensor | None
@@ -209,6 +177,10 @@ class Block(nn.Module):
         x, _ = self.ln_1(x, residual)
         x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.fused_bias))
         return x, None
+
+
+def called(work: Callable[..., Any], *inputs: Any) -> Any:
+    return work(*inputs)
 
 
 def checkpointed(work: Callable[..., Any], *inputs: Any) -> Any:

@@ -52,7 +52,7 @@ class HeadsBlock(nn.Module):
         self.attn.add_module("c_proj", nn.Identity())
 
     def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
-        return self.attn(x, *rest), residual
+        return self.attn(x, *rest), None
 
 
 class FeedForwardBlock(HeadsBlock):
@@ -63,8 +63,7 @@ class FeedForwardBlock(HeadsBlock):
         self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim), nn.ReLU())
 
     def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
-        x, _ = super().forward(x, residual, *rest)
-        return self.mlp(x), residual
+        return self.mlp(self.attn(x, *rest)), None
 
 
 class ResidualBlock(nn.Module):
@@ -77,37 +76,33 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
         x = x + self.attn(x, *rest)
-        return x + self.mlp(x), residual
-
-
-BLOCKS = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": ResidualBlock}
+        return x + self.mlp(x), None
 
 
 class Unnormalised(GPT):
-    """GPT without normalisation layers, of the blocks in `BLOCKS`: the lecture's steps B to E."""
+    """GPT without normalisation layers, of the blocks above: the lecture's steps B to E."""
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
-        return BLOCKS[config.architecture](config, ops)
+        kinds = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": ResidualBlock}
+        return kinds[config.architecture](config, ops)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> None:
         return None
 
 
-_NORMS = ("norm", "norm_position", "norm_eps")
-_FEED_FORWARD = ("bias", "activation", "ffn_dim", "projection_bias", "feed_forward_dropout")
-_ATTENTION = (
-    "num_kv_heads", "qk_norm", "qk_norm_weight", "rotary_scaling", "window", "document_mask",
-    "attention_dropout",
-)  # fmt: skip
-_REST = ("position", "softcap", "dropout", "embedding_dropout", "residual_dropout")
+NORMS = "norm norm_position norm_eps"
+FEED_FORWARD = "bias activation ffn_dim projection_bias feed_forward_dropout"
+ATTENTION = (
+    "num_kv_heads qk_norm qk_norm_weight rotary_scaling window document_mask attention_dropout"
+)
+REST = "position softcap dropout embedding_dropout residual_dropout"
 LACKS = {
-    "bigram": (*_NORMS, *_FEED_FORWARD, *_ATTENTION, *_REST),
-    "heads": (*_NORMS, *_FEED_FORWARD),
-    "feedforward": (*_NORMS, *_FEED_FORWARD),
-    "residual": _NORMS,
+    "bigram": f"{NORMS} {FEED_FORWARD} {ATTENTION} {REST}",
+    "heads": f"{NORMS} {FEED_FORWARD}",
+    "feedforward": f"{NORMS} {FEED_FORWARD}",
+    "residual": NORMS,
 }
 """Options that have no effect in each architecture."""
-_PLAIN = ModelConfig(activation="relu")
 
 
 def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
@@ -124,18 +119,16 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     """
     if config.architecture == "gpt":
         return GPT(config, ops, **options)
-    for name in LACKS[config.architecture]:
-        given, plain = getattr(config, name), getattr(_PLAIN, name)
-        off = name.endswith("dropout") and given == 0
-        if given != plain and not off:
+    plain, without = ModelConfig(activation="relu"), f"model.architecture {config.architecture}"
+    for name in LACKS[config.architecture].split():
+        given, expected = getattr(config, name), getattr(plain, name)
+        if given != expected and not (name.endswith("dropout") and given == 0):
             raise UserError(
-                f"model.{name} is {given}: it has no effect in model.architecture"
-                f" {config.architecture}, expected {plain}"
+                f"model.{name} is {given}: it has no effect in {without}, expected {expected}"
             )
     if (recompute := options.get("recompute", "none")) != "none":
         raise UserError(
-            f"--train.recompute is {recompute}: it has no effect in model.architecture"
-            f" {config.architecture}, expected none"
+            f"--train.recompute is {recompute}: it has no effect in {without}, expected none"
         )
     kind = Bigram if config.architecture == "bigram" else Unnormalised
     return kind(config, ops, **options)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpt.data.items import IGNORED
-from fastgpt.ops.protocols import AttentionOp
+from fastgpt.ops.protocols import Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ContextShard:
 
     def attend(
         self,
-        attention: AttentionOp,
+        attention: Op,
         q: Tensor,
         k: Tensor,
         v: Tensor,

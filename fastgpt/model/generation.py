@@ -1,6 +1,6 @@
 """Text generation: samples one token after another from the model's distribution."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -11,16 +11,9 @@ from fastgpt.errors import UserError
 from fastgpt.ops.kv_cache import Cache
 
 
-class LanguageModel(Protocol):
-    """A model from tokens (B, T) to logits (B, T, V); see `GPT.forward`."""
-
-    config: ModelConfig
-    __call__: Any
-
-
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: Any,
     tokens: Tensor,
     *,
     max_new_tokens: int,
@@ -39,7 +32,7 @@ def generate(
     then computes the whole window.
 
     Args:
-        model: in evaluation mode.
+        model: from tokens (B, T) to logits (B, T, V), with a `config`, in evaluation mode.
         tokens: (B, T) int64 prompts, T >= 1.
         vocab_size: ids from this one on are never sampled (the tokenizer has no text for them);
             None: the model's vocabulary.
@@ -74,9 +67,8 @@ def generate(
     tokens = F.pad(tokens.masked_fill(over.to(device), filler), (0, max_new_tokens), value=filler)
     rows, ended = torch.arange(B, device=device), torch.zeros(B, dtype=torch.bool)
     prompt = prompt.to(device)
-    cache = None
-    if context >= T:
-        cache = Cache(model.config, B, min(context, T + max_new_tokens), device)
+    room = min(context, T + max_new_tokens)
+    cache = Cache(model.config, B, room, device) if context >= T else None
     for step in range(max_new_tokens):
         ends = prompt + step  # (B,), tokens in each row
         if cache is None or T + step > context:
@@ -109,16 +101,15 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
             " (batch, length), int64"
         )
     assert config.vocab_size is not None
-    if tokens.is_meta or not tokens.numel():
-        return
-    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+    known = not tokens.is_meta and tokens.numel()
+    if known and not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
         raise UserError(
             f"the tokens reach from {int(tokens.min())} to {int(tokens.max())}: expected ids of the"
             f" vocabulary, 0 to {config.vocab_size - 1}"
         )
 
 
-def _of_window(model: LanguageModel, tokens: Tensor, ends: Tensor) -> Tensor:
+def _of_window(model: Any, tokens: Tensor, ends: Tensor) -> Tensor:
     """Returns the logits (B, V) after the first `ends` (B,) tokens of each row, without a cache."""
     context = model.config.context
     first = (ends - context).clamp(min=0)

@@ -73,9 +73,8 @@ class GPT(nn.Module):
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.narrow_residual = narrow_residual
+        self.narrow_residual, self.cp_shard = narrow_residual, cp_shard
         self.recompute: Recompute = recompute
-        self.cp_shard = cp_shard
         self.wte = Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config) if config.position in POSITIONS else None
         self.rotary = Rotary(config) if config.position == "rotary" else None
@@ -123,14 +122,12 @@ class GPT(nn.Module):
         >>> model(torch.zeros(1, 10, dtype=torch.long)).shape
         torch.Size([1, 10, 50])
         """
-        unknown = settings.keys() - {field.name for field in fields(ModelConfig)}
-        if unknown:
+        if unknown := settings.keys() - {field.name for field in fields(ModelConfig)}:
             raise UserError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
         config = replace(config or ModelConfig(), **settings)
         if config.architecture != "gpt":
             raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
-        ops = select(OpsConfig(), device)
-        return cls(config, ops).to(device)
+        return cls(config, select(OpsConfig(), device)).to(device)
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
@@ -141,19 +138,15 @@ class GPT(nn.Module):
         return Norm(config, ops) if config.norm_position == "pre" else None
 
     def _init_weights(self) -> None:
-        init = self.config.init
-        if init != "torch":
-            for name, weight in self.named_parameters():
-                if weight.dim() == 2:
-                    scaled = init == "gpt2" and name.endswith("c_proj.weight")
-                    depth = 2 * self.config.num_layers if scaled else 1
-                    nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
-                elif name.endswith("bias"):
-                    nn.init.zeros_(weight)
-        with torch.no_grad():
-            for name, weight in self.named_parameters():
-                if name in VOCAB_TABLES:
-                    weight[self.config.vocab_size :] = 0
+        init, depth = self.config.init, 2 * self.config.num_layers
+        for name, weight in self.named_parameters():
+            if init != "torch" and weight.dim() == 2:
+                scaled = init == "gpt2" and name.endswith("c_proj.weight")
+                nn.init.normal_(weight, std=0.02 / math.sqrt(depth if scaled else 1))
+            elif init != "torch" and name.endswith("bias"):
+                nn.init.zeros_(weight)
+            if name in VOCAB_TABLES:
+                weight.detach()[self.config.vocab_size :] = 0
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
@@ -178,26 +171,23 @@ class GPT(nn.Module):
         torch.float32
         """
         assert cache is None or not self.training
-        # a loss is computed of tokens that their loader has checked, and often
         plain = type(tokens) is Tensor and not torch.compiler.is_compiling()
-        if targets is None and plain and tokens.is_cpu:
+        if targets is None and plain and tokens.is_cpu:  # their loader checks those of a loss
             check_tokens(tokens, self.config)
-        if tokens.shape[1] > self.config.context:
-            raise UserError(
-                f"{tokens.shape[1]} tokens are longer than the model's context,"
-                f" {self.config.context}"
-            )
+        T, context = tokens.shape[1], self.config.context
+        if context < T:
+            raise UserError(f"{T} tokens are longer than the model's context, {context}")
         alone = self.cp_shard is not None or is_batch_invariant()
         if alone and targets is None and cache is None:
-            # logits are of whole sequences, and a rank may want them alone: with a cache, even one
-            # that is used once, no rank waits for another, and bits are those of generation
-            cache = Cache(self.config, len(tokens), tokens.shape[1], tokens.device)
-        positions = slice(tokens.shape[1]) if cache is None else cache.begin(tokens)
+            # logits are of whole sequences, and a rank may want them alone: a cache needs no other
+            # rank, and gives the bits of generation
+            cache = Cache(self.config, len(tokens), T, tokens.device)
+        positions = slice(T) if cache is None else cache.begin(tokens)
         doc_ids, weight = None, None
         if self.config.document_mask:
             doc_ids = (tokens == self.config.eot_id).cumsum(1)  # (B, T), equal in a document
         if self.cp_shard is not None and cache is None:
-            positions = self.cp_shard.positions(tokens.shape[1], tokens.device)
+            positions = self.cp_shard.positions(T, tokens.device)
             tokens = tokens[:, positions]
             if targets is not None:
                 targets, weight = self.cp_shard.targets(targets, positions)
@@ -208,8 +198,7 @@ class GPT(nn.Module):
         cos_sin = None if self.rotary is None else self.rotary(positions)
         residual = None
         for i, block in enumerate(self.h):
-            layer_cache = None if cache is None else cache.layers[i]
-            x, residual = block(x, residual, cos_sin, doc_ids, layer_cache)
+            x, residual = block(x, residual, cos_sin, doc_ids, cache and cache.layers[i])
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
         out = self.head(x, targets)
@@ -217,23 +206,17 @@ class GPT(nn.Module):
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Computes logits or loss, as `forward`, from the normalised activations x (B, T, C)."""
-        config = self.config
-        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
-        bias = None if self.lm_head is None else self.lm_head.bias
+        weight, bias = self.wte.weight, None
+        if self.lm_head is not None:
+            weight, bias = self.lm_head.weight, self.lm_head.bias
+        options: dict[str, Any] = {
+            "bias": bias, "softcap": self.config.softcap, "valid_vocab": self.config.vocab_size,
+        }  # fmt: skip
         if targets is None:
-            return head_logits(
-                x, weight, bias=bias, softcap=config.softcap, valid_vocab=config.vocab_size
-            )
-        return self.ops.loss(
-            x,
-            weight,
-            targets,
-            bias=bias,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            z_loss=self.z_loss if self.training else 0.0,
-            softcap=config.softcap,
-            valid_vocab=config.vocab_size,
-        )
+            return head_logits(x, weight, **options)
+        if self.training:
+            options |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return self.ops.loss(x, weight, targets, **options)
 
     def num_params(self) -> int:
         """Counts the parameters, without the padding of the vocabulary."""

@@ -78,16 +78,15 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
-        norms = self.ops.norms
-        norm, add_norm = norms.rms_norm, norms.add_rms_norm
-        arguments: list[Tensor | None] = [local(self.weight)]
+        norms, weight = self.ops.norms, local(self.weight)
+        norm, add_norm, parameters = norms.rms_norm, norms.add_rms_norm, (weight,)
         if self.kind == "layernorm":
             norm, add_norm = norms.layer_norm, norms.add_layer_norm
-            arguments.append(local(self.bias))
+            parameters = weight, local(self.bias)
         if residual is None:
-            return norm(x, *arguments, self.eps), x
+            return norm(x, *parameters, self.eps), x
         stream, fused_bias = residual
-        return add_norm(x, stream, *arguments, self.eps, input_bias=fused_bias)
+        return add_norm(x, stream, *parameters, self.eps, input_bias=fused_bias)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -104,5 +103,5 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else local(self.weight, partial=True)
         given = x if weight is None else x.to(weight.dtype)
-        # autocast may use fp32
-        return F.rms_norm(given, self.normalized_shape, weight, self.eps).type_as(x)
+        y = F.rms_norm(given, self.normalized_shape, weight, self.eps)
+        return y.type_as(x)  # autocast may use fp32

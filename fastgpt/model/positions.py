@@ -79,8 +79,5 @@ def _angles(T: int, frequencies: Tensor) -> Tensor:
     return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
 
 
-POSITIONS = {
-    "learned": LearnedPositions,
-    "sinusoidal": SinusoidalPositions,
-}
+POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
 """Encodings that are added; others are not."""

@@ -20,31 +20,18 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.rotary.op import rotary_plain
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.ops import torch_ops
-from fastgpt.ops.protocols import (
-    ActivationOp,
-    AttentionOp,
-    DecodeOp,
-    DropoutOp,
-    LossOp,
-    Norms,
-    Ops,
-    PackedAttentionOp,
-    RotaryOp,
-)
+from fastgpt.ops.protocols import Norms, Op, Ops, PairOp
 
-ATTENTION: dict[str, AttentionOp] = {
+ATTENTION: dict[str, Op] = {
     "torch": kernels.attention_ref,
     "sdpa": torch_ops.sdpa,
     "blocked": kernels.attention_blocked,
     "triton": kernels.attention,
     "flash_attn": torch_ops.flash_attn,
 }
-PACKED_ATTENTION: dict[str, PackedAttentionOp] = {"triton": kernels.attention_packed}
-DECODE: dict[str, DecodeOp] = {
-    "torch": torch_ops.decode_sdpa,
-    "triton": torch_ops.decode_by_kernels,
-}
-ROTARY: dict[str, RotaryOp] = {"torch": rotary_plain, "triton": kernels.rotary}
+PACKED_ATTENTION: dict[str, Op] = {"triton": kernels.attention_packed}
+DECODE: dict[str, Op] = {"torch": torch_ops.decode_sdpa, "triton": torch_ops.decode_by_kernels}
+ROTARY: dict[str, PairOp] = {"torch": rotary_plain, "triton": kernels.rotary}
 NORMS = {
     "torch": Norms(
         torch_ops.layer_norm,
@@ -61,12 +48,12 @@ NORMS = {
         fuses_bias_grad=True,
     ),
 }
-ACTIVATION: dict[str, ActivationOp] = {"triton": kernels.bias_act}
-LOSS: dict[str, LossOp] = {
+ACTIVATION: dict[str, Op] = {"triton": kernels.bias_act}
+LOSS: dict[str, Op] = {
     "torch": torch_ops.linear_cross_entropy,
     "chunked": kernels.linear_cross_entropy,
 }
-DROPOUT: dict[str, DropoutOp] = {"torch": F.dropout, "lanes": kernels.dropout}
+DROPOUT: dict[str, Op] = {"torch": F.dropout, "lanes": kernels.dropout}
 
 
 def select(config: OpsConfig, device: torch.device | str) -> Ops:
@@ -87,11 +74,9 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
     for op, name in names.items():
         if name == "auto":
             names[op] = automatic.get(op, "torch")
-        if name in ("blocked", "lanes") and not on_cpu:
-            raise UserError(f"--ops.{op} is {name}: it runs on CPUs, not on {device.type}")
-        if name == "triton" and not runs_kernels(device):
-            where = "cpu" if on_cpu else kind_of(device).name
-            raise UserError(f"--ops.{op} is triton: it runs on CUDA, not on {where}")
+        where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
+        if name in ("blocked", "lanes", "triton") and not there:
+            raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {device.type}")
         if name == "chunked" and device.type not in ("cpu", "cuda"):
             raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):

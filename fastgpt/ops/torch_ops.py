@@ -1,7 +1,7 @@
 """Ops of a model by PyTorch and, on CUDA, by the package flash-attn; `fastgpt.ops.tables` chooses.
 
 Shapes
-    as in `fastgpt.ops.protocols`, which say what each function computes
+    as in `fastgpt.ops.protocols`, which says what each function computes
 """
 
 from collections.abc import Callable
@@ -23,16 +23,15 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
     window: int | None = None,
-    dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """`AttentionOp` by F.scaled_dot_product_attention."""
+    """`Ops.attention` by F.scaled_dot_product_attention."""
     Tq, Tk, mask = q.shape[1], k.shape[1], None
     if window is not None or doc_ids is not None or Tq != Tk:
         mask = attention_mask(Tq, Tk, causal=True, window=window, doc_ids=doc_ids, device=q.device)
-    return _sdpa(q, k, v, mask, is_causal=mask is None, dropout_p=dropout_p, scale=scale)
+    return _sdpa(q, k, v, mask, is_causal=mask is None, **options)
 
 
 def flash_attn(
@@ -45,7 +44,7 @@ def flash_attn(
     dropout_p: float = 0.0,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """`AttentionOp` by the package flash-attn, bf16 or fp16; `doc_ids` must be None."""
+    """`Ops.attention` by the package flash-attn, bf16 or fp16; `doc_ids` must be None."""
     from flash_attn import flash_attn_func  # pyright: ignore
 
     seen = (-1, -1) if window is None else (window - 1, 0)  # keys before and after a query's own
@@ -57,7 +56,7 @@ def flash_attn(
 def decode_by_kernels(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
-    """`DecodeOp` by `kernels.decode_attention`."""
+    """`Ops.decode` by `kernels.decode_attention`."""
     return decode_attention(
         q.to(keys.dtype), keys, values, cache.lengths, starts=cache.starts, scale=scale
     ).to(q.dtype)
@@ -66,7 +65,7 @@ def decode_by_kernels(
 def decode_sdpa(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, *, scale: float | None = None
 ) -> Tensor:
-    """`DecodeOp` by F.scaled_dot_product_attention; unused positions must be finite."""
+    """`Ops.decode` by F.scaled_dot_product_attention; unused positions must be finite."""
     if is_batch_invariant():
         return decode_by_kernels(q, keys, values, cache, scale=scale)
     wide = q.to(keys.dtype)
@@ -91,7 +90,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns the `AddNormOp` of a norm."""
+    """Returns a norm after a residual sum, as in `Norms`."""
 
     def op(
         x: Tensor, residual: Tensor, *weights: Any, input_bias: Tensor | None = None, **options: Any
@@ -110,7 +109,7 @@ def head_logits(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """Computes the logits (..., valid_vocab) that `LossOp` describes."""
+    """Computes the logits (..., valid_vocab) that `Ops.loss` describes."""
     logits = all_gather(linear(x, weight, bias), weight)[..., :valid_vocab]
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
@@ -118,7 +117,7 @@ def head_logits(
 def cross_entropy(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Computes the loss that `LossOp` describes from logits (..., V)."""
+    """Computes the loss that `Ops.loss` describes from logits (..., V)."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     if z_loss:
@@ -136,7 +135,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     **head: Any,
 ) -> Tensor:
-    """`LossOp` that computes the logits of all tokens at once.
+    """`Ops.loss` that computes the logits of all tokens at once.
 
     Args:
         head: the arguments of `head_logits`.

@@ -1,4 +1,4 @@
-"""Ranks, the processes started by torchrun, and all collective operations except DDP's."""
+"""Ranks, the processes started by torchrun, and their collective operations."""
 
 import os
 import secrets
@@ -19,8 +19,6 @@ from fastgpt.errors import OtherRankError, UserError, counted
 from fastgpt.faults.failure import ARRIVAL_S, lifeline
 
 T = TypeVar("T")
-
-PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +47,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def average(self, x: Tensor) -> Tensor:
-        """Returns the mean of `x` (any shape, floating) over ranks, without a host sync."""
-        return self.sum(x / self.size) if self.size > 1 else x
-
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x` (any shape) over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def sum_within(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sums `x` (any shape) over the ranks of a group, in place."""
-        dist.all_reduce(x, group=group)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -95,7 +83,7 @@ class World:
 
     def patient_group(self) -> Any:
         """Makes a group of all ranks that waits up to 30 days; a collective operation."""
-        return dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        return dist.new_group(backend="gloo", timeout=timedelta(days=30)) if self.size > 1 else None
 
     def on_rank0(self, work: Callable[[], T], group: Any = None) -> T:
         """Calls `work` on the main rank; every rank returns its result.
@@ -135,12 +123,7 @@ def start(device_type: str) -> World:
         raise UserError(
             f"RANK is set, but not {', '.join(missing)}: expected all that torchrun sets, or none"
         )
-    world = World(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
+    world = World(*(int(os.environ[name]) for name in needed[:4]))
     lifeline.start()
     _take_device(device_type, world)
     if not dist.is_initialized():
@@ -184,20 +167,20 @@ def _rendezvous_store(world: World) -> Any:
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
         raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
-    own, ranks = secrets.token_hex(8), range(world.size)
+    own, late = secrets.token_hex(8), 0
     store.set(f"name/{world.rank}", own)
-    until, start, late = time.monotonic() + seconds, None, 0
-    while late is not None:
-        if time.monotonic() > until:
-            raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         if world.is_main:
-            names = [store.get(f"name/{i}") for i in ranks if store.check([f"name/{i}"])]
-            for name in names:
-                store.set(f"start/{name.decode()}", own)
+            for name in (f"name/{i}" for i in range(world.size)):
+                if store.check([name]):
+                    store.set(f"start/{store.get(name).decode()}", own)
         if store.check([f"start/{own}"]):
-            prefix = store.get(f"start/{own}").decode()
-            start = PrefixStore(prefix, store)
+            start = PrefixStore(store.get(f"start/{own}").decode(), store)
             start.set(f"arrived/{world.rank}", "")
-            late = next((i for i in ranks if not start.check([f"arrived/{i}"])), None)
+            arrived = [start.check([f"arrived/{i}"]) for i in range(world.size)]
+            if all(arrived):
+                return start
+            late = arrived.index(False)
         time.sleep(0.02)  # the store's own wait prints warnings
-    return start
+    raise UserError(f"rank {late} did not arrive within {seconds:g} s: {longer}")

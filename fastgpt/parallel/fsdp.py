@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.config.config import Config, ParallelConfig
@@ -42,22 +43,26 @@ def check_combination(config: Config, precision: str) -> None:
         )
 
 
+@torch.no_grad()
 def shard(
     model: GPT,
+    build: Callable[[], GPT],
     config: ParallelConfig,
     mesh: DeviceMesh,
+    world: World,
     *,
     gradients: str,
 ) -> None:
-    """Shards a model's parameters in place by FSDP2, in a group for each block.
+    """Shards a model in place by FSDP2, in a group for each block; a collective operation.
 
     Args:
-        model: on the device `meta`, so that no rank holds all of it; `broadcast_init`
-            fills it.
-        mesh: from `fastgpt.parallel.mesh.build_mesh`, with the type of their device.
+        model: on the device `meta`, so that no rank holds all of it; it goes to that of the mesh.
+        build: called on the main rank, whose weights the model gets.
+        mesh: from `fastgpt.parallel.mesh.build_mesh`.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     # a block's output is a view, which only matters to operations in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -74,19 +79,6 @@ def shard(
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-@torch.no_grad()
-def broadcast_init(
-    model: GPT, build: Callable[[], GPT], config: ParallelConfig, world: World
-) -> None:
-    """Fills a sharded model with weights that the main rank builds; a collective operation.
-
-    Args:
-        model: from `shard`. It is moved to the device of its mesh.
-    """
-    from torch.distributed.tensor import distribute_tensor
-
     weights: dict[str, Tensor] = {}
 
     def built_buffers() -> dict[str, Tensor]:
@@ -95,9 +87,7 @@ def broadcast_init(
         return dict(built.named_buffers())
 
     buffers = world.on_rank0(built_buffers, world.patient_group())
-    shared = next(model.parameters())
-    assert is_sharded(shared)
-    model.to_empty(device=shared.device_mesh.device_type)
+    model.to_empty(device=mesh.device_type)
     for name, weight in model.named_parameters():
         assert is_sharded(weight)
         order = qkv_permutation(model.config, name, config.tp) if config.tp > 1 else None
@@ -141,9 +131,6 @@ def forget_iteration(model: nn.Module) -> None:
         root._root_post_backward_final_callback()
 
 
-# --- parts and wholes -----------------------------------------------------------------------------
-
-
 def local_shard(x: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor, in the same memory; another tensor as it is."""
     return x.to_local() if is_sharded(x) else x
@@ -161,36 +148,25 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
     return x.full_tensor() if order is None else x.full_tensor()[order.argsort()]
 
 
-def unpermuted(x: Tensor, like: Tensor) -> Tensor:
-    """Returns `x`, sharded as the parameter `like` is, with its rows in the order of `full_tensor`.
+def gathered(x: Tensor, like: Tensor) -> Tensor:
+    """Returns a whole copy of `x` in host memory on the main rank, and an empty tensor on others.
 
-    Where they have another order, it is a collective operation, and the result is in host memory,
-    because the device may have no room for a copy.
+    If the parameter `like`, to which it belongs, is no DTensor, `x` is returned as it is.
     """
-    if not is_sharded(x) or getattr(like, "qkv_permutation", None) is None:
+    if not is_sharded(like):
         return x
-    from torch.distributed.tensor import distribute_tensor
-
-    found = torch.empty_like(x, device="cpu")
-    own = distribute_tensor(full_tensor(x, like), x.device_mesh, x.placements, src_data_rank=None)
-    local_shard(found).copy_(local_shard(own))
-    return found
+    whole = full_tensor(x, like)
+    return whole.to("cpu", copy=True) if like.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """Shards `x` as the parameter `like` is, with the order of its rows.
-
-    Args:
-        x: whole, on every rank; or from `unpermuted`, which is a collective operation if their
-            orders differ.
-    """
-    order = getattr(like, "qkv_permutation", None)
-    if not is_sharded(like) or (is_sharded(x) and order is None):
+    """Shards `x`, which is whole on every rank, as the parameter `like` is."""
+    if not is_sharded(like):
         return x
     from torch.distributed.tensor import distribute_tensor
 
+    order = getattr(like, "qkv_permutation", None)
     x = x.to(like.device)
-    x = x.full_tensor() if is_sharded(x) else x
     x = x if order is None else x[order]
     return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -212,7 +188,7 @@ def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
     if is_sharded(like):
         for name in like.device_mesh.mesh_dim_names or ():
             if name != "replicate":
-                World.sum_within(x, like.device_mesh.get_group(name))
+                dist.all_reduce(x, group=like.device_mesh.get_group(name))
     return x
 
 

@@ -46,11 +46,10 @@ def model_ranks(config: ParallelConfig, world: World) -> int:
     """
     if config.kind == "ddp":
         return 1
-    group, given = world.size, f"--parallel.shards is {config.shards}"
+    group = world.size
     if config.kind == "hsdp" and world.size > 1:
         group = config.shards or world.local_size
-    if config.shards is None:
-        given = f"--parallel.kind hsdp makes groups of a machine's {group} ranks"
+    given = f"--parallel.kind {config.kind} makes groups of {group} ranks"
     if world.size % group:
         raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
     if group % non_dp_size(config, world):
@@ -80,16 +79,11 @@ def build_mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
 
 def check_context(config: Config) -> None:
     """Raises `UserError` if a setting does not go with `config.parallel.cp` ranks."""
-    cp, context = config.parallel.cp, config.model.context
+    given, context = f"--parallel.cp is {config.parallel.cp}: expected", config.model.context
     if config.model.architecture != "gpt" or config.train.eval_tasks:
-        raise UserError(
-            f"--parallel.cp is {cp}: expected model.architecture gpt, and no --train.eval-tasks"
-        )
-    if context % (2 * cp):
-        raise UserError(
-            f"--parallel.cp is {cp}: expected --model.context to be a multiple of {2 * cp},"
-            f" not {context}"
-        )
+        raise UserError(f"{given} model.architecture gpt, and no --train.eval-tasks")
+    if context % (least := 2 * config.parallel.cp):
+        raise UserError(f"{given} --model.context to be a multiple of {least}, not {context}")
 
 
 def split_context(cp: int, mesh: DeviceMesh) -> ContextShard:

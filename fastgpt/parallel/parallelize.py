@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,7 @@ from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import broadcast_init, shard
+from fastgpt.parallel.fsdp import shard
 from fastgpt.parallel.mesh import build_mesh, check_context, shards_weights, split_context
 from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
 
@@ -60,8 +60,7 @@ def build_parallel_model(
         model = whole()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
         compile_blocks(model, device)
-    shard(model, parallel, mesh, gradients=config.train.ddp_dtype)
-    broadcast_init(model, whole, parallel, world)
+    shard(model, whole, parallel, mesh, world, gradients=config.train.ddp_dtype)
     return model
 
 
@@ -81,13 +80,7 @@ def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel
         options["batched_grad_copy"] = True
     replica = DistributedDataParallel(module, bucket_cap_mb=config.ddp_bucket_mb, **options)
     if config.ddp_dtype == "bf16":
-        replica.register_comm_hook(dist.group.WORLD, _in_bf16)
+        # by its own name DDP refuses the hook on CPUs
+        in_bf16 = lambda group, bucket: bf16_compress_hook(group, bucket)  # noqa: E731
+        replica.register_comm_hook(dist.group.WORLD, in_bf16)
     return replica
-
-
-def _in_bf16(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-) -> torch.futures.Future[Tensor]:
-    """Calls PyTorch's hook, which DDP refuses by its name on CPUs."""
-    return bf16_compress_hook(group, bucket)

@@ -64,16 +64,16 @@ def check_tensor(config: Config) -> None:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards the parameters of a `GPT` as DTensors over `mesh`, in place, and divides its heads."""
+    """Shards the parameters of a `GPT` as DTensors over `mesh`, in place, and divides its heads.
+
+    It is on the device `meta`: no rows change places, see `qkv_permutation`.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    config = cast(ModelConfig, model.config)
     for name, weight in list(model.named_parameters()):
         cut = SPLIT.get(".".join(name.split(".")[-2:]))
-        order = qkv_permutation(config, name, mesh.size())
-        whole = weight.detach() if order is None else weight.detach()[order]
         placement = Replicate() if cut is None else Shard(cut)
-        shared = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        shared = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(shared))
     for block in cast(nn.ModuleList, model.h):
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """`LossOp` that computes the logits of this rank's part of the vocabulary.
+    """`Ops.loss` that computes the logits of this rank's part of the vocabulary.
 
     The ranks exchange a few numbers for each token, not logits.
     """

@@ -165,7 +165,7 @@ class Engine:
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
-        self.train_loss = self.world.average(total)
+        self.train_loss = self.world.sum(total / self.world.size)
         skip = partial(self.finite.skips, self.train_loss) if self.finite.most else None
         self.grad_norm = self.optimizers.step(ratio, skip)
         scaled = self.optimizers.scaler.is_enabled()
@@ -229,15 +229,17 @@ class Engine:
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the weights and the state that a checkpoint stores, not copied.
 
-        Of sharded weights it is this rank's shard; with tensor parallelism all ranks take part.
+        Of sharded weights they are whole copies in host memory on the main rank, and the other
+        ranks have none; it is a collective operation.
         """
         if not self.plan.sharded:
             return self.model.state_dict(), self.state()
         # not the model's own: FSDP puts whole weights in their place between two forwards
         own = zip(self.names, self.optimizers.parameters)
-        weights = {name: fsdp.unpermuted(x.detach(), x) for name, x in own}
-        rows = dict.fromkeys(weights.keys() & set(VOCAB_TABLES), self.config.model.vocab_size)
-        return weights, self.state() | {"rows": rows}
+        weights = {name: fsdp.gathered(x.detach(), x) for name, x in own}
+        for name in weights.keys() & set(VOCAB_TABLES):
+            weights[name] = weights[name][: self.config.model.vocab_size]
+        return weights, self.state()
 
     def _weights_and_moments(self) -> tuple[Any, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgpt.config.config import OptimConfig
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import local_shard, norms, shard_like, unpermuted
+from fastgpt.parallel.fsdp import gathered, local_shard, norms, shard_like
 from fastgpt.train.muon import Muon
 
 
@@ -115,10 +115,10 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=not self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of both, with rows in the model's order: see `unpermuted`."""
+        """Returns the state of both; of sharded weights see `gathered`, a collective operation."""
         states = [optimizer.state_dict() for optimizer in self.all]
         return {
-            "optimizers": self._with_moments(unpermuted, states),
+            "optimizers": self._with_moments(gathered, states),
             "scaler": self.scaler.state_dict(),
         }
 

@@ -63,13 +63,9 @@ def restore(plan: Plan, model: GPT, optimizers: Optimizers, warn: Warn) -> Resto
 
 def load(found: Checkpoint, model: GPT, optimizers: Optimizers) -> dict[str, Any]:
     """Loads weights and optimizers, and returns the state; a collective operation."""
-    state = found.state
-    if found.shards is not None:
-        state = found.shards.restore(state, model, optimizers.all)
-    else:
-        load_weights(model, found.weights)
-    optimizers.load_state_dict(state["optimizers"])
-    return state
+    load_weights(model, found.weights)
+    optimizers.load_state_dict(found.state["optimizers"])
+    return found.state
 
 
 def position(restored: Restored, data: DataSet, warn: Warn) -> dict[str, list[int]] | None:

@@ -127,7 +127,6 @@ class Trainer:
         template = engine.data.template
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            self.world if engine.plan.sharded else None,
             config_json=to_json(config),
             save_tokenizer=engine.data.tokenizer.save,
             keep=config.train.keep_checkpoints,
@@ -316,21 +315,19 @@ class Trainer:
         weights, state = engine.snapshot()
         if records_loss(engine):
             state["own_loss"] = own_loss(engine)
-        self._by_savers(lambda: self.saver.save(engine.step, weights, state))
+        copied = engine.plan.sharded
+        self._on_rank0(lambda: self.saver.save(engine.step, weights, state, copied=copied))
 
     def _publish(self) -> None:
         """Waits until all checkpoints are on the disk; raises on all ranks if one is not."""
         self._doing("saving")
-        self._by_savers(self.saver.wait)
+        self._on_rank0(self.saver.wait)
         self._doing()
 
-    def _by_savers(self, work: Callable[[], None]) -> None:
-        """Calls `work` on the ranks that write checkpoints; its error is raised on all ranks."""
+    def _on_rank0(self, work: Callable[[], None]) -> None:
+        """Calls `work` where checkpoints are written; its error is raised on all ranks."""
         self.world.on_rank0(lambda: self.lock and self.lock.check())
-        if self.engine.plan.sharded:  # an error of one's writing is an error on all
-            work()
-        else:
-            self.world.on_rank0(work)
+        self.world.on_rank0(work)
 
     def _evaluate(self) -> None:
         """Logs the validation loss and a sample, and marks the checkpoint if it is the best."""

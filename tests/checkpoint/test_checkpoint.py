@@ -250,7 +250,7 @@ def test_renamed_checkpoint_is_refused(folder):
 
 @pytest.mark.parametrize("name", ["wte.weight", "exp_avg"])
 def test_numbers_that_are_not_finite_are_not_resumed_from(fit, monkeypatch, name):
-    def spoil(_, step, weights, state):
+    def spoil(_, step, weights, state, **__):
         if step == 8:
             (weights | state["optimizers"]["optimizers"][0]["state"][0])[name][0] = math.inf
 

@@ -5,8 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from fastgpt.checkpoint import checkpoint
+from fastgpt.parallel.fsdp import gathered
 from tests.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
 
 TRAIN = str(ROOT / "train.py")
@@ -71,3 +76,16 @@ def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
     losses = [series(tmp_path / kind, "val_loss") for kind in kinds]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     assert losses[0] != losses[1]
+
+
+def test_what_a_thread_writes_is_a_copy():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)))
+        step = torch.tensor(1.0)
+        kept = [gathered(x, weight) for x in (weight, step)]
+        weight.mul_(2)
+        step.add_(1)
+    finally:
+        dist.destroy_process_group()
+    assert [x.tolist() for x in kept] == [[1.0] * 3, 1.0]

@@ -60,7 +60,7 @@ import os, train
 from fastgpt.checkpoint import tensors
 from fastgpt.errors import UserError
 
-def unpickle(path):
+def unpickle(path, **_):
     if os.environ["RANK"] == "1":
         raise UserError(f"{path} cannot be read: seeded fault")
     return read(path)

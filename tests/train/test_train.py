@@ -301,7 +301,11 @@ def test_checkpoints_are_of_the_steps_asked_for(fit, flags, saved):
 def test_saved_before_it_is_evaluated(fit, monkeypatch):
     """A checkpoint begins to be written before its step is evaluated."""
     events = []
-    before_each(monkeypatch, Saver, "save", lambda _, step, *__: events.append(("saved", step)))
+
+    def saved(_, step, *__, **___):
+        events.append(("saved", step))
+
+    before_each(monkeypatch, Saver, "save", saved)
 
     def look(log, record):
         if "val_loss" in record and record["step"]:
