@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
+from fastgpt.kernels import batch_invariant, is_batch_invariant
 from fastgpt.ops.kv_cache import Cache
 
 
@@ -24,6 +25,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Continues each row of `tokens`; the model sees the last `context` tokens.
 
@@ -44,6 +46,8 @@ def generate(
         top_p: sample from the smallest set of tokens that reaches this probability (Holtzman et al.
             2019); None: 1.
         generator: on the CPU.
+        exact: compute the same bits for a row alone, in a batch and when it is scored, at some cost
+            (`kernels.batch_invariant`). With temperature 0 the tokens are then the same, too.
 
     Returns:
         Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with `stop_id`
@@ -69,27 +73,28 @@ def generate(
     prompt = prompt.to(device)
     room = min(context, T + max_new_tokens)
     cache = Cache(model.config, B, room, device) if context >= T else None
-    for step in range(max_new_tokens):
-        ends = prompt + step  # (B,), tokens in each row
-        if cache is None or T + step > context:
-            logits = _of_window(model, tokens[:, : T + step], ends)
-        elif step == 0:
-            logits = model(tokens[:, :T], cache=cache)[rows, prompt - 1]
-            cache.lengths = prompt
-        else:
-            logits = model(tokens[rows, ends - 1][:, None], cache=cache)[:, -1]
-        logits = logits[:, :vocab_size].float().cpu()
-        if temperature == 0:
-            drawn = logits.argmax(-1)
-        else:
-            kept = _nucleus(_top(logits / temperature, top_k), top_p)
-            drawn = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0]
-        drawn = drawn.masked_fill(ended, filler)
-        tokens[rows, ends] = drawn.to(device)
-        if stop_id is not None:
-            ended |= drawn == stop_id
-            if ended.all():
-                break
+    with batch_invariant(exact or is_batch_invariant()):
+        for step in range(max_new_tokens):
+            ends = prompt + step  # (B,), tokens in each row
+            if cache is None or T + step > context:
+                logits = _of_window(model, tokens[:, : T + step], ends)
+            elif step == 0:
+                logits = model(tokens[:, :T], cache=cache)[rows, prompt - 1]
+                cache.lengths = prompt
+            else:
+                logits = model(tokens[rows, ends - 1][:, None], cache=cache)[:, -1]
+            logits = logits[:, :vocab_size].float().cpu()
+            if temperature == 0:
+                drawn = logits.argmax(-1)
+            else:
+                kept = _nucleus(_top(logits / temperature, top_k), top_p)
+                drawn = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0]
+            drawn = drawn.masked_fill(ended, filler)
+            tokens[rows, ends] = drawn.to(device)
+            if stop_id is not None:
+                ended |= drawn == stop_id
+                if ended.all():
+                    break
     return tokens
 
 

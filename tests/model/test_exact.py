@@ -62,3 +62,16 @@ def test_generation_gives_the_bits_of_scoring(model):
             found = model(tokens[rows, places][:, None], cache=cache)[:, 0]
             for row, place in enumerate(places.tolist()):
                 assert torch.equal(found[row], scored[row][place])
+
+
+def test_prompts_continue_alike_alone_and_together(model):
+    """Also beyond the context, where each step computes a window of the last tokens."""
+    prompts = [torch.randint(65, (length,)) for length in (90, 4, 60)]
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    options = {"max_new_tokens": 10, "temperature": 0.0, "exact": True}
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    together = fastgpt.generate(model, padded, lengths=lengths, **options)
+    for row, prompt in zip(together, prompts):
+        alone = fastgpt.generate(model, prompt[None], **options)[0]
+        assert row[: len(alone)].tolist() == alone.tolist()
+    assert not kernels.is_batch_invariant()
