@@ -76,7 +76,8 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
             names[op] = automatic.get(op, "torch")
         where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
         if name in ("blocked", "lanes", "triton") and not there:
-            raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {device.type}")
+            here = kind_of(device).name
+            raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {here}")
         if name == "chunked" and device.type not in ("cpu", "cuda"):
             raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
         if name == "flash_attn" and (on_cpu or importlib.util.find_spec(name) is None):
