@@ -76,7 +76,7 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
             names[op] = automatic.get(op, "torch")
         where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
         if name in ("blocked", "lanes", "triton") and not there:
-            here = kind_of(device).name
+            here = kind_of(device).name if name == "triton" and not on_cpu else device.type
             raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {here}")
         if name == "chunked" and device.type not in ("cpu", "cuda"):
             raise UserError(f"--ops.{op} is chunked: expected torch on {kind_of(device).name}")
