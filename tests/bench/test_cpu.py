@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bench import cpu, report
+from fastgpt.device import device
 
 LINES = [
     (2.0, "recipe      baby\n"),
@@ -21,7 +22,8 @@ def test_a_line_ends_the_phase_that_it_reports():
     assert cpu.phases(LINES, 10.0) == spent
 
 
-def test_peers_are_timed_where_they_are_given():
+def test_peers_are_timed_where_they_are_given(monkeypatch):
+    monkeypatch.setattr(device, "pick_precision", lambda *_: "bf16")
     asked = cpu.step_bench(cpu.Account(), "shakespeare-cpu")
     assert asked.contenders == ("fastgpt", "fastgpt fp32", "eager")
     here = Path(".")
