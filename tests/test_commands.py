@@ -48,6 +48,7 @@ SHORTER = [
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
     (r"^make bench-regress.*$", "make bench-regress ARGS='--only add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
+    (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
     (r"^make clean$", f"make -f {ROOT}/Makefile clean"),
     (r"chats.jsonl.*", r"\g<0> --model.context 96 --train.batch-tokens 192"),

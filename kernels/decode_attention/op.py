@@ -44,7 +44,8 @@ def decode_attention_ref(
     factor = D**-0.5 if scale is None else scale
     wide, k, v, seen = _prepared(q, k_cache, v_cache, lengths, starts, block_table)
     hidden = ~seen[:, None, None]
-    groups = wide.reshape(B, Tq, k.shape[2], -1, D)
+    K = k.shape[2]
+    groups = wide.reshape(B, Tq, K, H // K, D)
     with without_autocast(q):
         scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k) * factor
         # a finite floor: with -inf the softmax of a row that sees no key is NaN
