@@ -165,7 +165,9 @@ class Engine:
                 self.optimizers.scaler.scale(loss).backward()
             total += loss.detach()
         ratio = lr_ratio(self.step, self.config.steps, self.config.optim)
-        self.train_loss = self.world.sum(total / self.world.size)
+        if self.world.size > 1:
+            total = self.world.sum(total / self.world.size)
+        self.train_loss = total
         skip = partial(self.finite.skips, self.train_loss) if self.finite.most else None
         self.grad_norm = self.optimizers.step(ratio, skip)
         scaled = self.optimizers.scaler.is_enabled()
