@@ -2,7 +2,6 @@
 
 SOURCE is a run or checkpoint of fastgpt, a folder of Hugging Face with safetensors files (GPT-2,
 Llama, Qwen3), the name of such a model on the hub, nanoGPT's ckpt.pt or a .bin file of llm.c.
-Before success is reported the new files are read back and compared with the source.
 """
 
 import shutil
@@ -15,14 +14,13 @@ from safetensors import SafetensorError
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.proof import prove
-from fastgpt.convert.source import read
+from fastgpt.convert.load import open_model
 from fastgpt.convert.target import write_folder, write_run
 from fastgpt.device.device import DTYPES
 from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.files import temporary_name
-from fastgpt.terminal import print_line, print_text
+from fastgpt.terminal import print_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,54 +39,44 @@ class ConvertConfig:
     """Number format of the weights; by default that of the source."""
     shard_gb: Annotated[float, POSITIVE] = 5.0
     """Size from which a new safetensors file is begun, in gigabytes."""
-    verify: bool = True
-    """Proof that the written model is the same, by its bits, logits and text. Without it the result
-    is marked as unverified."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
-def convert(config: ConvertConfig) -> str:
-    """Converts a model; returns what was proved.
+def convert(config: ConvertConfig) -> None:
+    """Converts a model.
 
     Raises:
-        UserError: the source cannot be read, the target exists or cannot be written or express the
-            model, or the proof fails; nothing is left at the target then.
+        UserError: the source cannot be read, or the target exists or cannot be written or express
+            the model; nothing is left at the target then.
     """
     target = config.target
     if target.exists():
         raise UserError(f"{target} exists: expected a new name")
-    source = read(config.source)
-    for warning in source.complaints():
-        print_line(f"warning: {warning}")
+    source = open_model(config.source)
     if config.dtype != "same":
         source = replace(source, weights=source.weights.to(DTYPES[config.dtype]))
     temporary = temporary_name(target)
     try:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if config.to == "hf":
-                write_folder(source, temporary, int(config.shard_gb * 1e9))
-            else:
-                write_run(source, temporary)
-        except (OSError, RuntimeError, SafetensorError, UnicodeError) as error:
-            why = "no space left on the disk" if is_disk_full(error) else reason(error)
-            raise UserError(f"cannot write {target}: {why}") from error
-        said = "unverified: nothing was compared"
-        if config.verify:
-            said = prove(source, temporary, config.to)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if config.to == "hf":
+            write_folder(source, temporary, int(config.shard_gb * 1e9))
+        else:
+            write_run(source, temporary)
         temporary.rename(target)
+    except (OSError, RuntimeError, SafetensorError, UnicodeError) as error:
+        why = "no space left on the disk" if is_disk_full(error) else reason(error)
+        raise UserError(f"cannot write {target}: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return said
 
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.parse(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
-    said = convert(config)
-    print_text(f"{said}\nwrote {config.target}")
+    convert(config)
+    print_text(f"wrote {config.target}")
 
 
 if __name__ == "__main__":

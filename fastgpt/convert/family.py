@@ -5,7 +5,7 @@ together.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,15 +27,17 @@ class TensorMap:
 
     names: tuple[str, ...]
     """Names of the others' tensors, which hold the rows of ours one after the other."""
+    shape: torch.Size
+    """Shape of our tensor."""
     rows: tuple[int, ...] = ()
-    """Numbers of those rows; empty for a single tensor."""
+    """Numbers of rows of the others' tensors; empty for a single one."""
     transposed: bool = False
     constant: float | None = None
     """Value of all elements if our model has no such tensor; None: it has one."""
 
-    def shapes(self, shape: torch.Size) -> list[tuple[int, ...]]:
-        """Returns the shapes of the others' tensors for one of ours."""
-        whole = tuple(reversed(shape)) if self.transposed else tuple(shape)
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of the others' tensors."""
+        whole = tuple(reversed(self.shape)) if self.transposed else tuple(self.shape)
         return [(rows, *whole[1:]) for rows in self.rows] if self.rows else [whole]
 
     def ours(self, parts: list[Tensor]) -> Tensor:
@@ -45,10 +47,6 @@ class TensorMap:
     def theirs(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
         whole = x.T.contiguous() if self.transposed else x
         yield from zip(self.names, whole.split(self.rows) if self.rows else [whole])
-
-
-TensorMaps = dict[str, TensorMap]
-"""Name of a tensor of ours -> where it is. Names of tensors that we lack have a constant."""
 
 
 class Fields:
@@ -99,10 +97,6 @@ class Fields:
             )
         return value
 
-    @property
-    def empty(self) -> bool:
-        return not self._settings
-
     def unknown(self) -> list[str]:
         return sorted(self._settings.keys() - self._read)
 
@@ -126,27 +120,24 @@ class Family:
     architecture: str
     model_type: str
     needs: Needs
-    settings_of: Callable[[ModelConfig], Settings]
-    """Translates our settings to theirs."""
-    config_of: Callable[[Fields], ModelConfig]
-    """Translates their settings to ours; a `UserError` if our model cannot express them."""
-    maps: Callable[[ModelConfig], TensorMaps]
-    embedding: str
-    """Name of the embedding, which a tied head shares."""
-    prefix: str = ""
+    table: dict[str, tuple[Any, ...]]
+    """Their fields -> ours, the kind of the value, and its default if the field may be missing."""
+    read: Callable[[Fields], Settings]
+    """Translates other fields of theirs to ours; a `UserError` if our model cannot express them."""
+    write: Callable[[ModelConfig], Settings]
+    """Translates what is not in the table to their fields."""
+    tensor: Callable[[str, torch.Size, ModelConfig], TensorMap]
+    """Returns where our tensor of a name and shape is."""
+    prefix: str
     """Beginning of the names of all tensors but the head's, where files may lack it."""
-    buffers: tuple[str, ...] = ()
-    """Ends of the names of tensors that hold no weights."""
+    fills: Settings = field(default_factory=dict)
+    """Changes of our settings with which a model has all tensors that theirs always have."""
 
 
 # What no other program has; a soft cap or a mask of documents would be lost unseen.
 NONE_HAS: Needs = {
     "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
     "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
-}  # fmt: skip
-GPT2_NEEDS: Needs = NONE_HAS | {
-    "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
-    "num_kv_heads": (None,), "head_size": (None,),
 }  # fmt: skip
 
 

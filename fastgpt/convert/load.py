@@ -38,6 +38,8 @@ def load(
 def open_model(source: str | Path) -> OpenedModel:
     """Reads a model as `load` does, without building it, and prints its warnings."""
     found = read(str(source))
-    for warning in found.complaints():
+    for warning in found.warnings:
         print_line(f"warning: {warning}")
+    if found.tokenizer is None:
+        print_line(f"warning: {found.path} has no tokenizer: the model works on token ids only")
     return found

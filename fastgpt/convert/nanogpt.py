@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgpt.checkpoint.tensors import unpickle
 from fastgpt.config.model import ModelConfig
-from fastgpt.errors import UserError, brief, reason
+from fastgpt.errors import UserError, brief
 
 PREFIX = "_orig_mod."
 """Prefix that torch.compile puts before the names of tensors."""
@@ -41,9 +41,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise TypeError("model holds something else than whole tensors")
         head = named.pop("lm_head.weight", None)
         tied = head is None or torch.equal(head, named["wte.weight"])
-    except (RuntimeError, ValueError, UserError) as error:
-        raise UserError(f"{path} is no checkpoint of nanoGPT: {reason(error)}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (UserError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args:"
             f" {brief(error)}"

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.config.config import Config, TrainConfig, to_json
-from fastgpt.config.model import ModelConfig
 from fastgpt.config.saved import CONVERTED
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, settings_for, tensor_maps
-from fastgpt.convert.family import TensorMaps
-from fastgpt.convert.source import SIDECARS, OpenedModel, shapes
-from fastgpt.errors import UserError
-from fastgpt.files import parse_json, write_atomically
+from fastgpt.convert.family import TensorMap
+from fastgpt.convert.source import SIDECARS, OpenedModel
+from fastgpt.files import write_atomically
 
 
 def write_run(source: OpenedModel, target: Path) -> None:
@@ -54,10 +51,6 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
-    try:
-        settings |= dict(parse_json(source.hf_sidecars.get("config.json", "{}")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{source.path}: the ids kept of config.json are damaged") from error
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
@@ -69,39 +62,35 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
 
 
 def _renamed(
-    weights: Mapping[str, Tensor], maps: TensorMaps, config: ModelConfig
+    weights: Mapping[str, Tensor], maps: dict[str, TensorMap], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a model under others' names."""
-    dtype = weights["wte.weight"].dtype
-    # those that our model lacks have the shapes that they have in a model with all of them
-    whole = replace(config, bias=True, qkv_bias=None, projection_bias=None)
-    sizes = shapes(replace(whole, qk_norm_weight=whole.qk_norm))
-    for ours, tensor_map in maps.items():
-        if tensor_map.constant is None:
-            yield from tensor_map.theirs(weights[ours])
-        else:
-            yield from tensor_map.theirs(torch.full(sizes[ours], tensor_map.constant, dtype=dtype))
+    for name, x in maps.items():
+        constant = x.constant
+        own = weights[name] if constant is None else torch.full(x.shape, constant, dtype=dtype)
+        yield from x.theirs(own)
 
 
-def _write_tensors(source: OpenedModel, maps: TensorMaps, folder: Path, shard_bytes: int) -> None:
+def _write_tensors(
+    source: OpenedModel, maps: dict[str, TensorMap], folder: Path, shard_bytes: int
+) -> None:
     """Writes one file, or several that an index lists; their names tell how many there are."""
-    plan = dict(_renamed(source.weights.plan, maps, source.config))
+    dtype = source.weights.plan["wte.weight"].dtype
+    plan, size = dict(_renamed(source.weights.plan, maps, dtype)), 0
     shards: list[dict[str, Tensor]] = [{}]
-    size = 0
     for name, x in plan.items():
         if shards[-1] and size + x.nbytes > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = x
         size += x.nbytes
-    count = len(shards)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
         names = ["model.safetensors"]
-    values = (x for _, x in _renamed(source.weights, maps, source.config))
+    values = (x for _, x in _renamed(source.weights, maps, dtype))
     for name, shard in zip(names, shards):
         tensors.write(folder / name, shard, values)
-    if count > 1:
+    if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
         total = sum(x.nbytes for x in plan.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}

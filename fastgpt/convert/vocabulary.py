@@ -6,15 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgpt.data.tokenizers import (
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    huggingface_module,
-)
+from fastgpt.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, CharTokenizer, Tokenizer
 from fastgpt.data.tokenizers.gpt2 import EOT, LETTERS, GPT2Tokenizer
-
-NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
@@ -22,58 +15,43 @@ def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
     Args:
         context: longest text of the model, in tokens.
-
-    Raises:
-        UserError: the package tokenizers is missing.
     """
-    content = to_json(tokenizer)
-    end = _name_of_end(content, tokenizer.eot_id)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    if end is not None:
+    if tokenizer.eot_id is not None:
+        end = tokenizer.decode([tokenizer.eot_id])
         settings |= {"bos_token": end, "eos_token": end}
-    (folder / NAMES[0]).write_text(content, encoding="utf-8")
-    (folder / NAMES[1]).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(to_json(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def to_json(tokenizer: Tokenizer) -> str:
     """Returns a `tokenizer.json` in Hugging Face's format."""
-    content = tokenizer.to_json()
-    if "model" in json.loads(content):
-        return content
-    models = huggingface_module("a tokenizer.json").models
-    if isinstance(tokenizer, ByteTokenizer):
-        letters = {LETTERS[byte]: byte for byte in range(256)}
-        return _byte_level(models.BPE(letters, []), [], words=False)
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Theirs
+
     if isinstance(tokenizer, CharTokenizer):
-        return _of_characters(tokenizer.chars)
-    assert isinstance(tokenizer, GPT2Tokenizer)
-    vocabulary = {_spelled(token): i for i, token in enumerate(tokenizer.tokens)}
-    pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
-    model = models.BPE(vocabulary | {EOT: len(vocabulary)}, pairs)
-    return _byte_level(model, [EOT], words=True)
-
-
-def _byte_level(model: Any, special: Sequence[str], *, words: bool) -> str:
-    """Returns the JSON of byte-level BPE; with `words` GPT-2's pattern cuts the text first."""
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+        ids = {char: i for i, char in enumerate(tokenizer.chars)}
+        made = Theirs(models.WordLevel(ids, unk_token=""))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+        return made.to_str()
+    gpt2 = isinstance(tokenizer, GPT2Tokenizer)
+    if gpt2:
+        words = [*map(_spelled, tokenizer.tokens), EOT]
+        pairs = [(_spelled(a), _spelled(b)) for a, b in merges(tokenizer.tokens)]
+    elif isinstance(tokenizer, ByteTokenizer):
+        words, pairs = [LETTERS[byte] for byte in range(256)], []
+    else:
+        return tokenizer.to_json()
+    made = Theirs(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    # GPT-2's pattern cuts the text first
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in special])
-    return made.to_str()
-
-
-def _of_characters(chars: Sequence[str]) -> str:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({char: i for i, char in enumerate(chars)}, unk_token=""))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    made.decoder = decoders.Fuse()
+    made.add_special_tokens([AddedToken(EOT, normalized=False)] if gpt2 else [])
     return made.to_str()
 
 
@@ -97,12 +75,3 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 def _spelled(token: bytes) -> str:
     return "".join(LETTERS[byte] for byte in token)
-
-
-def _name_of_end(content: str, eot_id: int | None) -> str | None:
-    saved = json.loads(content)
-    added = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
-    vocabulary = saved["model"].get("vocab", {})
-    if isinstance(vocabulary, dict):
-        added = {i: name for name, i in vocabulary.items()} | added
-    return None if eot_id is None else added.get(eot_id)

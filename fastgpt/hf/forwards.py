@@ -132,11 +132,13 @@ def with_loss(own: Forward) -> Forward:
         labels, kept = options.pop("labels", None), options.pop("logits_to_keep", 0)
         if labels is None or not _fusible(self, kept, options):
             return own(self, *args, **kwargs)
-        outputs = self.base_model(**options)
-        found = {name: x for name, x in outputs.items() if name != "last_hidden_state"}
-        hidden = outputs.last_hidden_state
-        loss = _causal_loss(self.lm_head, hidden, labels, **options)
-        return _output_class(self)(loss=loss, **found)
+        from transformers import modeling_outputs
+
+        gpt2 = self.config.model_type == "gpt2"
+        kind = "CausalLMOutputWithCrossAttentions" if gpt2 else "CausalLMOutputWithPast"
+        outputs = dict(self.base_model(**options))
+        loss = _causal_loss(self.lm_head, outputs.pop("last_hidden_state"), labels, **options)
+        return getattr(modeling_outputs, kind)(loss=loss, **outputs)
 
     return forward
 
@@ -182,11 +184,3 @@ def _causal_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
-
-
-def _output_class(self: Any) -> Any:
-    from transformers import modeling_outputs
-
-    crossed = "CausalLMOutputWithCrossAttentions"
-    gpt2 = self.config.model_type == "gpt2"
-    return getattr(modeling_outputs, crossed if gpt2 else "CausalLMOutputWithPast")

@@ -29,15 +29,14 @@ CLASSES = (
 )  # fmt: skip
 """Classes of transformers that can be patched."""
 OPS = ("attention", "norm", "activation", "loss")
-NORMS = {"LayerNorm": forwards.layer_norm} | dict.fromkeys(
-    ("LlamaRMSNorm", "Qwen3RMSNorm"), forwards.rms_norm
-)
+NORMS = {
+    "LayerNorm": forwards.layer_norm,
+    "LlamaRMSNorm": forwards.rms_norm,
+    "Qwen3RMSNorm": forwards.rms_norm,
+}
 NAME = "fastgpt"
 """Name of our attention in transformers' AttentionInterface."""
 STATE = "_fastgpt_patched"
-
-Change = tuple[Any, forwards.Forward]
-"""A module, and the forward that it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ class Patched:
 
     model: str
     device: str
-    patched: dict[str, str]
+    patched: dict[str, str] = field(default_factory=dict)
     """Results of the trials, by op: attention, norm, activation, loss."""
-    skipped: dict[str, str]
+    skipped: dict[str, str] = field(default_factory=dict)
     """Reasons why ops are not patched, by op."""
     methods: list[Any] = field(default_factory=list, repr=False)
     """Forwards that the modules have now, bound to them."""
@@ -92,15 +91,15 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
     skipped = _obstacles(model, force)
     asked = [op for op in OPS if op not in skipped]
     tried = _trials(asked, _sizes(model, batch, length), on, force) if asked else {}
-    patched = {op: why for op, (passed, why) in tried.items() if passed}
-    skipped |= {op: why for op, (passed, why) in tried.items() if not passed}
-    skipped = {op: skipped[op] for op in OPS if op in skipped}
-    report = Patched(type(model).__name__, on, patched, skipped)
+    report = Patched(type(model).__name__, on)
+    for op in OPS:
+        passed, why = tried.get(op) or (False, skipped[op])
+        (report.patched if passed else report.skipped)[op] = why
     setattr(model, STATE, report)
-    if "attention" in patched:
+    if "attention" in report.patched:
         _register()
         model.set_attn_implementation(NAME)
-    for op in patched:
+    for op in report.patched:
         for module, forward in _changes(model, op):
             module.forward = MethodType(forward, module)
             report.methods.append(module.forward)
@@ -142,10 +141,7 @@ def _require(model: Any) -> None:
         raise UserError(
             "fastgpt.hf needs the package transformers, which is not installed"
         ) from error
-    hooks = ("AttentionInterface", "AttentionMaskInterface")
-    if not all(hasattr(transformers, hook) for hook in hooks) or not hasattr(
-        transformers.PreTrainedModel, "set_attn_implementation"
-    ):
+    if not hasattr(transformers.PreTrainedModel, "set_attn_implementation"):
         raise UserError(
             f"transformers is {transformers.__version__}: expected 4.54 or newer, whose attention"
             " can be replaced"
@@ -197,7 +193,7 @@ def _activation(model: Any) -> tuple[str, str | None]:
     return name, kind if (kind == "swiglu") != gpt2 else None
 
 
-def _changes(model: Any, op: str) -> Iterator[Change]:
+def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:
     """Yields the modules that an op is patched in, with their new forwards."""
     if op == "loss" and hasattr(model, "lm_head"):
         yield model, forwards.with_loss(type(model).forward)

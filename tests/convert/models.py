@@ -94,7 +94,7 @@ def saved_run(
     model = GPT.from_config(config)
     moved(model)
     weights = {name: x.detach().to(dtype) for name, x in model.state_dict().items()}
-    write_run(OpenedModel(folder, "run", config, in_memory(weights), tokenizer), folder)
+    write_run(OpenedModel(folder, config, in_memory(weights), tokenizer), folder)
     return folder
 
 

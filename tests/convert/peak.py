@@ -14,8 +14,9 @@ import torch
 
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.model import ModelConfig
+from fastgpt.convert.families import shapes
 from fastgpt.convert.load import load
-from fastgpt.convert.source import OpenedModel, shapes
+from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import write_run
 from tests.convert.models import converted
 
@@ -43,11 +44,11 @@ def main(argv: list[str]) -> None:
     print(f"weights {sum(sizes):.0f} MB, of which the largest has {max(sizes):.0f} MB")
     with tempfile.TemporaryDirectory() as folder:
         run, hf, again = (Path(folder) / name for name in ("run", "hf", "again"))
-        write_run(OpenedModel(run, "run", config, weights, None), run)
+        write_run(OpenedModel(run, config, weights), run)
         before = peak()
         steps = {
-            "run to hf": lambda: converted(run, hf, "hf", verify=False),
-            "hf to run": lambda: converted(hf, again, "run", verify=False),
+            "run to hf": lambda: converted(run, hf, "hf"),
+            "hf to run": lambda: converted(hf, again, "run"),
             "loaded": lambda: load(str(hf)),
         }
         for name, step in steps.items():

@@ -150,7 +150,7 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
 
 
 def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
-    run = converted(hf, tmp_path / "converted", "run", verify=False)
+    run = converted(hf, tmp_path / "converted", "run")
     refused(["--resume", str(run)], r"no optimizer state: start a new run .*--init-from .*ed$")
     saved = (run / "config.json").read_text()  # earlier versions had one setting more
     assert from_json(json.dumps(json.loads(saved) | {"take_over": False})) == from_json(saved)

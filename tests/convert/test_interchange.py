@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 import fastgpt
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.families import family_for, tensor_maps
-from fastgpt.errors import UserError
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,
@@ -59,8 +59,8 @@ def test_there_and_back_every_bit_is_the_same(family, data):
     model = theirs(family, **options)
     with tempfile.TemporaryDirectory() as name:
         there = saved(model, Path(name) / "there", dtype)
-        run = converted(there, Path(name) / "run", "run", verify=False)
-        back = converted(run, Path(name) / "back", "hf", verify=False, shard_gb=2e-5)
+        run = converted(there, Path(name) / "run", "run")
+        back = converted(run, Path(name) / "back", "hf", shard_gb=2e-5)
         assert len(list(back.glob("*.safetensors"))) > 1
         before, after = files(there), files(back)
         assert same(before, {name: after[name] for name in before})
@@ -72,8 +72,12 @@ def test_there_and_back_every_bit_is_the_same(family, data):
 def test_back_and_forth_every_bit_is_the_same(options, dtype, tmp_path):
     run = saved_run(tmp_path / "run", dtype=dtype, **options)
     folder = converted(run, tmp_path / "hf", "hf")
-    again = converted(folder, tmp_path / "again", "run", verify=False)
+    again = converted(folder, tmp_path / "again", "run")
     assert same(weights(run), weights(again))
+    tokens = torch.randint(V, (2, CONTEXT))
+    expected = fastgpt.load(run)[0](tokens)
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,7 +102,7 @@ def test_logits_and_gradients_are_theirs(family, tmp_path):
     assert not found
 
 
-def test_rounded_weights_are_proved_against_the_rounded_source(tmp_path):
+def test_weights_are_rounded(tmp_path):
     run = saved_run(tmp_path / "run")
     half = converted(run, tmp_path / "half", "hf", dtype="bf16")
     rounded = {name: x.bfloat16() for name, x in weights(run).items()}
@@ -106,33 +110,11 @@ def test_rounded_weights_are_proved_against_the_rounded_source(tmp_path):
     assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_another_model_does_not_pass_the_proof(tmp_path, monkeypatch):
-    run = saved_run(tmp_path / "run")
-    monkeypatch.setattr(
-        "fastgpt.convert.family.TensorMap.theirs",
-        lambda link, x: zip(link.names, [1.001 * (x.T if link.transposed else x).contiguous()]),
-    )
-    with pytest.raises(UserError, match=r"what was written is not .*: h\.0\.attn\S+ differs"):
-        converted(run, tmp_path / "hf", "hf")
-    monkeypatch.setattr("fastgpt.convert.proof._same_bits", lambda *_: True)
-    with pytest.raises(UserError, match=r"what was written is not .*: the logits differ by 0\.0"):
-        converted(run, tmp_path / "hf", "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    said = converted(run, tmp_path / "hf", "hf", verify=False)
-    assert said.exists()
-
-
-def test_a_folders_settings_of_generation_do_not_matter(tmp_path):
-    folder = saved(theirs("llama"), tmp_path / "hf")
-    (folder / "generation_config.json").write_text('{"repetition_penalty": 3.0}')
-    assert converted(folder, tmp_path / "run", "run").is_dir()
-
-
 def test_hidden_files_of_the_user_stay(tmp_path):
     run, own = saved_run(tmp_path / "run"), tmp_path / ".model-0.5"
     own.write_text("mine")
-    converted(run, tmp_path / "new" / "model-0.5", "hf", verify=False)
-    converted(run, tmp_path / "model-0.5", "hf", verify=False)
+    converted(run, tmp_path / "new" / "model-0.5", "hf")
+    converted(run, tmp_path / "model-0.5", "hf")
     assert own.read_text() == "mine"
 
 

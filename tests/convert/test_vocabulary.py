@@ -1,7 +1,5 @@
 """Tokenizers that are written for Hugging Face give the same ids there."""
 
-import json
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -42,21 +40,11 @@ def test_gpt2s_merges_follow_from_its_tokens():
     assert list(spelled) == published
 
 
-def test_what_fastgpt_does_not_interpret_is_carried_through_a_run(tmp_path):
+def test_a_chat_template_is_carried_through_a_run(tmp_path):
     folder = saved(theirs("llama", vocab_size=500), tmp_path / "there")
     vocabulary.write(tokenizer_of("bpe"), folder, context=64)
-    kept = {
-        "generation_config.json": '{"eos_token_id": [0, 7], "temperature": 0.6}',
-        "chat_template.jinja": "{% for m in messages %}\u00e9 {{ m['content'] }}{% endfor %}",
-        "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}',
-    }
-    for name, content in kept.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    ids = {"bos_token_id": 3, "eos_token_id": [0, 7], "pad_token_id": None}
-    settings = json.loads((folder / "config.json").read_text()) | ids
-    (folder / "config.json").write_text(json.dumps(settings))
+    template = "{% for m in messages %}\u00e9 {{ m['content'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     back = converted(converted(folder, tmp_path / "run", "run"), tmp_path / "back", "hf")
-    for name in (*kept, "tokenizer.json", "tokenizer_config.json"):
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (back / name).read_bytes() == (folder / name).read_bytes()
-    settings = json.loads((back / "config.json").read_text())
-    assert {name: settings[name] for name in ids} == ids

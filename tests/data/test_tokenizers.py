@@ -1,16 +1,12 @@
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fastgpt.data.tokenizers
 from fastgpt.data.tokenizers import (
     KINDS,
     ByteTokenizer,
     CharTokenizer,
-    check_kind,
     load_tokenizer,
     make_tokenizer,
     same_tokenizer,
@@ -137,17 +133,6 @@ def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, com
 
     with pytest.raises(UserError, match=complaint):
         make_tokenizer(kind, texts, vocab_size=vocab_size)
-
-
-def test_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.delattr(fastgpt.data.tokenizers, "huggingface", raising=False)
-    monkeypatch.delitem(sys.modules, "fastgpt.data.tokenizers.huggingface", raising=False)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"bpe tokenizer needs the tokenizers package.*`data`"):
-        check_kind("bpe")
-    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(UserError, match=r"tokenizer\.json: .*EXTRAS=dev,data"):
-        load_tokenizer(tmp_path)
 
 
 def test_tokenizers_are_the_same_if_their_content_is():

@@ -127,7 +127,7 @@ def targets(folder: Path) -> dict[str, Target]:
     written_by_ranks((parts / record).parent, 2, padded=256)
     found["run of two ranks"] = Target(parts, partial(load_run, parts), record)
     for name in ("gpt2", "llama"):
-        path = converted(runs[name], folder / f"hf-{name}", "hf", shard_gb=1e-5, verify=False)
+        path = converted(runs[name], folder / f"hf-{name}", "hf", shard_gb=1e-5)
         found[path.name] = Target(path, partial(load_model, path))
     for name, kind in (("gpt2", "llmc"), ("erf", "nanogpt")):
         path = foreign(runs[name], kind, folder / kind / f"model{SUFFIX[kind]}")

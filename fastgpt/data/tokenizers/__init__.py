@@ -2,15 +2,13 @@
 
 A tokenizer is saved as a `tokenizer.json` beside the data and the weights it belongs to. Ours have
 a "kind" in it; any other is Hugging Face's, which has a "model". `gpt2` and `huggingface` are
-imported on demand, because they need packages that are optional or slow to import.
+imported on demand, because their packages take time to import.
 """
 
+import base64
 import json
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
 from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer, IdTokenizer
@@ -19,7 +17,7 @@ from fastgpt.files import parse_json
 
 __all__ = [
     "TOKENIZER_FILE", "ByteTokenizer", "CharTokenizer", "IdTokenizer", "Tokenizer",
-    "check_kind", "huggingface_module", "load_tokenizer", "make_tokenizer", "same_tokenizer",
+    "check_kind", "load_tokenizer", "make_tokenizer", "same_tokenizer",
 ]  # fmt: skip
 
 KINDS = ("bytes", "chars", "gpt2", "bpe", "wordpiece")
@@ -32,11 +30,9 @@ MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 2**20
 
 def check_kind(kind: str, vocab_size: int | None = None) -> None:
     """Raises the `UserError` of `make_tokenizer` for an unknown kind or a wrong size, cheaply."""
-    path = "the path of a tokenizer.json or of a folder with one"
     if kind not in KINDS and not (kind and tokenizer_file(Path(kind).expanduser()).is_file()):
+        path = "the path of a tokenizer.json or of a folder with one"
         raise unknown_name("tokenizer", kind, KINDS, also=path)
-    if kind in SIZED:
-        huggingface_module(f"the {kind} tokenizer")
     if vocab_size is None:
         return
     if kind not in SIZED:
@@ -62,8 +58,8 @@ def make_tokenizer(
         vocab_size: for bpe and wordpiece, 32,768 by default, which uint16 holds and 64 divides.
             A small corpus gives fewer tokens.
     Raises:
-        UserError: unknown kind or file, impossible size, no text to train on, no `tokenizers`
-            package although it is needed, or GPT-2's files cannot be found or downloaded.
+        UserError: unknown kind or file, impossible size, no text to train on, or GPT-2's files
+            cannot be found or downloaded.
     """
     check_kind(kind, vocab_size)
     if kind == "bytes":
@@ -78,8 +74,9 @@ def make_tokenizer(
         raise UserError(f"the {kind} tokenizer needs a text to train on")
     if kind == "chars":
         return CharTokenizer.train(texts())
-    module = huggingface_module(kind)
-    train = module.train_bpe if kind == "bpe" else module.train_wordpiece
+    from fastgpt.data.tokenizers.huggingface import train_bpe, train_wordpiece
+
+    train = train_bpe if kind == "bpe" else train_wordpiece
     return train(texts, vocab_size or DEFAULT_VOCAB_SIZE)
 
 
@@ -96,8 +93,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
         content = path.read_text(encoding="utf-8")
         saved = parse_json(content)
         if "kind" not in saved and "model" in saved:
-            return huggingface_module("a tokenizer.json").JsonTokenizer(content)
-        return _restore(saved)
+            from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+
+            return JsonTokenizer(content)
+        kind = saved["kind"]
+        if kind == "bytes":
+            return ByteTokenizer()
+        if kind == "chars":
+            return CharTokenizer(saved["chars"])
+        if kind == "ids":
+            return IdTokenizer(int(saved["vocab_size"]))
+        if kind == "gpt2":
+            from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
+
+            return GPT2Tokenizer([base64.b64decode(token) for token in saved["tokens"]])
+        raise unknown_name("tokenizer", str(kind), ("bytes", "chars", "gpt2", "ids"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such tokenizer file") from error
     except UserError as error:
@@ -119,36 +129,3 @@ def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
     # each id, and after it the last one, which keeps texts and incomplete characters apart
     ids = [id for first in range(a.vocab_size) for id in (first, a.vocab_size - 1)]
     return a.decode(ids) == b.decode(ids)
-
-
-def _restore(saved: dict[str, Any]) -> Tokenizer:
-    """Makes one of our tokenizers from the content of its file."""
-    kind = saved["kind"]
-    if kind == "bytes":
-        return ByteTokenizer()
-    if kind == "chars":
-        return CharTokenizer(saved["chars"])
-    if kind == "ids":
-        return IdTokenizer(int(saved["vocab_size"]))
-    if kind == "gpt2":
-        from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
-
-        return GPT2Tokenizer.from_base64(saved["tokens"])
-    raise unknown_name("tokenizer", str(kind), ("bytes", "chars", "gpt2", "ids"))
-
-
-def huggingface_module(what: str) -> ModuleType:
-    """Imports `fastgpt.data.tokenizers.huggingface`.
-
-    Raises:
-        UserError: `what` needs the package tokenizers, which is optional and missing.
-    """
-    try:
-        return import_module("fastgpt.data.tokenizers.huggingface")
-    except ModuleNotFoundError as error:
-        if error.name != "tokenizers":
-            raise
-        raise UserError(
-            f"{what} needs the tokenizers package: install the extra `data`,"
-            " make setup EXTRAS=dev,data"
-        ) from error

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     its model in lower case."""
     vocab_size: int
     """Number of ids, which are 0 to `vocab_size - 1`."""
-    eot_id: int | None
+    eot_id: int | None = None
     """Id of the end-of-text token, which begins each document; None if there is none."""
 
     def encode(self, text: str) -> np.ndarray:
@@ -61,8 +61,4 @@ def id_array(ids: Iterable[int] | np.ndarray) -> np.ndarray:
 
 def replace_surrogates(text: str) -> str:
     """Replaces lone surrogates by U+FFFD and joins pairs, so that UTF-8 can encode the text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

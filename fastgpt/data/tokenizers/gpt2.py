@@ -43,9 +43,9 @@ class GPT2Tokenizer(Tokenizer):
         ValueError: the number of distinct tokens is wrong.
     """
 
-    kind: str = "gpt2"
-    vocab_size: int = 50_257
-    eot_id: int | None = 50_256
+    kind = "gpt2"
+    vocab_size = 50_257
+    eot_id = 50_256
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tuple(tokens)
@@ -77,11 +77,6 @@ class GPT2Tokenizer(Tokenizer):
         words = [*LETTERS.values(), *(merge.replace(" ", "") for merge in merges)]
         return cls([bytes(of_letter[letter] for letter in word) for word in words])
 
-    @classmethod
-    def from_base64(cls, tokens: Iterable[str]) -> "GPT2Tokenizer":
-        """Builds the tokenizer from the tokens that `to_json` wrote."""
-        return cls([base64.b64decode(token) for token in tokens])
-
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,) uint16, without holding the GIL."""
         try:
@@ -111,11 +106,9 @@ class GPT2Tokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""
+        known = (*self.tokens, EOT.encode())
         values = id_array(ids).tolist()
-        pieces = (
-            self._encoding.decode_single_token_bytes(i) if 0 <= i < self.vocab_size else b"\xff"
-            for i in values
-        )
+        pieces = [known[i] if 0 <= i < self.vocab_size else b"\xff" for i in values]
         return b"".join(pieces).decode(errors="replace")
 
     def to_json(self) -> str:

@@ -16,9 +16,8 @@ class ByteTokenizer(Tokenizer):
     Round trip: every text without lone surrogates, which UTF-8 cannot hold: they become `?`.
     """
 
-    kind: str = "bytes"
-    vocab_size: int = 256
-    eot_id: int | None = None
+    kind = "bytes"
+    vocab_size = 256
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encodes `text` as its UTF-8 bytes, and bytes as they are: (N,) uint16."""
@@ -43,8 +42,7 @@ class CharTokenizer(Tokenizer):
     Round trip: every text made of those characters.
     """
 
-    kind: str = "chars"
-    eot_id: int | None = None
+    kind = "chars"
 
     def __init__(self, chars: Iterable[str]) -> None:
         self.chars = tuple(sorted(set(chars)))
@@ -92,8 +90,7 @@ class CharTokenizer(Tokenizer):
 class IdTokenizer(Tokenizer):
     """Stand-in for an unknown tokenizer: a text is its ids as numbers, "17 4 256"."""
 
-    kind: str = "ids"
-    eot_id: int | None = None
+    kind = "ids"
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
