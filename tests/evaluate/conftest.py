@@ -27,7 +27,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     place, tokenizer = tmp_path_factory.mktemp("model"), tokenizer_of("bpe")
     torch.manual_seed(1)
     run = saved_run(place / "run", tokenizer, vocab_size=tokenizer.vocab_size)
-    return run, converted(run, place / "hf", "hf", verify=False)
+    return run, converted(run, place / "hf", "hf")
 
 
 @pytest.fixture
