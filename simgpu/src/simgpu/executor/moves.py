@@ -118,7 +118,9 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
 def _ld_chosen(b: Build, to: int, operand: Address, kind: np.dtype) -> Step:
     slot, offset = address_of(b, operand, np.uint64)
     params = enumerate(b.program.params, NAMED + len(b.program.strings))
-    names = {at: name for at, (name, dtype) in params if dtype.itemsize == kind.itemsize}
+    # since Triton 3.9 the register has 32 bits
+    fit = {at % (1 << 8 * offset.itemsize): (name, dtype) for at, (name, dtype) in params}
+    names = {at: name for at, (name, dtype) in fit.items() if dtype.itemsize == kind.itemsize}
 
     def step(m: Machine, mask: Mask) -> None:
         chosen = [m.params[names[at]] for at in m.addresses(slot, offset, mask).tolist()]
