@@ -168,7 +168,7 @@ def report_of(wanted: str, args: argparse.Namespace) -> Report:
     if wanted.endswith(".json"):
         if not Path(wanted).is_file():
             raise BadUsageError(
-                f"{wanted} does not exist; expected a report of kernels.proof.census"
+                f"{wanted} does not exist: expected a report of kernels.proof.census"
             )
         return json.loads(Path(wanted).read_text(encoding="utf-8"))
     target = installed_into(args.folder, wanted).resolve()

@@ -88,7 +88,7 @@ PLANTED = {
     "compile": {"compile", "fault"},
     "bounds": {"fault"},
     "fence": {"fences", "fault"},
-    "race": {"fences", "fault"},
+    "race": {"fault"},
     "registers": {"registers"},
     "shared": {"shared"},
     "ceiling": {"ceiling"},
