@@ -90,6 +90,7 @@ EXEMPT = {
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
+    r"python -m kernels.upgrade": "installs two versions of Triton: tests/proof/test_upgrade.py",
     r"python examples/": "tests/test_examples.py runs them",
     r"python -m fastgpt.prepare fineweb-edu": "downloads 10 billion tokens",
     r"python train.py (tinystories-char|pubmed)": "needs texts that are not here",
