@@ -21,10 +21,10 @@ from fastgpt.data.tokenizers import (
     make_tokenizer,
     same_tokenizer,
 )
-from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
 from fastgpt.files import parse_json, sha256_of
+from fastgpt.terminal import REPLACEMENT
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"

@@ -113,7 +113,7 @@ def open_own(data: Data, context: int, config: DataConfig) -> DataSet:
 
 
 def open_data(
-    config: DataConfig, source: str, report: Report | None = None, *, documents: str = "gpt2"
+    config: DataConfig, source: str, report: Report = lambda _: None, *, documents: str = "gpt2"
 ) -> DataSet:
     """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`.
 

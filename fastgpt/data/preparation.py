@@ -46,7 +46,7 @@ def open_corpus(
     val_fraction: float,
     encoding: str = UTF_8,
     documents: str = "gpt2",
-    report: Report | None = None,
+    report: Report = lambda _: None,
 ) -> Corpus:
     """Opens a corpus, which is prepared in the cache the first time.
 
@@ -60,7 +60,7 @@ def open_corpus(
             its split.
         encoding: encoding of text files, by Python's name.
         documents: tokenizer of sets of documents, if `tokenizer` is `auto`.
-        report: see `write_directory`.
+        report: called with the number of tokens so far.
     Raises:
         UserError: there is nothing to read, it cannot be split or tokenized as asked, or a shard is
             damaged or holds an id that the tokenizer does not have.
@@ -103,7 +103,7 @@ def prepare(
     out: Path,
     *,
     workers: int | None = None,
-    report: Report | None = None,
+    report: Report = lambda _: None,
     **options: Any,
 ) -> Path:
     """Writes a prepared directory to `out`, and returns its path.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from fastgpt.data.tokenizers import SIZED, TOKENIZER_FILE, ByteTokenizer, Tokeni
 from fastgpt.errors import UserError, counted
 from fastgpt.files import cores, sha256_of, sync, write_atomically
 
-Report = Callable[[int, float], None]
+Report = Callable[[int], None]
+"""Function that is called after each batch with the number of tokens so far."""
 BATCH_CHARACTERS = 2**19
 """Number of characters that one thread tokenizes at a time."""
 LEARNT_CHARACTERS = 10**8
@@ -152,12 +152,11 @@ def encode(
 def _ids(pieces: list[Piece], tokenizer: Tokenizer) -> np.ndarray:
     dtype = token_dtype(tokenizer.vocab_size)
     arrays = [np.empty(0, dtype)]
-    for begins, group in groupby(pieces, lambda piece: piece.begins):
-        texts: list[Any] = [piece.text for piece in group]  # bytes for the bytes tokenizer only
-        if begins and tokenizer.eot_id is not None:
-            arrays.append(tokenizer.encode_documents(texts))
-        else:
-            arrays += [tokenizer.encode(text) for text in texts]
+    for piece in pieces:
+        if piece.begins and tokenizer.eot_id is not None:
+            arrays.append(np.array([tokenizer.eot_id], dtype))
+        text: Any = piece.text  # bytes for the bytes tokenizer only
+        arrays.append(tokenizer.encode(text))
     return np.concatenate(arrays).astype(dtype, copy=False)
 
 
@@ -230,7 +229,7 @@ def write_directory(
     out: Path,
     *,
     workers: int | None = None,
-    report: Report | None = None,
+    report: Report = lambda _: None,
 ) -> None:
     """Tokenizes a source into the empty directory `out`.
 
@@ -238,8 +237,6 @@ def write_directory(
         settings: resolved for the source.
         workers: threads that tokenize; None: one for each core this process may use. The bytes
             written do not depend on it.
-        report: called after each batch with the number of tokens so far, and the share of the
-            source that has been read.
     Raises:
         UserError: the source, the tokenizer or the split cannot work.
     """
@@ -254,17 +251,17 @@ def write_directory(
     tokenizer.save(out)
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {x: ShardWriter(out, x, dtype, settings.shard_tokens) for x in SPLITS}
-    shown, digest = report or (lambda *_: None), ""
-    shown(0, 0.0)
+    digest = ""
     tokenize = partial(encode, tokenizer=tokenizer, val_fraction=fraction, ends_documents=not plain)
     todo = batches(source, raw=raw, tail_starts=tail_starts)
-    for (encoded, hashed), done in _in_order(tokenize, todo, workers or cores()):
+    total = 0
+    for encoded, hashed in _in_order(tokenize, todo, workers or cores()):
         for split, part in encoded.items():
             writers[split].append(part)
         # a chain of sha256 over the batches
         digest = hashlib.sha256(digest.encode() + hashed).hexdigest()
-        shown(sum(writer.tokens for writer in writers.values()), done)
-    total = sum(writer.tokens for writer in writers.values())
+        total = sum(writer.tokens for writer in writers.values())
+        report(total)
     for split, purpose, change in ("train", "train", "smaller"), ("val", "validate", "larger"):
         if writers[split].tokens < 2:
             raise UserError(
@@ -305,18 +302,17 @@ def _texts(source: Source, *, sized: bool) -> Iterator[str]:
 
 def _in_order(
     tokenize: Callable[[list[Piece]], Any], todo: Iterator[list[Piece]], workers: int
-) -> Iterator[tuple[Any, float]]:
-    """Yields what `tokenize` makes of the batches in order, and the share read with each.
+) -> Iterator[Any]:
+    """Yields what `tokenize` makes of the batches, in their order.
 
     Twice as many batches as threads are in work: enough that no thread waits for the reader, few
     enough to be held in memory.
     """
-    pending: deque[tuple[Future[Any], float]] = deque()
+    pending: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in todo:
-            pending.append((pool.submit(tokenize, batch), batch[-1].done))
+            pending.append(pool.submit(tokenize, batch))
             if len(pending) > 2 * workers:
-                encoded, done = pending.popleft()
-                yield encoded.result(), done
-        for encoded, done in pending:
-            yield encoded.result(), done
+                yield pending.popleft().result()
+        for encoded in pending:
+            yield encoded.result()

@@ -1,16 +1,14 @@
 """Interface of tokenizers, and helper functions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from fastgpt.data.shards import token_dtype
 from fastgpt.files import write_atomically
 
 TOKENIZER_FILE = "tokenizer.json"
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
@@ -30,11 +28,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,): uint16 if every id of the vocabulary fits, else uint32."""
         ...
-
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes documents with the end-of-text token, which must exist, before each."""
-        eot = np.array([self.eot_id], token_dtype(self.vocab_size))
-        return np.concatenate([ids for text in texts for ids in (eot, self.encode(text))])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; never fails on an integer."""

@@ -91,19 +91,6 @@ class GPT2Tokenizer(Tokenizer):
             return np.concatenate([self.encode(part) for part in parts])
         return ids.astype(np.uint16)
 
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes all documents in one call, because each return to Python waits for the GIL."""
-        if any(EOT in text for text in texts):
-            return super().encode_documents(texts)
-        joined = "".join(part for text in texts for part in (EOT, text))
-        try:
-            ids = self._encoding.encode_to_numpy(
-                joined, allowed_special={EOT}, disallowed_special=()
-            )
-        except (UnicodeEncodeError, ValueError):
-            return super().encode_documents(texts)
-        return ids.astype(np.uint16)
-
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""
         known = (*self.tokens, EOT.encode())

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array
+from fastgpt.data.tokenizers.base import Tokenizer, id_array
 from fastgpt.errors import UserError, counted
+from fastgpt.terminal import REPLACEMENT
 
 
 class ByteTokenizer(Tokenizer):
