@@ -10,7 +10,7 @@ import numpy as np
 from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.items import Data, ItemCorpus, open_items
-from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.order import SampleOrder
 from fastgpt.data.preparation import Report, open_corpus
 from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
 from fastgpt.errors import UserError
@@ -90,10 +90,6 @@ class DataSet:
         if self.config.align != "document" or isinstance(corpus, ItemCorpus):
             return None
         return self._order(corpus, "val", context, 0)
-
-    def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
-        """Returns the stream of samples, from the beginning or from a checkpoint's state."""
-        return Mixture(orders, self.weights, state)
 
 
 def _hash_of(*parts: object) -> str:

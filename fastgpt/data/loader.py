@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
         self._ready = deque(self._submit() for _ in range(PREFETCHED))
 
-    def _submit(self) -> "Future[_Micro]":
+    def _submit(self) -> Future[Any]:
         return self._pool.submit(next, self._micros)
 
     def next(self) -> tuple[Tensor, Tensor]:
@@ -107,14 +107,13 @@ class Loader:
         if not self._ready:
             raise RuntimeError("the loader is closed")
         began = time.perf_counter()
-        micro = self._ready[0].result()  # an error stays the first, for the next call
+        # an error stays the first, for the next call
+        x, y, self.share, state = self._ready[0].result()
         self.waited_s += time.perf_counter() - began
         self._ready.popleft()
         self._ready.append(self._submit())
-        if micro.state_after is not None:
-            self._state = micro.state_after
-        self.share = micro.share
-        x, y = (t.to(self.device, non_blocking=self._pinned) for t in (micro.x, micro.y))
+        self._state = state or self._state
+        x, y = (t.to(self.device, non_blocking=self._pinned) for t in (x, y))
         return x, y
 
     def state(self) -> dict[str, list[int]]:
@@ -186,7 +185,7 @@ def eval_batches(
     if 0 < max_tokens < total:
         count = min(len(windows), max(1, int(max_tokens // targets)))
         windows = windows[np.arange(count) * len(windows) // count]
-    return _batches(tokens, windows[rank::world_size], micro_batch, context, pad_id)
+    return EvalBatches(tokens, windows[rank::world_size], micro_batch, context, pad_id)
 
 
 def random_batches(
@@ -222,37 +221,36 @@ def random_batches(
     starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
     starts = starts[rank::world_size].reshape(-1)
     windows = np.stack((starts, starts + context + 1, np.zeros_like(starts)), axis=1)
-    return _batches(tokens, windows, micro_batch, context, pad_id=0)
+    return EvalBatches(tokens, windows, micro_batch, context)
 
 
 class EvalBatches:
-    """Lazy iterable of evaluation batches (x, y), with their number as `len`."""
+    """Lazy iterable of evaluation batches (x, y), with their number as `len`.
 
-    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
-        self._batches, self._count = batches, count
+    Args:
+        windows: (n, 3) int64 of start, stop, and the number of first targets that do not count.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._batches
+    def __init__(
+        self, tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int = 0
+    ) -> None:
+        self._tokens, self._windows, self._pad_id = tokens, windows, pad_id
+        self._shape = micro_batch, context
+        self.count = -(-len(windows) // micro_batch)
+        """Number of batches; a larger one adds batches without targets."""
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
-
-def _batches(
-    tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int
-) -> EvalBatches:
-    """Makes batches of windows: (n, 3) of start, stop, and the number of masked targets."""
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(windows), micro_batch):
-            chunk = windows[first : first + micro_batch]
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self._shape[0]
+        for first in range(0, self.count * rows, rows):
+            chunk = self._windows[first : first + rows]
             samples = np.insert(chunk[:, :2], 0, 0, axis=1)
-            x, y = _gather([tokens], samples, (micro_batch, context), pad_id)
+            x, y = _gather([self._tokens], samples, self._shape, self._pad_id)
             for y_row, masked in zip(y, chunk[:, 2].tolist()):
                 y_row[:masked] = IGNORED
             yield x, y
-
-    return EvalBatches(batches(), -(-len(windows) // micro_batch))
 
 
 def _gather(
@@ -285,14 +283,6 @@ def _gather(
 # --- the background thread ------------------------------------------------------------------------
 
 
-class _Micro(NamedTuple):
-    x: Tensor
-    y: Tensor
-    share: float
-    state_after: dict[str, list[int]] | None
-    """State after the global batch, set on its last micro-batch only."""
-
-
 def _micro_batches(
     corpora: Sequence[Source],
     samples: Mixture,
@@ -302,8 +292,14 @@ def _micro_batches(
     context: int,
     pad_id: int,
     pinned: bool,
-) -> Iterator[_Micro]:
-    """Yields this rank's micro-batches; `grid` is micro-steps, ranks and rows of a global batch."""
+) -> Iterator[tuple[Tensor, Tensor, float, dict[str, list[int]] | None]]:
+    """Yields this rank's micro-batches: x, y, their share of the targets, and the state after them.
+
+    The last micro-batch of a global batch alone has a state.
+
+    Args:
+        grid: micro-steps, ranks and rows of a global batch.
+    """
     while True:
         taken = samples.take(math.prod(grid))
         if isinstance(corpora[0], Items):
@@ -316,4 +312,4 @@ def _micro_batches(
         for step, (rows, share) in enumerate(zip(mine, shares), start=1):
             state = samples.state() if step == len(mine) else None
             x, y = _gather(corpora, rows, (len(rows), context), pad_id, pinned=pinned)
-            yield _Micro(x, y, share, state)
+            yield x, y, share, state

@@ -1,6 +1,5 @@
 """Loss of a model on held-out text, and the batches of it, shared out among the ranks."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -101,17 +100,6 @@ def validation_batches(
     return eval_batches(
         tokens, max_tokens=max_tokens, documents=documents, pad_id=data.pad_id, **shared
     )
-
-
-def as_many_on_all_ranks(batches: EvalBatches, world: World, shape: tuple[int, int]) -> EvalBatches:
-    """Adds batches of `shape` without targets, so that all ranks have as many: a collective.
-
-    Ranks that share weights gather them together, in each batch.
-    """
-    most = int(world.gather(torch.tensor([len(batches)])).max())
-    x = torch.zeros(shape, dtype=torch.int64)
-    empty = [(x, torch.full_like(x, IGNORED))] * (most - len(batches))
-    return EvalBatches(itertools.chain(batches, empty), most)
 
 
 def reported(

@@ -20,7 +20,7 @@ COMMANDS = {
     "python train.py": (cli.parse, "--data.source STR"),
     "python -m fastgpt.sample": (sample.main, "--prompt STR"),
     "python -m fastgpt.prepare": (prepare.main, "--out PATH"),
-    "python -m fastgpt.data": (data.main, "--excerpts INT"),
+    "python -m fastgpt.data": (data.main, "--tokenizer STR"),
     "python -m fastgpt.evaluate": (evaluate.main, "--tasks STR"),
     "python -m fastgpt.convert": (convert.main, "--dtype "),
 }
