@@ -186,7 +186,11 @@ def _qwen3_read(fields: Fields) -> Settings:
         if kind != "full_attention":
             raise UserError(f"config.json: layer_types has {kind}: expected full_attention alone")
     weighted = fields.inner("fastgpt").get("qk_norm_weight", bool, True)
-    return _llama_read(fields) | {"qk_norm": True, "qk_norm_weight": weighted}
+    return _llama_read(fields) | {
+        "qk_norm": True,
+        "qk_norm_weight": weighted,
+        "bias": fields.require("mlp_bias", False),  # earlier exports have it
+    }
 
 
 QWEN3 = replace(
@@ -194,7 +198,8 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     needs=_LLAMA_NEEDS | {"qk_norm": (True,), "bias": (False,)},
-    table=LLAMA.table | {"head_dim": ("head_size", int, 128)},  # transformers' default
+    table={name: how for name, how in LLAMA.table.items() if name != "mlp_bias"}
+    | {"head_dim": ("head_size", int, 128)},  # transformers' default
     read=_qwen3_read,
     write=_qwen3_write,
     fills={"qk_norm_weight": True},
