@@ -37,9 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
         arguments = flags.parse(
-            Arguments,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m fastgpt.data",
+            Arguments, sys.argv[1:] if argv is None else argv, prog="python -m fastgpt.data"
         )
         path = arguments.path.expanduser()
         if not path.is_dir():

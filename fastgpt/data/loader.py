@@ -14,9 +14,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ Source = np.ndarray | Tokens | Items
 """Tokens (N,) of any integer dtype; or items, whose numbers take the place of samples' starts."""
 
 
-class Loader:
+class Loader(AbstractContextManager):
     """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
@@ -45,7 +45,7 @@ class Loader:
         global_batch: samples per optimizer step over all ranks and micro-steps.
         micro_batch: B, samples per forward pass of one rank.
         pad_id: padding of x, also the target after the last document of a corpus.
-        device: device of the batches; CUDA gets them from pinned memory, without a host sync.
+        device: CUDA gets the batches from pinned memory, without a host sync.
     Raises:
         UserError: the global batch is not a multiple of ranks x micro-batch.
     """
@@ -81,7 +81,7 @@ class Loader:
         if self._pinned:  # a new thread begins on GPU 0, and would use memory there
             gpu = torch.get_device_module(self.device)
             set_device = partial(gpu.set_device, gpu.current_device())
-        self._micros = _micro_batches(
+        micros = _micro_batches(
             tuple(corpora),
             samples,
             grid=(self.accumulation, world_size, micro_batch),
@@ -92,10 +92,8 @@ class Loader:
         )
         # the thread does not hold the loader, and ends when the pool is forgotten with it
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
+        self._submit = partial(self._pool.submit, next, micros)
         self._ready = deque(self._submit() for _ in range(PREFETCHED))
-
-    def _submit(self) -> Future[Any]:
-        return self._pool.submit(next, self._micros)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.
@@ -129,9 +127,6 @@ class Loader:
         self._ready.clear()
         self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> "Loader":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -154,11 +149,9 @@ def eval_batches(
 
     Args:
         tokens: at least 2; of items, each is a row.
-        context: T, in tokens.
-        micro_batch: B, rows of every batch.
         rank: this rank takes every `world_size`-th row.
         max_tokens: approximate number of targets to score over all ranks, in rows spread evenly
-            over the split; 0, a negative number or one larger than the split: all of them.
+            over the split; 0, or more than there are: all of them.
         documents: documents of `tokens` to score, one per row, instead of windows.
     Returns:
         EvalBatches: x, y: (B, T) int64 on the CPU. Padding has y == -100; a rank without rows has
@@ -198,17 +191,12 @@ def random_batches(
     rank: int,
     world_size: int,
 ) -> "EvalBatches":
-    """Makes batches of random windows, drawn with replacement from `seed` alone.
+    """Makes batches of random windows, (B, T) each, drawn with replacement from `seed` alone.
 
     Args:
-        tokens: (N,), any integer dtype.
-        context: T, in tokens.
-        micro_batch: B, rows of every batch.
         samples: number of windows over all ranks, a multiple of B.
         seed: integers of 32 bits.
         rank: this rank takes every `world_size`-th batch.
-    Returns:
-        EvalBatches: x, y: (B, T) int64 on the CPU.
     Raises:
         UserError: fewer than T + 1 tokens.
     """

@@ -81,10 +81,9 @@ class Settings:
 
 
 class Encoded(NamedTuple):
-    """Tokens of a batch that belong to one split."""
+    """Tokens of a batch that belong to one split: (N,) uint16 or uint32."""
 
     ids: np.ndarray
-    """(N,) uint16 or uint32."""
     num_bytes: int
     """Bytes of UTF-8 that the tokens stand for."""
     documents: int
@@ -129,35 +128,26 @@ def encode(
     Returns:
         The tokens by split, and the sha256 of the texts.
     """
-    found: dict[str, list[Piece]] = {split: [] for split in SPLITS}
-    num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    dtype = token_dtype(tokenizer.vocab_size)
+    eot = np.array([x for x in [tokenizer.eot_id] if x is not None], dtype)
+    found = {split: [eot[:0]] for split in SPLITS}
+    num_bytes, documents = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for piece in batch:
-        text = piece.text
+        text: Any = piece.text  # bytes for the bytes tokenizer only
         data = text if isinstance(text, bytes) else text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
         split = piece.split or SPLITS[held_out(data, val_fraction)]
-        ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
-        if isinstance(text, str) and not ends:
-            piece, data = replace(piece, text=text + "\n"), data + b"\n"
-        found[split].append(piece)
+        if ends_documents and not eot.size and not data.endswith(b"\n"):
+            text, data = text + "\n", data + b"\n"
+        found[split] += [eot[: int(piece.begins)], tokenizer.encode(text)]
         num_bytes[split] += len(data)
+        documents[split] += piece.begins
     encoded = {
-        split: Encoded(_ids(pieces, tokenizer), num_bytes[split], sum(x.begins for x in pieces))
-        for split, pieces in found.items()
+        split: Encoded(np.concatenate(ids), num_bytes[split], documents[split])
+        for split, ids in found.items()
     }
     return encoded, digest.digest()
-
-
-def _ids(pieces: list[Piece], tokenizer: Tokenizer) -> np.ndarray:
-    dtype = token_dtype(tokenizer.vocab_size)
-    arrays = [np.empty(0, dtype)]
-    for piece in pieces:
-        if piece.begins and tokenizer.eot_id is not None:
-            arrays.append(np.array([tokenizer.eot_id], dtype))
-        text: Any = piece.text  # bytes for the bytes tokenizer only
-        arrays.append(tokenizer.encode(text))
-    return np.concatenate(arrays).astype(dtype, copy=False)
 
 
 def held_out(document: bytes, fraction: float) -> bool:

@@ -20,10 +20,7 @@ from fastgpt.files import parse_json
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import Stopped
 
-FORMATS = {
-    "hellaswag": '{"ctx": ..., "endings": [...], "label": ...}',
-    "lambada": '{"text": ...}',
-}
+FORMATS = {"hellaswag": '{"ctx": ..., "endings": [...], "label": ...}', "lambada": '{"text": ...}'}
 
 
 @dataclass(frozen=True, slots=True)
