@@ -5,7 +5,6 @@ import math
 import shlex
 import shutil
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -132,12 +131,6 @@ class PrepareProgress(Progress):
             console=console, transient=True, disable=not console.is_terminal,
         )  # fmt: skip
         self.task = self.add_task("", total=None)
-        self.began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since preparation began."""
-        return time.monotonic() - self.began
 
     def __call__(self, tokens: int) -> None:
         """Reports the number of tokens so far."""

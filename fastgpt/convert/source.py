@@ -1,4 +1,4 @@
-"""Reading a model from a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
+"""Loading a trained model: a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.config.saved import saved_config
 from fastgpt.convert.families import config_from, tensor_maps
 from fastgpt.convert.family import Family, Settings, TensorMap
-from fastgpt.convert.llmc import read_llmc
-from fastgpt.convert.nanogpt import read_nanogpt
+from fastgpt.convert.foreign import read_llmc, read_nanogpt
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.files import parse_json
 from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
+from fastgpt.terminal import print_line
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 """Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
@@ -56,6 +56,42 @@ class OpenedModel:
         for name, x in self.weights.items():  # one at a time: they are not in memory twice
             state[name].copy_(x)
         return model.to(device).eval()
+
+
+def load(
+    source: str | Path, device: str = "cpu", asked: OpsConfig | None = None
+) -> tuple[GPT, Tokenizer | None]:
+    """Loads a model, in evaluation mode and fp32, and its tokenizer.
+
+    Args:
+        source: folder of a run, whose newest valid checkpoint is used, of a checkpoint, or of a
+            Hugging Face model (GPT-2, Llama, Qwen3), the name of one on the hub, nanoGPT's ckpt.pt
+            or a .bin file of llm.c.
+        device: `cpu`, `cuda`, `xpu` or `mps`.
+        asked: implementations of the model's ops; by default those that suit the device.
+
+    Returns:
+        tuple[GPT, Tokenizer | None]: the tokenizer is None if the folder has none.
+
+    Raises:
+        UserError: there is no such model, a file is damaged, or our model cannot express it.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+    torch.Size([1, 5])
+    """
+    found = open_model(source)
+    return found.build_gpt(device, asked), found.tokenizer
+
+
+def open_model(source: str | Path) -> OpenedModel:
+    """Reads a model as `load` does, without building it, and prints its warnings."""
+    found = read(str(source))
+    for warning in found.warnings:
+        print_line(f"warning: {warning}")
+    if found.tokenizer is None:
+        print_line(f"warning: {found.path} has no tokenizer: the model works on token ids only")
+    return found
 
 
 def read(source: str) -> OpenedModel:

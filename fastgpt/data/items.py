@@ -108,15 +108,10 @@ class ItemCorpus:
     train: Items
     val: Items
     tokenizer: Tokenizer
+    sha256: str
+    """Sha256 of all items."""
     python: None = None
     val_bytes_per_token: None = None
-
-    @property
-    def sha256(self) -> str:
-        """Sha256 of all items."""
-        return hashlib.sha256(repr([self.train.sha256, self.val.sha256]).encode()).hexdigest()
-
-    identity = sha256
 
     def first_words(self) -> str:
         """Returns the text of the first tokens of validation."""
@@ -133,4 +128,5 @@ def open_items(data: Data, context: int) -> ItemCorpus:
     size = max(data.vocab_size or 0, tokenizer.vocab_size)
     train = Items(data.train, context, size, f"{data.name} (train)")
     val = Items(data.val, context, size, f"{data.name} (val)")
-    return ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)
+    sha256 = hashlib.sha256(repr([train.sha256, val.sha256]).encode()).hexdigest()
+    return ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer, sha256=sha256)

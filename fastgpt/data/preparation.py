@@ -30,7 +30,7 @@ from fastgpt.data.corpus import (
 from fastgpt.data.reading import UTF_8, Source
 from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer
-from fastgpt.data.tokenizers.base import tokenizer_file
+from fastgpt.data.tokenizers.plain import tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
 from fastgpt.data.writing import Report, Settings, write_directory
 from fastgpt.errors import UserError, writing

@@ -10,7 +10,7 @@ import numpy as np
 import tiktoken
 
 from fastgpt.data.download import published_file
-from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 
 EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"

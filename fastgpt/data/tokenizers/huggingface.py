@@ -20,7 +20,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fastgpt import sandbox
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError, reason
 from fastgpt.terminal import REPLACEMENT
 
