@@ -113,7 +113,6 @@ def prepare(
     Args:
         source: as for `open_corpus`, but not token shards.
         out: created, or filled if it is empty, only when everything has been written.
-        workers: see `write_directory`, as `report`.
         options: fields of `Settings`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
@@ -133,8 +132,9 @@ def prepare(
     of_hub = source in HUB or source.startswith(HUB_PREFIX)
     if settings.tokenizer == "gpt2" or (settings.tokenizer == "auto" and of_hub):
         make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
-    how = {name: getattr(settings, name) for name in ("separator", "field", "encoding")}
-    found = find_source(source, **how)
+    found = find_source(
+        source, separator=settings.separator, field=settings.field, encoding=settings.encoding
+    )
     settings = settings.resolved(found)
     with writing(out), _locked(out, wait=False):
         if not (out / MANIFEST).is_file():

@@ -20,7 +20,7 @@ from fastgpt.data.items import Data
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture
 from fastgpt.device import cpu, device
-from fastgpt.evaluate.validation import mean_loss, reported, validation_batches
+from fastgpt.evaluate.validation import mean_loss, validation_batches
 from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
@@ -207,8 +207,8 @@ class Engine:
             if together:  # ranks that share weights gather them in each batch
                 batches.count = int(self.world.gather(torch.tensor([len(batches)])).max())
             loss = mean_loss(
-                self.loss, reported(batches, report), world=self.world, device=self.device,
-                autocast=self.autocast(), stop=self.synced(stop),
+                self.loss, batches, world=self.world, device=self.device,
+                autocast=self.autocast(), stop=self.synced(stop), report=report,
             )  # fmt: skip
             results.append(loss)
         self.model.train()
