@@ -25,7 +25,7 @@ from fastgpt.errors import UserError, brief, shown
 from fastgpt.files import parse_json, sha256_of
 from fastgpt.terminal import REPLACEMENT
 
-SPLITS = ("train", "val")
+SPLITS: tuple[str, ...] = ("train", "val")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 """Version of a prepared directory; part of every request, so that older ones are prepared again."""

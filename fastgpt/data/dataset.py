@@ -55,7 +55,7 @@ class DataSet:
         """Sha256 of all tokens and the mixture's weights, which decide the order of reading."""
         if isinstance(self.corpora[0], ItemCorpus):
             return self.sha256  # as earlier checkpoints have it
-        return _hash_of([corpus.identity for corpus in self.corpora], self.weights)
+        return _hash_of([x.identity for x in self.corpora if isinstance(x, Corpus)], self.weights)
 
     @property
     def val_bytes_per_token(self) -> float | None:

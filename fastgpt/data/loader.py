@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class Loader(AbstractContextManager):
         # the thread does not hold the loader, and ends when the pool is forgotten with it
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
         self._submit = partial(self._pool.submit, next, micros)
-        self._ready = deque(self._submit() for _ in range(PREFETCHED))
+        self._ready: deque[Any] = deque(self._submit() for _ in range(PREFETCHED))
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -134,7 +134,7 @@ def encode(
     num_bytes, documents = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for piece in batch:
-        text: Any = piece.text  # bytes for the bytes tokenizer only
+        text = cast(Any, piece.text)  # bytes for the bytes tokenizer only
         data = text if isinstance(text, bytes) else text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
         split = piece.split or SPLITS[held_out(data, val_fraction)]
