@@ -5,13 +5,12 @@ import math
 import shlex
 import shutil
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fastgpt.terminal import one_line, printable, replaced_note
@@ -127,19 +126,15 @@ class PrepareProgress(Progress):
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        super().__init__(console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.add_task("preparing text", total=1.0)
-        self.began = time.monotonic()
+        super().__init__(
+            SpinnerColumn(), TextColumn("preparing text: {task.completed:,} tokens"),
+            console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.add_task("", total=None)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since preparation began."""
-        return time.monotonic() - self.began
-
-    def __call__(self, tokens: int, share: float) -> None:
-        """Reports the number of tokens so far, and the share of the text that has been read."""
-        text = f"preparing text: {tokens:,} tokens"
-        self.update(self.task, completed=share, description=text)
+    def __call__(self, tokens: int) -> None:
+        """Reports the number of tokens so far."""
+        self.update(self.task, completed=tokens)
 
 
 def short(number: float) -> str:

@@ -13,7 +13,7 @@ from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
 from fastgpt.config.checks import INT64, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
-from fastgpt.convert.load import open_model
+from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line

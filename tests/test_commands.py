@@ -78,7 +78,7 @@ SHORTER = [
 LAST = {
     r"(python train.py|torchrun|make train)(?!.* (--help|-m ))": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
-    r"python -m fastgpt.evaluate": r"(lambada +perplexity|mybook.txt +bits_per_byte) +\d",
+    r"python -m fastgpt.evaluate": r"(hellaswag +acc_norm|mybook.txt +bits_per_byte) +\d",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
     r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
@@ -129,7 +129,6 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "yourfile.py").symlink_to(ROOT / "simgpu/tests/executor/yourfile.py")
     text = "the cat sat on the mat, and the dog sat on the log.\n"
     (tmp_path / "mybook.txt").write_text(40 * text)
-    (tmp_path / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}')
     line = {"ctx": "the cat", "endings": ["sat", "ran"], "label": 1}
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(line))
     (tmp_path / "chats.jsonl").write_text(2 * '{"prompt": "a", "completion": "b"}\n')

@@ -186,8 +186,7 @@ class TrainConfig:
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
     baby, else a newline), and on other data the first words of the validation text."""
     eval_tasks: str = ""
-    """Tasks scored with each evaluation, from files of JSON lines: hellaswag=PATH, lambada=PATH, or
-    both with a comma between them."""
+    """Task scored with each evaluation, from a file of JSON lines: hellaswag=PATH."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")

@@ -97,7 +97,10 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
         (report.patched if passed else report.skipped)[op] = why
     setattr(model, STATE, report)
     if "attention" in report.patched:
-        _register()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(NAME, forwards.attend)
+        AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])  # its masks
         model.set_attn_implementation(NAME)
     for op in report.patched:
         for module, forward in _changes(model, op):
@@ -206,14 +209,6 @@ def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:
             yield module.act, forwards.activation(kind)
         if op == "activation" and kind and name in ("LlamaMLP", "Qwen3MLP"):
             yield module, forwards.swiglu
-
-
-def _register() -> None:
-    """Makes our attention known to transformers, with the masks of its own one."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, forwards.attend)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
 
 
 # --- trials ---------------------------------------------------------------------------------------

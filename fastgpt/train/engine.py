@@ -18,13 +18,9 @@ from fastgpt.config.config import Config
 from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture
 from fastgpt.device import cpu, device
-from fastgpt.evaluate.validation import (
-    as_many_on_all_ranks,
-    mean_loss,
-    reported,
-    validation_batches,
-)
+from fastgpt.evaluate.validation import mean_loss, validation_batches
 from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
@@ -72,7 +68,9 @@ class Engine:
         self.micro_batch = self._fitting_micro_batch(warn)
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
-            self.data.mixture(plan.orders, position(self.restored, self.data, warn)),
+            Mixture(
+                plan.orders, self.data.weights, position(self.restored, self.data, warn)
+            ),
             context=config.model.context, global_batch=config.global_batch,
             micro_batch=self.micro_batch, rank=self.world.dp_rank, world_size=self.world.dp_size,
             pad_id=self.data.pad_id, device=self.device,
@@ -206,12 +204,11 @@ class Engine:
                 self.config, self.data, corpus, split, max_tokens=max_tokens, step=self.step,
                 micro_batch=self.micro_batch, world=self.world,
             )  # fmt: skip
-            if together:
-                shape = (self.micro_batch, self.config.model.context)
-                batches = as_many_on_all_ranks(batches, self.world, shape)
+            if together:  # ranks that share weights gather them in each batch
+                batches.count = int(self.world.gather(torch.tensor([len(batches)])).max())
             loss = mean_loss(
-                self.loss, reported(batches, report), world=self.world, device=self.device,
-                autocast=self.autocast(), stop=self.synced(stop),
+                self.loss, batches, world=self.world, device=self.device,
+                autocast=self.autocast(), stop=self.synced(stop), report=report,
             )  # fmt: skip
             results.append(loss)
         self.model.train()

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.convert.load import load
+from fastgpt.convert.source import load
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +148,15 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
     }.items():
         monkeypatch.setattr("sys.argv", ["train.py", *argv(name)])
         assert said in runs.one_line_error(capfd, main)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
+def test_weights_that_vanish_after_they_were_opened_are_one_line(damage, hf, argv, tmp_path):
+    config, source = parse(argv(hf)), read(str(hf))
+    for path in hf.glob("*.safetensors"):
+        damage(path)
+    with pytest.raises(UserError, match=r"\.safetensors cannot be read: [^\n]+$"):
+        build_engine(config, source=source)
 
 
 def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):

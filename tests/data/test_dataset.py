@@ -47,7 +47,7 @@ def test_mixture_is_sources_with_weights_of_which_only_the_ratio_counts(two, wri
 
 def test_samples_are_taken_by_weight_from_each_corpus(two):
     data = opened("{}=3,{}=1".format(*two))
-    samples = data.mixture(data.orders(16, seed=0), None).take(400)
+    samples = Mixture(data.orders(16, seed=0), data.weights).take(400)
     for number, corpus in enumerate(data.corpora):
         mine = samples[samples[:, 0] == number]
         assert len(mine) == pytest.approx(400 * data.weights[number], abs=5)
