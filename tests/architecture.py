@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PARTS = {
     "A run, from the command line to the last checkpoint": (
         "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
-        "fastgpt/train/plan", "fastgpt/train/resume", "fastgpt/train/trainer",
+        "fastgpt/train/resume", "fastgpt/train/trainer",
         "fastgpt/train/engine", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (

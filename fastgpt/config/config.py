@@ -168,10 +168,6 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    verify_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps between two comparisons of the weights that several ranks hold: a run whose
-    replicas differ, because of a fault of memory or of a link, ends before the next checkpoint and
-    names rank and tensor. 0: never."""
     resume_check: Literal["auto", "on", "off"] = "auto"
     """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
     must be the same bit for bit with the same software and devices, else within rounding. `auto`
@@ -336,7 +332,8 @@ def from_json(text: str) -> Config:
             this version.
     """
     values = parse_json(text)
-    values.pop("take_over", None)  # earlier versions wrote it
+    values.pop("take_over", None)  # earlier versions wrote it, and the next one
+    values.get("train", {}).pop("verify_every", None)
     return overlay(Config(), values)
 
 

@@ -1,10 +1,8 @@
-"""Settings that a run has saved, and their differences."""
+"""Settings that a run has saved."""
 
-import json
 from pathlib import Path
-from typing import Any
 
-from fastgpt.config.config import Config, from_json, to_json
+from fastgpt.config.config import Config, from_json
 from fastgpt.errors import UserError, reason
 
 CONVERTED = "converted"
@@ -22,17 +20,3 @@ def saved_config(run: Path) -> Config:
         return from_json(path.read_text())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
-
-
-def changes(before: Config, after: Config) -> list[str]:
-    """Lists the settings that differ, as `name old -> new`."""
-    old, new = (_flat(json.loads(to_json(config))) for config in (before, after))
-    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for name, value in settings.items():
-        nested = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
-    return flat

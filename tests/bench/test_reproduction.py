@@ -13,7 +13,7 @@ from fastgpt.cli import parse
 from fastgpt.config.recipes import RECIPES
 from fastgpt.display import duration
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from tests.warm import warm
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
@@ -35,7 +35,7 @@ SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their 
 )
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
-    engine = build_engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
     with closing(engine.loader):
         for _ in range(steps):
             engine.train_step()

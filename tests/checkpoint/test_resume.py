@@ -83,7 +83,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     assert len(list(run.glob("events.out.*"))) == 1
 
 
-def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manifest(
+def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(
     fit, monkeypatch, capfd
 ):
     monkeypatch.setattr(sys, "argv", ["first"])
@@ -94,11 +94,9 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
     fit("--steps 6 --optim.lr 0.1 --resume auto")
     out = capfd.readouterr().out
     assert f"\nresumed     from {run}/checkpoints/step_00000004, step 4\n" in out
-    assert "\nchanged     steps 4 -> 6, optim.lr 0.004 -> 0.1\n" in out
     assert "finished" not in out
     Trainer(parse(["--resume", str(run)])).fit()
     out = capfd.readouterr().out
-    assert "\nchanged     no settings\n" in out
     assert "\nthis run is finished: it has taken its 6 steps\n" in out
     assert out.endswith(f" --resume {run} --steps 12\n")
     manifest = json.loads((run / "manifest.json").read_text())

@@ -14,7 +14,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, series, torchrun
 
@@ -69,7 +69,7 @@ def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
 
 
 def test_a_step_waits_for_nothing(tiny):
-    engine = build_engine(parse(on_cuda(tiny, "--train.compile off")))
+    engine = Engine(parse(on_cuda(tiny, "--train.compile off")))
     for _ in range(2):
         engine.train_step()
     torch.cuda.set_sync_debug_mode("error")

@@ -8,7 +8,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 
 
@@ -25,7 +25,7 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     monkeypatch.setattr(device, "reset_peak_memory", lambda _: events.append("reset"))
     monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
     monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", rehearse)
-    build_engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
     assert events == [8, 4, "reset"]
 
 
@@ -41,11 +41,11 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
         trainer.fit()
     monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
-        build_engine(parse(tiny()))
+        Engine(parse(tiny()))
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
-    engine = build_engine(parse(tiny("--optim.kind adamw --steps 20")))
+    engine = Engine(parse(tiny("--optim.kind adamw --steps 20")))
     engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = dict(engine.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():
