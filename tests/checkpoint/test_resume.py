@@ -83,9 +83,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     assert len(list(run.glob("events.out.*"))) == 1
 
 
-def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(
-    fit, monkeypatch, capfd
-):
+def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["first"])
     run = fit("--steps 4")
     first = json.loads((run / "manifest.json").read_text())

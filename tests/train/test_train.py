@@ -347,7 +347,7 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     lines = out.splitlines()
     heads = "recipe device model data training ops MFU run"
-    assert [line.split("  ")[0] for line in lines[:9]] == heads.split()
+    assert [line.split("  ")[0] for line in lines[:8]] == heads.split()
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
     assert "655 training + 73 validation tokens (byte tokenizer)" in lines[3]
