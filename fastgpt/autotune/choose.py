@@ -1,9 +1,8 @@
 """Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
-PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with the chosen
-ops and with PyTorch's, as ops that win alone may lose together. The result is cached by GPU,
-versions, kernel sources and sizes.
+PyTorch's, forward and backward, at the run's own sizes. The result is cached by GPU, versions,
+kernel sources and sizes.
 
 The trial runs in a child process (`python -m fastgpt.autotune.choose OP`), so that a kernel that
 crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used instead.
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import TRIALS, Sizes, Trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
@@ -64,8 +63,6 @@ def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
 
 def faults(trial: Trial, sizes: Sizes) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
-    if trial.ref is None:
-        return []
 
     def draw(_: int, y: Tensor) -> Tensor:
         # the same output gradient for all three, whatever their dtypes
@@ -112,11 +109,10 @@ def main() -> None:
     """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
     on, given = json.load(sys.stdin)
     given["model"] = ModelConfig(**given["model"])
-    given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
-            trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
+            trial = TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
             print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
         print(brief(error), file=sys.stderr, flush=True)
@@ -168,18 +164,7 @@ def choose(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
-    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
-    plain = replace(chosen, **{name: plain_name(name) for name in verdicts if name != "loss"})
-    if sizes.model.architecture != "gpt" or chosen == plain:
-        return chosen, verdicts
-    sizes = replace(sizes, sets={"chosen": chosen, "torch": plain})
-    layer = remembered_or_tried(["layer"], sizes, on, lambda _: None)["layer"]
-    if layer["chosen"] != "chosen":
-        warn(
-            "--ops: not what was faster op by op, but PyTorch's ops, by the trial of a whole layer:"
-            f" {why(layer)}"
-        )
-    return sizes.sets[layer["chosen"]], {**verdicts, "layer": layer}
+    return replace(config, **{name: it["chosen"] for name, it in verdicts.items()}), verdicts
 
 
 def plain_name(op: str) -> str:

@@ -4,24 +4,21 @@ Inputs and references come from each op's `Spec`; this module adds the options o
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
-from torch.func import functional_call
 
-from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.kernels import bias_act, parity
+from fastgpt.kernels.attention.spec import packed
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.kernels.runtime import with_gradient_of
 from fastgpt.kernels.spec import Problem, with_input_bias
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model.block import Block
-from fastgpt.model.layers import Residual, norm_fuses_bias_grad
+from fastgpt.model.layers import norm_fuses_bias_grad
 from fastgpt.model.positions import Rotary
 from fastgpt.ops import tables
 
@@ -45,8 +42,6 @@ class Sizes:
     transformers: bool = False
     """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
     without the sum, activations after the bias, SwiGLU of two matrix products."""
-    sets: dict[str, OpsConfig] = field(default_factory=dict)
-    """Ops to compare in the trial `layer`, by a name for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +51,8 @@ class Trial:
     ops: Mapping[str, parity.Op]
     """By name: ours, which is chosen if both are equally fast, and PyTorch's."""
     inputs: Inputs
-    ref: parity.Op | None = None
-    """Reference by which ours is checked; None: they are not checked."""
+    ref: parity.Op
+    """Reference by which ours is checked."""
     worth: float = 1.0
     """Largest time of ours, relative to the fastest other one's, at which ours is chosen."""
 
@@ -87,42 +82,35 @@ def _projected(model: ModelConfig, on: str, dtype: torch.dtype, *, biased: bool 
     return _inputs("attention_packed", {**problem, "input_bias": biased}, on, dtype)
 
 
-def _documents(model: ModelConfig, B: int, T: int, on: str) -> Tensor | None:
-    """Returns the ids of three documents in each row, if the model separates them."""
-    if not model.document_mask:
-        return None
-    return (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
-
-
 def _attention(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     """Makes the trial of what the model calls: one tensor of q, k and v, or its three parts.
 
     Either way the gradient is one tensor again, which costs a concatenation of three.
     """
     model = sizes.model
-    heads = (model.num_heads, model.kv_heads, model.kv_heads)
     apart = sizes.transformers or model.position == "rotary" or model.qk_norm
+    biased = not apart and model.bias_at("qkv")
 
-    def options(qkv: Tensor) -> dict[str, Any]:
-        ids = _documents(model, qkv.shape[0], qkv.shape[1], on)
-        return {"scale": model.attention_scale, "window": model.window, "doc_ids": ids}
-
-    def split(op: Callable[..., Tensor]) -> parity.Op:
-        def run(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
-            qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
-            return op(*qkv.split(heads, dim=2), **options(qkv))
+    def with_options(op: Callable[..., Tensor]) -> parity.Op:
+        def run(qkv: Tensor, *bias: Tensor) -> Tensor:
+            ids, (B, T) = None, qkv.shape[:2]
+            if model.document_mask:  # three documents in each row
+                ids = (torch.arange(T, device=on) * 3 // T).expand(B, T).contiguous()
+            return op(
+                qkv, *bias, heads=model.num_heads, input_bias=biased, doc_ids=ids,
+                scale=model.attention_scale, window=model.window,
+            )  # fmt: skip
 
         return run
 
-    def packed(qkv: Tensor, input_bias: Tensor | None = None) -> Tensor:
-        return tables.PACKED_ATTENTION["triton"](
-            qkv, model.num_heads, **options(qkv), input_bias=input_bias
-        )
-
-    ours = split(tables.ATTENTION["triton"]) if apart else packed
-    both = {"triton": ours, "sdpa": split(tables.ATTENTION["sdpa"])}
-    inputs = _projected(model, on, dtype, biased=not apart and model.bias_at("qkv"))
-    return Trial(both, inputs, split(SPECS["attention"].ref))
+    ours = with_input_bias(tables.PACKED_ATTENTION["triton"])
+    both = {
+        "triton": packed(tables.ATTENTION["triton"]) if apart else ours,
+        "sdpa": packed(tables.ATTENTION["sdpa"]),
+    }
+    ops = {name: with_options(op) for name, op in both.items()}
+    ref = with_options(packed(SPECS["attention"].ref))
+    return Trial(ops, _projected(model, on, dtype, biased=biased), ref)
 
 
 def _norm(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
@@ -212,43 +200,6 @@ def _activation(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
     return Trial({"triton": ours, "torch": gated if halved else ref}, inputs, ref)
 
 
-def _layer(sizes: Sizes, on: str, dtype: torch.dtype) -> Trial:
-    """Makes the trial of a layer of the model with each of `sizes.sets`.
-
-    The weights are inputs, too, so that their gradients are computed.
-    """
-    model = sizes.model
-    layers = {
-        name: Block(model, tables.select(chosen, on)).to(on) for name, chosen in sizes.sets.items()
-    }
-    angles = Rotary(model).to(on) if model.position == "rotary" else None
-    pre_norm = model.norm_position == "pre"
-    weights = dict(next(iter(layers.values())).named_parameters())
-
-    def inputs(B: int, T: int) -> dict[str, Tensor]:
-        found = {"x": torch.randn(B, T, model.dim, device=on, dtype=dtype)}
-        if pre_norm:
-            residual = torch.randn(B, T, model.dim, device=on)
-            found["residual"] = residual.to(dtype) if sizes.narrow_residual else residual
-        return found | {name: weight.detach().clone() for name, weight in weights.items()}
-
-    def op_of(block: Block) -> parity.Op:
-        def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            values = dict(zip(weights, rest[pre_norm:], strict=True))
-            # its own bias in place of that of the layer before, whose gradient is computed here
-            fused_bias = values.get("mlp.c_proj.bias") if block.mlp.c_proj.fuses_bias_grad else None
-            residual = Residual(rest[0], fused_bias) if pre_norm else None
-            B, T = x.shape[:2]
-            cos_sin = None if angles is None else angles(slice(T))
-            args = (x, residual, cos_sin, _documents(model, B, T, on), None)
-            y, after = functional_call(block, values, args)
-            return (y,) if after is None else (y, after.stream)
-
-        return run
-
-    return Trial({name: op_of(block) for name, block in layers.items()}, inputs)
-
-
 TRIALS = {
     "attention": _attention,
     "norm": _norm,
@@ -256,5 +207,4 @@ TRIALS = {
     "rotary": _rotary,
     "activation": _activation,
 }
-"""Trials of one op each."""
-ALL_TRIALS = TRIALS | {"layer": _layer}
+"""The trial of each op, made from sizes, the type of device and the dtype of the activations."""

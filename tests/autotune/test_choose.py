@@ -10,7 +10,7 @@ import torch
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.choose import judge
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import TRIALS, Sizes, Trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.model.gpt import GPT
@@ -134,26 +134,9 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
-    sets = {"torch": OpsConfig()}
-    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow, sets=sets)
-    for name in ("layer", "norm"):
-        trial = ALL_TRIALS[name](sizes, "cpu", torch.bfloat16)
-        assert trial.inputs(2, 16)["residual"].dtype == dtype
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"norm_position": "post", "position": "rotary", "norm": "rmsnorm"}]
-)
-def test_of_whole_layers_the_fastest_is_chosen(options):
-    ours = OpsConfig(attention="triton", norm="triton", activation="triton", rotary="triton")
-    sets = {"chosen": ours, "torch": OpsConfig()}
-    sizes = replace(SIZES, model=replace(TINY, **options), sets=sets)
-    trial = ALL_TRIALS["layer"](sizes, "cpu", torch.float32)
-    with launches(*(KERNELS[name] for name in ("attention", "norm", "activation"))):
-        verdict = judge(trial, sizes, "cpu", timer_of(3.0, 2.0))
-    assert verdict["milliseconds"] == {"chosen": 3000.0, "torch": 2000.0}
-    assert verdict["chosen"] == "torch"
-    assert judge(trial, sizes, "cpu", timer_of(1.0, 1.0))["chosen"] == "chosen"
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+    trial = TRIALS["norm"](sizes, "cpu", torch.bfloat16)
+    assert trial.inputs(2, 16)["residual"].dtype == dtype
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -188,9 +171,8 @@ VERDICT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
 ANSWERS = f"""
 import json, sys, time
 for name in sys.argv[1:]:
-    said = {VERDICT} | {{"chosen": "chosen" if name == "layer" else "triton"}}
     CASE
-    print(json.dumps({{name: said}}), 5, sep="\\n", flush=True)
+    print(json.dumps({{name: {VERDICT}}}), 5, sep="\\n", flush=True)
 """
 
 
@@ -198,7 +180,7 @@ def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     asked = OpsConfig(attention="sdpa")
     chosen, verdicts, said = on_cuda(CHILD.format(""), asked)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
-    assert verdicts.keys() == {"norm", "loss", "activation", "layer"}
+    assert verdicts.keys() == {"norm", "loss", "activation"}
     (line,) = said
     assert "once" in line
     assert on_cuda("raise SystemExit(1)", asked) == (chosen, verdicts, [])
@@ -227,7 +209,7 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
     norm = json.dumps({"norm": VERDICT})
-    code = ANSWERS.replace("CASE", f"if name != 'layer': print({norm!r}, flush=True); {ending}")
+    code = ANSWERS.replace("CASE", f"print({norm!r}, flush=True); {ending}")
     chosen, _, said = on_cuda(code)
     names = tables.select(chosen, "cuda").names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
@@ -251,24 +233,6 @@ def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
     assert (chosen.attention, chosen.norm, chosen.loss) == ("triton", "torch", "triton")
     assert [line for line in said if line.startswith("--ops.")] == said[1:2]
     assert "no such kernel" in said[1]
-
-
-@pytest.mark.parametrize("together", ["chosen", "torch"])
-def test_ops_that_win_alone_may_lose_together(on_cuda, together):
-    asked = OpsConfig(loss="torch", activation="torch")
-    case = f"said['chosen'] = {together!r} if name == 'layer' else 'triton'"
-    chosen, verdicts, said = on_cuda(ANSWERS.replace("CASE", case), asked)
-    expected = ("triton", "triton") if together == "chosen" else ("sdpa", "torch")
-    assert (chosen.attention, chosen.norm) == expected
-    assert verdicts["layer"]["chosen"] == together
-    assert len(said) == 1 + (together == "torch")
-    assert together == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
-
-
-def test_a_layer_whose_trial_fails_leaves_pytorchs_ops(on_cuda):
-    chosen, _, said = on_cuda(ANSWERS.replace("CASE", "name == 'layer' and exit(3)"))
-    assert (chosen.attention, chosen.norm, chosen.activation) == ("sdpa", "torch", "torch")
-    assert said[-1].endswith("the trial ended with code 3")
 
 
 def test_on_a_cpu_nothing_is_tried():

@@ -117,10 +117,9 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     said = []
     sizes = Sizes(model, 4, precision, True)
     _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() - {"layer"} == TRIALS.keys()
+    assert verdicts.keys() == TRIALS.keys()
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
         assert len(verdict["milliseconds"]) >= 2
-    assert "once" in said[0]
-    # which ops win together is the GPU's affair
-    assert all("by the trial of a whole layer" in line for line in said[1:])
+    [line] = said
+    assert "once" in line
