@@ -90,22 +90,6 @@ def test_generated_text_is_exact_in_a_file_and_its_broken_bytes_are_explained(ca
 # --- loss.png -------------------------------------------------------------------------------------
 
 
-def test_the_range_of_the_plot_leaves_the_first_fall_out():
-    losses = [11.0, 9.0, *(3 - 0.01 * i for i in range(18))]
-    bottom, top = metrics.interesting_range(losses)
-    assert losses[-1] - 0.1 < bottom < losses[-1]
-    assert losses[2] < top < losses[2] + 0.1
-    assert metrics.interesting_range([float("nan")]) == (0, 0)
-
-
-def test_smoothing_follows_the_mean_of_the_last_values():
-    values = [1.0] * 100 + [2.0] * 100
-    averages = metrics.smoothed(values)
-    assert averages[:100] == pytest.approx([1.0] * 100)
-    assert averages[109] == pytest.approx(2 - 0.9**10, abs=0.01)  # decays over 200 / 20 values
-    assert averages[-1] == pytest.approx(2, abs=1e-3)
-
-
 @pytest.mark.parametrize("points", [0, 1, 2, 50])
 def test_a_run_of_any_length_has_a_plot(tmp_path, points):
     records = [{"step": 0, "tokens": 0, "val_loss": 5.0}]
