@@ -40,11 +40,6 @@ def print_text(text: str) -> None:
     _write(f"{printable(text) if sys.stdout.isatty() else text}\n", sys.stdout)
 
 
-def print_report(text: str) -> None:
-    """Prints text of several lines to stderr at once, and a newline."""
-    _write(f"{printable(text)}\n", sys.stderr)
-
-
 def _write(text: str, to: TextIO) -> None:
     encoding = to.encoding or "utf-8"  # that of the C locale may lack characters
     print(text.encode(encoding, "replace").decode(encoding), end="", file=to, flush=True)

@@ -23,9 +23,11 @@ from fastgpt.config.checks import (
     flag,
 )
 from fastgpt.config.model import ModelConfig
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 
+CONVERTED = "converted"
+"""Recipe of a run that was converted from another program's model."""
 MOST_TOKENS = 2**28
 """Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
 
@@ -335,6 +337,19 @@ def from_json(text: str) -> Config:
     values.pop("take_over", None)  # earlier versions wrote it, and the next one
     values.get("train", {}).pop("verify_every", None)
     return overlay(Config(), values)
+
+
+def saved_config(run: Path) -> Config:
+    """Reads the settings of a run or a checkpoint from its config.json.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = run / "config.json"
+    try:
+        return from_json(path.read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def overlay(config: Config, values: dict[str, Any]) -> Config:

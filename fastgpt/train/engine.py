@@ -74,9 +74,7 @@ class Engine:
         self._resolve(config, warn, data, source)
         config, train, world = self.config, self.config.train, self.world
         if self.device == "cpu":
-            tokens, dtype = self.micro_batch * config.model.context, device.DTYPES[self.precision]
-            alone = world.size == 1
-            cpu.prepare(config.model.dim, tokens, dtype, compiled=self.compiled, alone=alone)
+            cpu.prepare(compiled=self.compiled)
         if train.tf32:
             torch.set_float32_matmul_precision("high")
         self.model = build_parallel_model(

@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
-from fastgpt.config.config import Config
-from fastgpt.config.saved import saved_config
+from fastgpt.config.config import Config, saved_config
 from fastgpt.data.dataset import DataSet
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief
