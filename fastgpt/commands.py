@@ -38,15 +38,6 @@ def _console_command(name: str) -> list[str] | None:
     return None
 
 
-def same_command(old: Path, new: Path) -> str:
-    """Returns a clause: the command line of this process with `new` in place of the path `old`.
-
-    It is empty if the command line does not name `old`.
-    """
-    words = [str(new) if Path(word) == old else word for word in sys.orig_argv]
-    return "" if words == sys.orig_argv else f": {shlex.join(words)}"
-
-
 def installed(package: str) -> str | None:
     """Returns the version of a package; None if it is not installed."""
     try:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import TRIALS, Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
@@ -38,6 +38,9 @@ TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
+WORTH = {"loss": 1.05}
+"""Largest time of ours, relative to PyTorch's, at which ours is chosen, where it is not 1: our loss
+halves a step's memory, which is worth more than a twentieth of its time."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
 
 Timer = Callable[[Callable[[], object]], float]
@@ -49,42 +52,42 @@ Verdict = dict[str, Any]
 # --- the child ------------------------------------------------------------------------------------
 
 
-def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
+def judge(name: str, sizes: Sizes, on: str, timer: Timer) -> Verdict:
     """Checks and times the implementations, and chooses the fastest; ours only if it is correct."""
-    wrong, times = faults(trial, sizes), {}
-    for name, op in trial.ops.items() if not wrong else ():
+    wrong, times = faults(name, sizes, on), {}
+    trial = make_trial(name, sizes, on, sizes.batch, sizes.model.context)
+    for key, op in trial.ops.items() if not wrong else ():
         with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
-            times[name] = 1e3 * seconds(op, trial, sizes, on, timer)
+            times[key] = 1e3 * seconds(op, trial.inputs, sizes, on, timer)
     ours, plain = trial.ops
-    cost = {name: ms / trial.worth if name == ours else ms for name, ms in times.items()}
-    chosen = min(cost, key=lambda name: cost[name], default=plain)
+    cost = {key: ms / WORTH.get(name, 1) if key == ours else ms for key, ms in times.items()}
+    chosen = min(cost, key=lambda key: cost[key], default=plain)
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
 
 
-def faults(trial: Trial, sizes: Sizes) -> list[str]:
+def faults(name: str, sizes: Sizes, on: str) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
 
     def draw(_: int, y: Tensor) -> Tensor:
         # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
-    found, (ours, plain) = [], trial.ops.values()
+    found = []
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
         torch.manual_seed(0)
-        inputs = trial.inputs(1, min(sizes.model.context, CHECKED))
-        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+        trial = make_trial(name, sizes, on, 1, min(sizes.model.context, CHECKED))
+        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in trial.inputs.items()}
         wide = torch.float64 if dtype is torch.float32 else torch.float32
         got, torchs, truth = (
             parity.outputs_and_gradients(op, inputs, of, draw)
-            for op, of in ((ours, dtype), (plain, dtype), (trial.ref, wide))
+            for op, of in zip((*trial.ops.values(), trial.ref), (dtype, dtype, wide), strict=True)
         )
         found += parity.complaints(got, torchs, truth, dtype)
     return found
 
 
-def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) -> float:
+def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str, timer: Timer) -> float:
     """Times an implementation forward and backward as the run would call it."""
-    inputs = trial.inputs(sizes.batch, sizes.model.context)
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     if sizes.compiled:
         op = torch.compile(op, options=device.compile_options(on, "on"))
@@ -112,8 +115,7 @@ def main() -> None:
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
-            trial = TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
-            print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+            print(json.dumps({name: judge(name, sizes, on, _do_bench)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
         print(brief(error), file=sys.stderr, flush=True)
         os._exit(1)

@@ -194,16 +194,25 @@ class Engine:
         return self.model, replicate(self.model, self.config.train)
 
     def _rehearse(self, size: int) -> None:
-        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are."""
+        """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
+
+        They run beside a buffer as large as the optimizer's state, and the second has the gradients
+        of the first in memory, as with accumulation.
+        """
         if self.compiled:  # each size has its own graphs, and 8 of a block are the most
             torch._dynamo.reset_code_caches()
         tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
         # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
         room = 0 if loaded else sum(8 * x.numel() for x in self.optimizers.parameters)
+        state = torch.empty(room, dtype=torch.uint8, device=self.device)
         try:
-            micro_batch.rehearse(self.loss, tokens, self.autocast(), room)
+            for _ in range(2):
+                with self.autocast():
+                    loss = self.loss(tokens, tokens)
+                loss.backward()
         finally:
+            del state
             self.optimizers.zero_grad()
 
     def _no_sync(self) -> AbstractContextManager:

@@ -2,10 +2,9 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from fastgpt.config.config import Config
 from fastgpt.errors import UserError
@@ -55,7 +54,12 @@ def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> i
         UserError: not even one sequence fits.
     """
     size = most
-    while not _fits(size, runs):
+    while True:
+        with suppress(torch.OutOfMemoryError):
+            runs(size)
+            break
+        gc.collect()  # no longer in the handler, where the error holds the tensors of its frames
+        torch.cuda.empty_cache()
         if size == 1:
             raise UserError(
                 "no GPU memory left for a step with a micro-batch of 1: expected a smaller model, a"
@@ -68,33 +72,6 @@ def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> i
             f" {share // size} at a time for the same batch (gradient accumulation)"
         )
     return size
-
-
-def _fits(size: int, runs: Callable[[int], None]) -> bool:
-    with suppress(torch.OutOfMemoryError):
-        runs(size)
-        return True
-    gc.collect()  # no longer in the handler, where the error holds the tensors of its frames
-    torch.cuda.empty_cache()
-    return False
-
-
-def rehearse(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    tokens: Tensor,
-    autocast: AbstractContextManager,
-    state_bytes: int,
-) -> None:
-    """Runs two micro-steps on `tokens`, beside a buffer as large as optimizer state.
-
-    The second has the gradients of the first in memory, as with accumulation.
-    """
-    state = torch.empty(state_bytes, dtype=torch.uint8, device=tokens.device)
-    for _ in range(2):
-        with autocast:
-            value = loss(tokens, tokens)
-        value.backward()
-    del state
 
 
 def least_bytes(config: Config) -> int:

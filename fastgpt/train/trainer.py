@@ -63,10 +63,8 @@ class Trainer:
     def __init__(
         self, config: Config, data: Data | None = None, source: OpenedModel | None = None
     ) -> None:
-        self.display = Display()
         self.world = distributed.start(device.pick_device(config.train.device))
-        if not self.world.is_main:
-            self.display.mute()
+        self.display = Display(quiet=not self.world.is_main)
         self.best, self.log, self.lock = math.inf, None, None
         self.requeue = False
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""

@@ -8,11 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from fastgpt.autotune import choose
+from fastgpt.autotune import choose, trials
 from fastgpt.autotune.choose import judge
-from fastgpt.autotune.trials import TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
+from fastgpt.kernels.spec import no_options
+from fastgpt.kernels.specs import SPECS
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from tests.parity import backward_only, launches
@@ -40,8 +42,11 @@ def timer_of(*seconds):
 
 
 OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
-COSINE = Trial(OPS, lambda B, T: {"x": torch.randn(B, T)}, torch.cos)
-"""A trial of an op that is correct in any dtype, to be chosen by its times alone."""
+COSINE = replace(
+    SPECS["bias_act"], inputs=lambda s, make: {"x": make(s["B"], s["T"])}, options=no_options,
+    ref=torch.cos,
+)  # fmt: skip
+"""An op that is correct in any dtype, to be chosen by its times alone."""
 
 
 @pytest.mark.parametrize(
@@ -56,8 +61,10 @@ COSINE = Trial(OPS, lambda B, T: {"x": torch.randn(B, T)}, torch.cos)
         (torch.OutOfMemoryError, torch.OutOfMemoryError, 1.0, "plain"),
     ],
 )
-def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
-    verdict = judge(replace(COSINE, worth=worth), SIZES, "cpu", timer_of(ours, plain))
+def test_the_faster_one_is_chosen(monkeypatch, plain, ours, worth, chosen):
+    monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, OPS))
+    monkeypatch.setitem(choose.WORTH, "cosine", worth)
+    verdict = judge("cosine", SIZES, "cpu", timer_of(ours, plain))
     assert verdict["chosen"] == chosen
     assert verdict["complaints"] == []
 
@@ -69,9 +76,9 @@ def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
         ("gradient", lambda x: backward_only(x, 1.01).cos()),
     ],
 )
-def test_what_is_wrong_is_never_chosen_nor_timed(wrong, ours):
-    broken = replace(COSINE, ops={**OPS, "ours": ours})
-    verdict = judge(broken, SIZES, "cpu", timer_of())
+def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, wrong, ours):
+    monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, {**OPS, "ours": ours}))
+    verdict = judge("cosine", SIZES, "cpu", timer_of())
     assert (verdict["chosen"], verdict["milliseconds"]) == ("plain", {})
     assert any(line.startswith(wrong) for line in verdict["complaints"])
 
@@ -88,9 +95,8 @@ def test_what_is_wrong_is_never_chosen_nor_timed(wrong, ours):
 def test_our_kernels_pass_their_trials(name, kernel, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
     with launches(kernel):
-        trial = TRIALS[name](sizes, "cpu", torch.float32)
-        verdict = judge(trial, sizes, "cpu", timer_of(1.0, 2.0))
-    ours, plain = trial.ops
+        verdict = judge(name, sizes, "cpu", timer_of(1.0, 2.0))
+    ours, plain = make_trial(name, sizes, "cpu", 2, 16).ops
     assert (verdict["chosen"], verdict["complaints"]) == (ours, [])
     assert verdict["milliseconds"] == {ours: 1000.0, plain: 2000.0}
     assert plain == choose.plain_name(name)
@@ -98,9 +104,9 @@ def test_our_kernels_pass_their_trials(name, kernel, options):
 
 def test_timed_as_the_run_calls_it():
     sizes = Sizes(TINY, 2, "bf16", True)
-    trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
+    trial = make_trial("loss", sizes, "cpu", 2, 16)
     with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
-        choose.seconds(trial.ops["torch"], trial, sizes, "cpu", timer_of(1.0))
+        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu", timer_of(1.0))
     assert compiled.called
 
 
@@ -112,21 +118,21 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
     sizes = replace(SIZES, model=replace(TINY, **options))
     chosen = tables.select(OpsConfig(attention="triton"), "cpu")
-    trial = TRIALS["attention"](sizes, "cpu", torch.float32)
-    choose.seconds(trial.ops["triton"], trial, sizes, "cpu", timer_of(1.0))
+    trial = make_trial("attention", sizes, "cpu", 2, 16)
+    choose.seconds(trial.ops["triton"], trial.inputs, sizes, "cpu", timer_of(1.0))
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
     biases = [call.kwargs["input_bias"].shape for call in called.call_args_list]
     assert biases == [(96,)] * 2 * packed
     # its gradient is one tensor for PyTorch's op as well
-    assert trial.inputs(2, 16)["qkv"].shape == (2, 16, 6, 16)
+    assert trial.inputs["qkv"].shape == (2, 16, 6, 16)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     model = replace(TINY, residual_dropout=dropout)
-    tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
+    tried = make_trial("norm", replace(SIZES, model=model), "cpu", 2, 16).inputs
     chosen = tables.select(OpsConfig(norm="triton"), "cpu")
     fused_bias = GPT(model, chosen).h[0].attn.c_proj.fused_bias
     assert ("input_bias" in tried) == (fused_bias is not None) == (dropout == 0)
@@ -135,8 +141,7 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
     sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
-    trial = TRIALS["norm"](sizes, "cpu", torch.bfloat16)
-    assert trial.inputs(2, 16)["residual"].dtype == dtype
+    assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def on_cuda(monkeypatch, tmp_path):
 # as it is, but that it has a CPU, and no clock for GPUs
 CHILD = """
 import io, sys
-from fastgpt.autotune import choose
+from fastgpt.autotune import choose, trials
 choose._do_bench = lambda step: 1.0
 sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 {}

@@ -11,7 +11,6 @@ from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
 from fastgpt.config.recipes import RECIPES
-from fastgpt.display import duration
 from fastgpt.errors import UserError
 from fastgpt.train.engine import Engine
 from tests.warm import warm
@@ -52,14 +51,6 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
             every = config.eval_every if target.key == "val_loss" else config.log_every
             assert target.step % every == 0 or target.step == config.steps
     assert {s.letter for s in SYSTEMS} == {*"ABCDEFGH", "G'"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.25, "0.25 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (2e5, "2.3 days")],
-)
-def test_durations(seconds, said):
-    assert duration(seconds) == said
 
 
 # --- the command ----------------------------------------------------------------------------------

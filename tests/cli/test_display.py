@@ -79,12 +79,11 @@ def test_no_control_character_reaches_a_terminal(act, said, monkeypatch):
     assert screen.getvalue().replace(" \n", "\n") == said
 
 
-def test_generated_text_is_exact_in_a_file_and_its_broken_bytes_are_explained(capsys):
+def test_generated_text_is_exact_in_a_file_and_harmless_on_a_terminal(capsys):
     terminal.print_text("\x1b[1m\r\n")
     assert capsys.readouterr().out == "\x1b[1m\r\n\n"
-    display.Display().sample("ab�\x00" * 10)
-    assert "\n20 of 40 characters are shown as �: " in capsys.readouterr().out
-    assert terminal.replaced_note("a" * 99 + "�") == ""
+    display.Display().sample("ab�\x00")
+    assert "\nab��\n" in capsys.readouterr().out
 
 
 # --- loss.png -------------------------------------------------------------------------------------

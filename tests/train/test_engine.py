@@ -17,14 +17,14 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
     events = []
 
-    def rehearse(_, tokens, *rest):
-        events.append(len(tokens))
-        if len(tokens) > 4:
+    def rehearse(_, size):
+        events.append(size)
+        if size > 4:
             raise torch.OutOfMemoryError
 
     monkeypatch.setattr(device, "reset_peak_memory", lambda _: events.append("reset"))
     monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
-    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", rehearse)
+    monkeypatch.setattr(Engine, "_rehearse", rehearse)
     Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
     assert events == [8, 4, "reset"]
 
@@ -39,7 +39,7 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     trainer.engine.loss = run_out
     with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
         trainer.fit()
-    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", run_out)
+    monkeypatch.setattr(Engine, "_rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
         Engine(parse(tiny()))
 
