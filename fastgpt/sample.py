@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     precision = device.pick_precision(config.precision, on, "--precision")
     asked = OpsConfig(decode=config.decode)
     try:
-        require_toolchain(asked, on, undecided=())
+        require_toolchain(asked, on)
         found = open_model(config.run)
         model, tokenizer = found.build_gpt(on, asked), found.tokenizer
     except UserError as error:

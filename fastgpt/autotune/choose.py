@@ -9,13 +9,13 @@ crashes or hangs does not end the run. A failed trial is reported, and PyTorch's
 """
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -124,25 +124,11 @@ def main() -> None:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = TRIALS) -> None:
-    """Raises `UserError` if Triton cannot build the kernels that `config` asks for on CUDA.
-
-    Args:
-        undecided: ops for which `auto` would try our kernels.
-    """
-    if not device.kind_of(on).kernels:
-        return
-    there = importlib.util.find_spec("triton") is not None  # without it `auto` is PyTorch's
-    asked = [
-        op
-        for op, name in asdict(config).items()
-        if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
-    ]
-    if asked and (missing := device.missing_for_triton()):
-        without = " ".join(f"--ops.{op} {plain_name(op)}" for op in asked)
-        raise UserError(
-            f"{missing}; to run without our kernels, pass --train.compile off {without}"
-        )
+def require_toolchain(config: OpsConfig, on: str) -> None:
+    """Raises `UserError` if Triton cannot build kernels that `config` asks for by name on CUDA."""
+    asked = [op for op, name in asdict(config).items() if name in ("triton", "chunked")]
+    if asked and device.kind_of(on).kernels and (missing := device.missing_for_triton()):
+        raise UserError(f"--ops.{asked[0]} is {getattr(config, asked[0])}: {missing}")
 
 
 def choose(
@@ -152,12 +138,15 @@ def choose(
 
     Args:
         on: device type; there are trials on CUDA only.
-        warn: called with one line for each error that a trial found.
+        warn: called with one line for each reason not to use ours.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
         asked = [name for name in asked if name != "rotary"]
-    if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
+    if not device.kind_of(on).kernels or not asked:
+        return config, {}
+    if missing := device.missing_for_triton():
+        warn(f"{missing}; PyTorch's ops are used instead of our kernels")
         return config, {}
     verdicts = remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():

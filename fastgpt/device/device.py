@@ -151,20 +151,6 @@ def reset_peak_memory(device: str) -> None:
         torch.get_device_module(device).reset_peak_memory_stats()
 
 
-def check_free_memory(device: str, needed: int) -> None:
-    """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
-    if device in ("cpu", "mps"):  # which do not tell
-        return
-    free, total = torch.get_device_module(device).mem_get_info()
-    if free < needed:
-        raise UserError(
-            f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
-            f" weights, gradients and optimizer state of this model alone need"
-            f" {needed / 2**30:.1f}: end other programs on it (nvidia-smi shows them), pick"
-            " another GPU with CUDA_VISIBLE_DEVICES, or train a smaller model"
-        )
-
-
 def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> str:
     """Returns `fp32`, `bf16` or `fp16`; raises `UserError` for one that the device lacks."""
     kind = kind_of(device)

@@ -36,7 +36,7 @@ from fastgpt.guards.spikes import Spikes
 from fastgpt.model.gpt import VOCAB_TABLES
 from fastgpt.ops import tables
 from fastgpt.parallel import distributed, fsdp
-from fastgpt.parallel.mesh import model_ranks, non_dp_size, shards_weights
+from fastgpt.parallel.mesh import non_dp_size, shards_weights
 from fastgpt.parallel.parallelize import build_parallel_model, compile_blocks, replicate
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
@@ -163,8 +163,6 @@ class Engine:
             config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
         self.config = config
         """Settings, of which vocabulary, steps and intervals are numbers now."""
-        least = micro_batch.least_bytes(config) // model_ranks(config.parallel, world)
-        device.check_free_memory(on, least)
         check_splits(config, self.data, self.orders, warn)
         self.micro_batch = micro_batch.largest_micro_batch(config, world, warn)
         sizes = Sizes(

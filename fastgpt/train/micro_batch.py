@@ -8,7 +8,6 @@ import torch
 
 from fastgpt.config.config import Config
 from fastgpt.errors import UserError
-from fastgpt.model.flops import matrix_weights
 from fastgpt.parallel.distributed import World
 from fastgpt.train.init_from import Warn
 
@@ -62,8 +61,9 @@ def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> i
         torch.cuda.empty_cache()
         if size == 1:
             raise UserError(
-                "no GPU memory left for a step with a micro-batch of 1: expected a smaller model, a"
-                " smaller --model.context or a GPU with more memory"
+                "no GPU memory left for a step with a micro-batch of 1: end other programs on the"
+                " GPU (nvidia-smi shows them), or train a smaller model or with a smaller"
+                " --model.context"
             )
         size = next(n for n in range(size // 2, 0, -1) if share % n == 0)
     if size != most:
@@ -72,8 +72,3 @@ def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> i
             f" {share // size} at a time for the same batch (gradient accumulation)"
         )
     return size
-
-
-def least_bytes(config: Config) -> int:
-    """Counts the bytes of matrix weights, their gradients and their optimizer state, in fp32."""
-    return 4 * {"adamw": 4, "muon": 3}[config.optim.kind] * matrix_weights(config.model)

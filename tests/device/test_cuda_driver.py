@@ -1,15 +1,16 @@
 """GPUs that torch cannot use, or not for this run, are errors that say what to do."""
 
 import re
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from fastgpt.autotune import choose
+from fastgpt.autotune.trials import Sizes
 from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
@@ -74,14 +75,6 @@ def test_more_processes_than_gpus(monkeypatch):
         distributed._take_device("mps", World(size=2))
 
 
-def test_a_gpu_in_use_by_others(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30))
-    device.check_free_memory("cuda", 2 << 30)
-    with pytest.raises(UserError, match=r"^H100 has 3\.0 of 80\.0 GiB free, .* need 20\.0: end"):
-        device.check_free_memory("cuda", 20 << 30)
-
-
 # --- what Triton needs to build its launchers -----------------------------------------------------
 
 
@@ -102,9 +95,6 @@ def toolchain(monkeypatch, tmp_path):
     return install
 
 
-PLAIN = OpsConfig(norm="torch", loss="torch", rotary="torch", activation="torch")
-
-
 @pytest.mark.parametrize(
     ("installed", "cc", "missing"),
     [
@@ -114,27 +104,34 @@ PLAIN = OpsConfig(norm="torch", loss="torch", rotary="torch", activation="torch"
         (["clang", "Python.h"], "", None),
     ],
 )
-@pytest.mark.parametrize("ops", [PLAIN, replace(PLAIN, attention="triton")])
 def test_what_kernels_need_is_checked_before_any_trial(
-    toolchain, monkeypatch, installed, cc, missing, ops
+    toolchain, monkeypatch, installed, cc, missing
 ):
     toolchain(*installed)
     if cc:
         monkeypatch.setenv("CC", cc)
-    choose.require_toolchain(replace(ops, attention="sdpa"), "cuda")
-    choose.require_toolchain(OpsConfig(), "cuda", undecided=())
-    choose.require_toolchain(OpsConfig(), "cpu")
+    said, asked = [], OpsConfig(attention="triton")
+    tried = mock.Mock(return_value={})
+    monkeypatch.setattr(choose, "remembered_or_tried", tried)
+    sizes = Sizes(ModelConfig(), 1, "bf16", True)
+    assert choose.choose(OpsConfig(), sizes, "cuda", said.append) == (OpsConfig(), {})
+    choose.require_toolchain(OpsConfig(), "cuda")
+    choose.require_toolchain(asked, "cpu")
     if missing is None:
-        return choose.require_toolchain(ops, "cuda")
-    with pytest.raises(UserError, match=rf"{missing}.*--train.compile off --ops.attention sdpa$"):
-        choose.require_toolchain(ops, "cuda")
+        assert tried.called
+        return choose.require_toolchain(asked, "cuda")
+    [line] = said
+    assert re.match(rf"{missing}.*; PyTorch's ops are used instead of our kernels$", line)
+    with pytest.raises(UserError, match=rf"^--ops.attention is triton: .*{missing}"):
+        choose.require_toolchain(asked, "cuda")
     monkeypatch.setattr(device, "has_compiler", lambda: True)
     compiled, note = device.pick_compile("auto", "cuda")
     assert (compiled, note[-22:]) == (False, "; torch.compile is off"), note
     return None
 
 
-def test_a_run_without_a_compiler_ends_before_it_reads_its_data(toolchain, monkeypatch, tiny):
+def test_kernels_without_a_compiler_are_an_error_before_data_is_read(toolchain, monkeypatch, tiny):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="no C compiler was found"):
-        Trainer(parse(tiny("--train.device cuda --data.source nowhere")))
+    flags = "--train.device cuda --ops.norm triton --data.source nowhere"
+    with pytest.raises(UserError, match=r"--ops.norm is triton: no C compiler was found"):
+        Trainer(parse(tiny(flags)))
