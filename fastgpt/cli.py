@@ -125,3 +125,7 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         if f"--{steps}" in names:
             config = replace(config, **{epochs.replace("-", "_"): None})
     return config
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ PARTS = {
         "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block", "fastgpt/model/layers",
         "fastgpt/model/positions",
         "fastgpt/ops/protocols", "fastgpt/ops/tables", "fastgpt/ops/torch_ops",
-        "fastgpt/train/optim", "fastgpt/train/schedule",
+        "fastgpt/train/optim",
     ),
     "The kernels: attention stands for the others": (
         "kernels/runtime", "kernels/attention/op",

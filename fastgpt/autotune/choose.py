@@ -29,7 +29,7 @@ from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
-from fastgpt.files import recall, remember
+from fastgpt.files import code_hash, recall, remember
 from fastgpt.kernels import parity, runtime
 
 PACKAGE = Path(__file__).parents[1]
@@ -194,14 +194,10 @@ def remembered_or_tried(
 
 def _key(sizes: Sizes, on: str) -> str:
     """Cache key of a verdict: a hash of the device, versions, sizes, kernels and their tables."""
-    sources = hashlib.sha256()
-    for folder in (KERNELS, PACKAGE / "autotune", PACKAGE / "ops"):
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in (".py", ".json"):
-                sources.update(path.read_bytes())
+    code = code_hash(KERNELS, PACKAGE / "autotune", PACKAGE / "ops")
     # not by its package, which has other names in some builds of torch
     versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
-    facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
+    facts = [device.device_name(on), *versions, code, asdict(sizes)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -58,7 +58,7 @@ def shard(
     Args:
         model: on the device `meta`, so that no rank holds all of it; it goes to that of the mesh.
         build: called on the main rank, whose weights the model gets.
-        mesh: from `fastgpt.parallel.mesh.build_mesh`.
+        mesh: from `fastgpt.parallel.parallelize.build_mesh`.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

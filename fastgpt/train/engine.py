@@ -36,8 +36,13 @@ from fastgpt.guards.spikes import Spikes
 from fastgpt.model.gpt import VOCAB_TABLES
 from fastgpt.ops import tables
 from fastgpt.parallel import distributed, fsdp
-from fastgpt.parallel.mesh import non_dp_size, shards_weights
-from fastgpt.parallel.parallelize import build_parallel_model, compile_blocks, replicate
+from fastgpt.parallel.parallelize import (
+    build_parallel_model,
+    compile_blocks,
+    non_dp_size,
+    replicate,
+    shards_weights,
+)
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.run.directory import resumes
@@ -45,9 +50,8 @@ from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from, micro_batch
 from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
 from fastgpt.train.init_from import Warn
-from fastgpt.train.optim import Optimizers
+from fastgpt.train.optim import Optimizers, lr_ratio
 from fastgpt.train.resume import position, restore
-from fastgpt.train.schedule import lr_ratio
 
 
 class Engine:

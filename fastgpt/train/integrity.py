@@ -3,7 +3,6 @@
 import hashlib
 import json
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ from fastgpt.commands import installed
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss
+from fastgpt.files import code_hash
 from fastgpt.kernels import parity
 from fastgpt.train.engine import Engine
 
+PACKAGE = Path(__file__).parents[1]
 MOST_COST = 0.01
 """Largest share of a run's computing that the losses of checkpoints take by default."""
 
@@ -56,23 +57,12 @@ def own_loss(engine: Engine) -> dict[str, Any]:
         torch.__version__, torch.backends.cpu.get_cpu_capability(),
         device.device_name(engine.device), engine.world.size, asdict(config.parallel),
         engine.micro_batch, engine.precision, config.train.tf32, engine.narrow_residual,
-        engine.compiled, engine.model.ops.names, installed("triton"), sources(),
+        engine.compiled, engine.model.ops.names, installed("triton"), code_hash(PACKAGE),
     ]  # fmt: skip
     setup = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     # TF32 rounds to as many bits as fp16
     in_tf32 = config.train.tf32 and engine.precision == "fp32"
     return {"loss": loss, "precision": "fp16" if in_tf32 else engine.precision, "setup": setup}
-
-
-@cache
-def sources() -> str:
-    """Returns a hash of the package's code and tables, as they are when this is first called."""
-    found, package = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted([*package.rglob("*"), *(package / "kernels").rglob("*")]):
-        # an editor's lock is a dangling link
-        if path.suffix in (".py", ".json") and path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def check_recorded_loss(engine: Engine) -> None:
@@ -82,7 +72,7 @@ def check_recorded_loss(engine: Engine) -> None:
         UserError: with the same setup their bits differ; with another one more than
             `fastgpt.kernels.parity` allows in the coarser of both precisions.
     """
-    sources()  # now: they may be edited while the run goes on
+    code_hash(PACKAGE)  # now: it may be edited while the run goes on
     recorded, path = (engine.restored.state or {}).get("own_loss"), engine.restored.path
     if recorded is None or engine.config.train.resume_check == "off":
         return

@@ -29,7 +29,6 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.parallel.stragglers import Pace
 from fastgpt.run import directory, manifest
-from fastgpt.run.lock import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import Engine
@@ -85,7 +84,7 @@ class Trainer:
         """Locks the directory of an existing run; that of a new one is created and locked later."""
         if config.run_dir is not None and directory.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
-            self.lock = RunLock(config.run_dir, instead)
+            self.lock = directory.RunLock(config.run_dir, instead)
 
     def _unlock(self) -> None:
         if self.lock is not None:
@@ -137,7 +136,7 @@ class Trainer:
         """
         engine, config, warn = self.engine, self.config, self.display.warn
         path = config.run_dir or directory.new_run_dir(config.recipe)
-        self.lock = self.lock or RunLock(path)
+        self.lock = self.lock or directory.RunLock(path)
         if note := directory.open_run_dir(path, config, engine.step, self.world.size):
             warn(note)
         on, dtype = engine.device, device.DTYPES[engine.precision]

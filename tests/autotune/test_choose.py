@@ -13,6 +13,7 @@ from fastgpt.autotune.choose import judge
 from fastgpt.autotune.trials import Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
+from fastgpt.files import code_hash
 from fastgpt.kernels.spec import no_options
 from fastgpt.kernels.specs import SPECS
 from fastgpt.model.gpt import GPT
@@ -197,6 +198,7 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
     for name in ("op/device.py", "op/tuning/sm_90.json", "op/notes.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
+        code_hash.cache_clear()
         keys.append(choose._key(SIZES, "cuda"))
     assert len(set(keys[:4])) == 4
     assert keys[4] == keys[3]

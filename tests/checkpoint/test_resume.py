@@ -22,7 +22,7 @@ from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
-from fastgpt.run.lock import RunLock
+from fastgpt.run.directory import RunLock
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate

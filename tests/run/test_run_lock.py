@@ -3,7 +3,7 @@
 import pytest
 
 from fastgpt.errors import UserError
-from fastgpt.run.lock import RunLock
+from fastgpt.run.directory import RunLock
 
 
 def test_links_in_a_run_are_refused_but_the_run_itself_may_be_one(tmp_path):
