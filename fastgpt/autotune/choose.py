@@ -43,7 +43,6 @@ WORTH = {"loss": 1.05}
 halves a step's memory, which is worth more than a twentieth of its time."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
 
-Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
 """Result of a trial: `chosen`, an implementation; `complaints`, the errors found in ours; and
 `milliseconds` of each implementation."""
@@ -52,13 +51,13 @@ Verdict = dict[str, Any]
 # --- the child ------------------------------------------------------------------------------------
 
 
-def judge(name: str, sizes: Sizes, on: str, timer: Timer) -> Verdict:
+def judge(name: str, sizes: Sizes, on: str) -> Verdict:
     """Checks and times the implementations, and chooses the fastest; ours only if it is correct."""
     wrong, times = faults(name, sizes, on), {}
     trial = make_trial(name, sizes, on, sizes.batch, sizes.model.context)
     for key, op in trial.ops.items() if not wrong else ():
         with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
-            times[key] = 1e3 * seconds(op, trial.inputs, sizes, on, timer)
+            times[key] = 1e3 * seconds(op, trial.inputs, sizes, on)
     ours, plain = trial.ops
     cost = {key: ms / WORTH.get(name, 1) if key == ours else ms for key, ms in times.items()}
     chosen = min(cost, key=lambda key: cost[key], default=plain)
@@ -86,7 +85,7 @@ def faults(name: str, sizes: Sizes, on: str) -> list[str]:
     return found
 
 
-def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str, timer: Timer) -> float:
+def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str) -> float:
     """Times an implementation forward and backward as the run would call it."""
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     if sizes.compiled:
@@ -102,7 +101,7 @@ def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str, tim
     return timer(step)
 
 
-def _do_bench(step: Callable[[], object]) -> float:
+def timer(step: Callable[[], object]) -> float:
     from triton.testing import do_bench  # flushes L2 between calls
 
     return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
@@ -115,7 +114,7 @@ def main() -> None:
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
-            print(json.dumps({name: judge(name, sizes, on, _do_bench)}), flush=True)
+            print(json.dumps({name: judge(name, sizes, on)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
         print(brief(error), file=sys.stderr, flush=True)
         os._exit(1)

@@ -68,7 +68,7 @@ class Trainer:
         self.requeue = False
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
-            cleanup.callback(self._unlock)
+            cleanup.callback(lambda: self.lock and self.lock.release())
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
             self.engine = Engine(config, self.display.warn, data, source)
@@ -85,10 +85,6 @@ class Trainer:
         if config.run_dir is not None and directory.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
             self.lock = directory.RunLock(config.run_dir, instead)
-
-    def _unlock(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
@@ -179,7 +175,8 @@ class Trainer:
             self.engine.loader.close()
             if self.log is not None:
                 self._settle(self.log.close)
-            self._unlock()
+            if self.lock is not None:
+                self.lock.release()
             watchdog.close()
             self.stop.restore()
         for line in ending:

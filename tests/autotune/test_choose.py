@@ -31,15 +31,15 @@ KERNELS = {
 }
 
 
-def timer_of(*seconds):
-    """Returns a fake timer that reports given times, ours first, and runs each step once."""
-    told = mock.Mock(side_effect=seconds)
+@pytest.fixture
+def takes(monkeypatch):
+    """Returns a function that sets how long each step takes, ours first; each runs once."""
 
-    def timer(step):
-        step()
-        return told()
+    def take(*seconds):
+        told = mock.Mock(side_effect=seconds)
+        monkeypatch.setattr(choose, "timer", lambda step: (step(), told())[1])
 
-    return timer
+    return take
 
 
 OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
@@ -62,10 +62,11 @@ COSINE = replace(
         (torch.OutOfMemoryError, torch.OutOfMemoryError, 1.0, "plain"),
     ],
 )
-def test_the_faster_one_is_chosen(monkeypatch, plain, ours, worth, chosen):
+def test_the_faster_one_is_chosen(monkeypatch, takes, plain, ours, worth, chosen):
     monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, OPS))
     monkeypatch.setitem(choose.WORTH, "cosine", worth)
-    verdict = judge("cosine", SIZES, "cpu", timer_of(ours, plain))
+    takes(ours, plain)
+    verdict = judge("cosine", SIZES, "cpu")
     assert verdict["chosen"] == chosen
     assert verdict["complaints"] == []
 
@@ -77,9 +78,10 @@ def test_the_faster_one_is_chosen(monkeypatch, plain, ours, worth, chosen):
         ("gradient", lambda x: backward_only(x, 1.01).cos()),
     ],
 )
-def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, wrong, ours):
+def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, takes, wrong, ours):
     monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, {**OPS, "ours": ours}))
-    verdict = judge("cosine", SIZES, "cpu", timer_of())
+    takes()
+    verdict = judge("cosine", SIZES, "cpu")
     assert (verdict["chosen"], verdict["milliseconds"]) == ("plain", {})
     assert any(line.startswith(wrong) for line in verdict["complaints"])
 
@@ -93,34 +95,37 @@ def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, wrong, ours):
         {"bias": False, "document_mask": True, "eot_id": 0},
     ],
 )
-def test_our_kernels_pass_their_trials(name, kernel, options):
+def test_our_kernels_pass_their_trials(takes, name, kernel, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
+    takes(1.0, 2.0)
     with launches(kernel):
-        verdict = judge(name, sizes, "cpu", timer_of(1.0, 2.0))
+        verdict = judge(name, sizes, "cpu")
     ours, plain = make_trial(name, sizes, "cpu", 2, 16).ops
     assert (verdict["chosen"], verdict["complaints"]) == (ours, [])
     assert verdict["milliseconds"] == {ours: 1000.0, plain: 2000.0}
     assert plain == choose.plain_name(name)
 
 
-def test_timed_as_the_run_calls_it():
+def test_timed_as_the_run_calls_it(takes):
     sizes = Sizes(TINY, 2, "bf16", True)
     trial = make_trial("loss", sizes, "cpu", 2, 16)
+    takes(1.0)
     with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
-        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu", timer_of(1.0))
+        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu")
     assert compiled.called
 
 
 @pytest.mark.parametrize(
     ("options", "packed"), [({}, 1), ({"position": "rotary"}, 0), ({"qk_norm": True}, 0)]
 )
-def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, options, packed):
+def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes, options, packed):
     called = mock.Mock(side_effect=tables.PACKED_ATTENTION["triton"])
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
     sizes = replace(SIZES, model=replace(TINY, **options))
     chosen = tables.select(OpsConfig(attention="triton"), "cpu")
     trial = make_trial("attention", sizes, "cpu", 2, 16)
-    choose.seconds(trial.ops["triton"], trial.inputs, sizes, "cpu", timer_of(1.0))
+    takes(1.0)
+    choose.seconds(trial.ops["triton"], trial.inputs, sizes, "cpu")
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
@@ -167,7 +172,7 @@ def on_cuda(monkeypatch, tmp_path):
 CHILD = """
 import io, sys
 from fastgpt.autotune import choose, trials
-choose._do_bench = lambda step: 1.0
+choose.timer = lambda step: 1.0
 sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 {}
 choose.main()

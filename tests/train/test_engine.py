@@ -10,6 +10,7 @@ from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
+from tests.runs import torchrun
 
 
 @pytest.mark.cpu
@@ -42,6 +43,30 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     monkeypatch.setattr(Engine, "_rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
         Engine(parse(tiny()))
+
+
+RUN_OUT = """
+import os, torch, train
+from fastgpt.train.engine import Engine
+
+step = Engine.train_step
+
+def run_out(engine, stop=None):
+    if engine.step == 2 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    step(engine, stop)
+
+Engine.train_step = run_out
+train.main()
+"""
+
+
+def test_one_rank_without_memory_ends_all(tiny, tmp_path):
+    (tmp_path / "run_out.py").write_text(RUN_OUT)
+    process = torchrun(2, str(tmp_path / "run_out.py"), *tiny(), forks=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "[rank 1] error: step 2: no GPU memory left with micro-batches of 4: pass a " in err
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
