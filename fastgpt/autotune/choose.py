@@ -177,17 +177,17 @@ def remembered_or_tried(
     """
     known: dict[str, dict[str, Verdict]] = recall("ops.json")
     verdicts, failed = known.setdefault(_key(sizes, on), {}), {}
-    end = None
-    while left := [name for name in asked if name not in verdicts.keys() | failed.keys()]:
-        if end is None:
-            warn("checking and timing our kernels on this device, once; this takes a minute or two")
-            end = time.monotonic() + TIMEOUT
+    left, end = [name for name in asked if name not in verdicts], time.monotonic() + TIMEOUT
+    if left:
+        warn("checking and timing our kernels on this device, once; this takes a minute or two")
+    while left:
         found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
         verdicts |= found
-        if missing := [name for name in left if name not in found]:  # the next run tries it again
-            plain = plain_name(missing[0])
-            failed[missing[0]] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
         remember("ops.json", known)
+        left = [name for name in left if name not in found]
+        if left:  # the next run tries it again
+            op = left.pop(0)
+            failed[op] = {"chosen": plain_name(op), "complaints": [reason], "milliseconds": {}}
     return {name: (verdicts | failed)[name] for name in asked}
 
 

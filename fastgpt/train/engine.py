@@ -24,25 +24,13 @@ from fastgpt.data.items import Data
 from fastgpt.data.loader import Loader
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError
-from fastgpt.evaluate.validation import (
-    as_many_on_all_ranks,
-    mean_loss,
-    reported,
-    validation_batches,
-)
+from fastgpt.evaluate import validation
 from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.gpt import VOCAB_TABLES
 from fastgpt.ops import tables
-from fastgpt.parallel import distributed, fsdp
-from fastgpt.parallel.parallelize import (
-    build_parallel_model,
-    compile_blocks,
-    non_dp_size,
-    replicate,
-    shards_weights,
-)
+from fastgpt.parallel import distributed, fsdp, parallelize
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.run.directory import resumes
@@ -81,7 +69,7 @@ class Engine:
             cpu.prepare(compiled=self.compiled)
         if train.tf32:
             torch.set_float32_matmul_precision("high")
-        self.model = build_parallel_model(
+        self.model = parallelize.build_parallel_model(
             config, self.ops, world, self.device,
             narrow_residual=self.narrow_residual, compiled=self.compiled,
         )  # fmt: skip
@@ -125,11 +113,12 @@ class Engine:
         """
         self.device = on = device.pick_device(config.train.device)
         world = distributed.start(on)
-        self.world = world = replace(world, non_dp_size=non_dp_size(config.parallel, world))
+        together = parallelize.non_dp_size(config.parallel, world)
+        self.world = world = replace(world, non_dp_size=together)
         self.precision = precision = world.on_rank0(
             lambda: device.pick_precision(precision_asked(config, on, warn), on)
         )
-        self.sharded = shards_weights(config.parallel, world)
+        self.sharded = parallelize.shards_weights(config.parallel, world)
         """True if each rank holds a part of each weight."""
         self.has_forward_collectives = self.sharded or world.non_dp_size > 1
         """True if ranks exchange tensors in each forward."""
@@ -192,8 +181,8 @@ class Engine:
             return torch.compile(self.model, fullgraph=True, dynamic=False, options=options), None
         if self.compiled:
             torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
-            compile_blocks(self.model, self.device)
-        return self.model, replicate(self.model, self.config.train)
+            parallelize.compile_blocks(self.model, self.device)
+        return self.model, parallelize.replicate(self.model, self.config.train)
 
     def _rehearse(self, size: int) -> None:
         """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
@@ -298,16 +287,16 @@ class Engine:
         together, results = self.has_forward_collectives, []
         self.model.eval()
         for corpus in self.data.corpora:
-            batches = validation_batches(
+            batches = validation.validation_batches(
                 self.config, self.data, corpus, split, max_tokens=max_tokens, step=self.step,
                 micro_batch=self.micro_batch, world=self.world,
             )  # fmt: skip
             if together:
                 shape = (self.micro_batch, self.config.model.context)
-                batches = as_many_on_all_ranks(batches, self.world, shape)
-            loss = mean_loss(
-                self.loss, reported(batches, report), world=self.world, device=self.device,
-                autocast=self.autocast(), stop=self.synced(stop),
+                batches = validation.as_many_on_all_ranks(batches, self.world, shape)
+            loss = validation.mean_loss(
+                self.loss, validation.reported(batches, report), world=self.world,
+                device=self.device, autocast=self.autocast(), stop=self.synced(stop),
             )  # fmt: skip
             results.append(loss)
         self.model.train()
