@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fastgpt.terminal import one_line, printable, replaced_note
+from fastgpt.terminal import one_line, printable
 
 
 def command(uninstalled: str) -> str:
@@ -40,22 +40,22 @@ class Output:
 
 
 class Display:
-    """Output of a training run, shown by the main rank."""
+    """Output of a training run, shown by the main rank.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: prints nothing, as on every other rank.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
         file = cast("TextIO", Output())
-        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False)
+        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False, quiet=quiet)
         self.bar: Progress | None = None
         self.figures = ""
         """Figures of the newest step, the most useful first."""
         self.val_loss: float | None = None
         """Loss of the newest evaluation, which the bar shows."""
-
-    def mute(self) -> None:
-        """Turns all output off; used on every rank but the main one."""
-        self.console.quiet = True
 
     def header(self, facts: dict[str, str]) -> None:
         """Prints names and values, one per line."""
@@ -111,8 +111,6 @@ class Display:
     def sample(self, text: str) -> None:
         """Shows a sample of the model's output."""
         self.line(f"--- sample ---\n{text}\n--------------")
-        if note := replaced_note(text):
-            self.line(note)
 
     def stop(self) -> None:
         """Removes the bar."""
@@ -143,11 +141,3 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}".removesuffix(".0") + suffix
     return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Writes a duration in the largest unit of which it is 2 or more, else in seconds."""
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -23,9 +23,11 @@ from fastgpt.config.checks import (
     flag,
 )
 from fastgpt.config.model import ModelConfig
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 
+CONVERTED = "converted"
+"""Recipe of a run that was converted from another program's model."""
 MOST_TOKENS = 2**28
 """Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
 
@@ -168,10 +170,6 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    verify_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps between two comparisons of the weights that several ranks hold: a run whose
-    replicas differ, because of a fault of memory or of a link, ends before the next checkpoint and
-    names rank and tensor. 0: never."""
     resume_check: Literal["auto", "on", "off"] = "auto"
     """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
     must be the same bit for bit with the same software and devices, else within rounding. `auto`
@@ -335,8 +333,22 @@ def from_json(text: str) -> Config:
             this version.
     """
     values = parse_json(text)
-    values.pop("take_over", None)  # earlier versions wrote it
+    values.pop("take_over", None)  # earlier versions wrote it, and the next one
+    values.get("train", {}).pop("verify_every", None)
     return overlay(Config(), values)
+
+
+def saved_config(run: Path) -> Config:
+    """Reads the settings of a run or a checkpoint from its config.json.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = run / "config.json"
+    try:
+        return from_json(path.read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def overlay(config: Config, values: dict[str, Any]) -> Config:

@@ -9,9 +9,8 @@ import torch
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.tensors import Weights
-from fastgpt.config.config import OpsConfig
+from fastgpt.config.config import OpsConfig, saved_config
 from fastgpt.config.model import ModelConfig
-from fastgpt.config.saved import saved_config
 from fastgpt.convert.families import config_from, tensor_maps
 from fastgpt.convert.family import Family, Settings, TensorMap
 from fastgpt.convert.foreign import read_llmc, read_nanogpt

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint, tensors
-from fastgpt.config.config import Config, TrainConfig, to_json
-from fastgpt.config.saved import CONVERTED
+from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, settings_for, tensor_maps
 from fastgpt.convert.family import TensorMap

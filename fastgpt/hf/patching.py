@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastgpt.autotune import choose
-from fastgpt.autotune.trials import TRIALS, Sizes
+from fastgpt.autotune.trials import Sizes
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import ACTIVATIONS
 from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
@@ -241,8 +241,7 @@ def _sizes(model: Any, batch: int, length: int | None) -> Sizes:
 def _trials(asked: list[str], sizes: Sizes, on: str, force: bool) -> dict[str, tuple[bool, str]]:
     """Tries ops: whether each passed, and what was found; with `force` they are not timed."""
     if force:
-        dtype = DTYPES[sizes.precision]
-        wrong = {op: choose.faults(TRIALS[op](sizes, on, dtype), sizes) for op in asked}
+        wrong = {op: choose.faults(op, sizes, on) for op in asked}
         return {op: (not x, x[0] if x else "correct, not timed") for op, x in wrong.items()}
     verdicts = choose.remembered_or_tried(asked, sizes, on, print_line)
     return {

@@ -12,7 +12,7 @@ from fastgpt.errors import UserError
 from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
-from fastgpt.parallel.mesh import check_context, model_ranks, non_dp_size
+from fastgpt.parallel.parallelize import check_context, model_ranks, non_dp_size
 from fastgpt.parallel.tensor import check_tensor
 from fastgpt.train.micro_batch import largest_micro_batch
 
