@@ -56,11 +56,8 @@ def open_corpus(
         tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with shards,
             else GPT-2's for shards; characters for shakespeare, `documents` for sets of documents,
             bytes for other text.
-        val_fraction: in (0, 1), fraction held out for validation; data that is split already keeps
-            its split.
+        val_fraction: in (0, 1); data that is split already keeps its split.
         encoding: encoding of text files, by Python's name.
-        documents: tokenizer of sets of documents, if `tokenizer` is `auto`.
-        report: called with the number of tokens so far.
     Raises:
         UserError: there is nothing to read, it cannot be split or tokenized as asked, or a shard is
             damaged or holds an id that the tokenizer does not have.

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -80,16 +80,6 @@ class Settings:
 # --- batches -------------------------------------------------------------------------------------
 
 
-class Encoded(NamedTuple):
-    """Tokens of a batch that belong to one split: (N,) uint16 or uint32."""
-
-    ids: np.ndarray
-    num_bytes: int
-    """Bytes of UTF-8 that the tokens stand for."""
-    documents: int
-    """Number of documents that begin."""
-
-
 def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
     """Yields lists of pieces of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
 
@@ -119,14 +109,14 @@ def _split(piece: Piece, cut: int) -> list[Piece]:
 
 def encode(
     batch: list[Piece], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
-) -> tuple[dict[str, Encoded], bytes]:
+) -> tuple[dict[str, tuple[np.ndarray, int, int]], bytes]:
     """Tokenizes a batch, with an end-of-text token before each document if the tokenizer has one.
 
     Args:
         val_fraction: fraction of documents held out, if their hash decides.
         ends_documents: without an end-of-text token, make each document end in a newline.
     Returns:
-        The tokens by split, and the sha256 of the texts.
+        What `ShardWriter.append` takes, by split, and the sha256 of the texts.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     eot = np.array([x for x in [tokenizer.eot_id] if x is not None], dtype)
@@ -135,7 +125,7 @@ def encode(
     digest = hashlib.sha256()
     for piece in batch:
         text = cast(Any, piece.text)  # bytes for the bytes tokenizer only
-        data = text if isinstance(text, bytes) else text.encode()
+        data = piece.text if isinstance(piece.text, bytes) else piece.text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
         split = piece.split or SPLITS[held_out(data, val_fraction)]
         if ends_documents and not eot.size and not data.endswith(b"\n"):
@@ -144,7 +134,7 @@ def encode(
         num_bytes[split] += len(data)
         documents[split] += piece.begins
     encoded = {
-        split: Encoded(np.concatenate(ids), num_bytes[split], documents[split])
+        split: (np.concatenate(ids), num_bytes[split], documents[split])
         for split, ids in found.items()
     }
     return encoded, digest.digest()
@@ -172,11 +162,16 @@ class ShardWriter:
     def _path(self, number: int) -> Path:
         return self.out / f"{self.split}_{number:06d}.bin"
 
-    def append(self, part: Encoded) -> None:
-        """Writes tokens behind those so far."""
-        self.num_bytes += part.num_bytes
-        self.documents += part.documents
-        ids = part.ids
+    def append(self, ids: np.ndarray, num_bytes: int, documents: int) -> None:
+        """Writes tokens (N,) behind those so far.
+
+        Args:
+            ids: uint16 or uint32.
+            num_bytes: bytes of UTF-8 that they stand for.
+            documents: number of documents that begin.
+        """
+        self.num_bytes += num_bytes
+        self.documents += documents
         while ids.size:
             number, before = divmod(self.tokens, self.shard_tokens)
             now, ids = np.split(ids, [self.shard_tokens - before])
@@ -247,7 +242,7 @@ def write_directory(
     total = 0
     for encoded, hashed in _in_order(tokenize, todo, workers or cores()):
         for split, part in encoded.items():
-            writers[split].append(part)
+            writers[split].append(*part)
         # a chain of sha256 over the batches
         digest = hashlib.sha256(digest.encode() + hashed).hexdigest()
         total = sum(writer.tokens for writer in writers.values())
