@@ -11,6 +11,7 @@ import torch
 
 from fastgpt import flags
 from fastgpt.config.config import CONVERTED, Config, saved_config
+from fastgpt.config.files import INSTEAD, read_settings, to_yaml, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.display import command
@@ -41,7 +42,7 @@ def main() -> None:
 def parse(argv: Sequence[str]) -> Config:
     """Returns the settings of a run: the recipe's (with --resume the saved run's) and the flags.
 
-    With --help, --list-recipes or --version it prints the answer and exits.
+    With --help, --list-recipes, --print-config or --version it prints the answer and exits.
 
     Raises:
         UserError: unknown recipe or flag, or an impossible value.
@@ -57,18 +58,30 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     if "--list-recipes" in argv:
         print_text("\n".join(f"  {name:<22} {about}" for name, (about, _) in RECIPES.items()))
         sys.exit()
+    if "--print-config" in argv:
+        print_text(to_yaml(parse([flag for flag in argv if flag != "--print-config"])).rstrip())
+        sys.exit()
     asked = [flag for flag in argv if flag in ("--help", "-h", "--version")]
     given = [flag for flag in argv if flag not in asked]
-    named = bool(given) and not given[0].startswith("-")
-    recipe = given.pop(0) if named else ("gpt2-124m" if torch.cuda.is_available() else "baby")
+    named = given.pop(0) if given and not given[0].startswith("-") else None
+    file, given = _config_file(given)
+    settings = {} if file is None else read_settings(file)
+    if named and settings.setdefault("recipe", named) != named:
+        raise UserError(f"{file} is of recipe {settings['recipe']}: expected that, not {named}")
+    named = settings.pop("recipe", named)
+    recipe = named or ("gpt2-124m" if torch.cuda.is_available() else "baby")
     if recipe not in RECIPES:
-        raise unknown_name("recipe", recipe, RECIPES)
+        raise unknown_name("recipe", str(recipe), RECIPES)
     about, default = RECIPES[recipe]
     about = f"recipe {recipe}: {about}"
+    if file is not None:
+        about, default = f"{file}, which is of {about}", with_settings(default, settings, file)
     early = _early_flags(given)
+    if file is not None and early.resume is not None:
+        raise UserError(f"--config is {file}: a resumed run has its settings: expected flags alone")
     if early.resume is not None and (found := find_run(early.resume, early.run_dir, recipe)):
         run, checkpoint = found
-        saved = _saved(run, early, recipe if named else None)
+        saved = _saved(run, early, named)
         config = _flags(saved, [*asked, *given], f"the run {run}")
         return replace(config, run_dir=config.run_dir or run, resume=str(checkpoint)), None
     init_from = default.init_from if early.init_from is None else early.init_from
@@ -78,6 +91,14 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     config = _flags(with_architecture(default, init_from, source.config), given, about)
     check_architecture(config, source.config)
     return config, source
+
+
+def _config_file(given: list[str]) -> tuple[Path | None, list[str]]:
+    """Returns the file that --config names, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, nargs="?", const=Path("''"))
+    found, others = parser.parse_known_args(given)
+    return found.config, others
 
 
 def _early_flags(given: list[str]) -> argparse.Namespace:
@@ -116,14 +137,16 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         prog=f"{command('python train.py')} [RECIPE]",
         default=default,
         about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
-        f" --list-recipes lists them all. The defaults of the flags are those of {of}.",
+        " --list-recipes lists them all. --print-config prints all settings as YAML, and --config"
+        f" FILE reads them. The defaults of the flags are those of {of}.",
     )
     names = {flag.split("=")[0].replace("_", "-") for flag in given}
-    for steps, epochs in (("steps", "epochs"), ("eval-every", "eval-epochs")):
-        if names.issuperset((f"--{steps}", f"--{epochs}")):
-            raise UserError(f"--{steps} and --{epochs} are both given: expected one of them")
-        if f"--{steps}" in names:
-            config = replace(config, **{epochs.replace("-", "_"): None})
+    for steps, epochs in INSTEAD.items():
+        pair = [f"--{name.replace('_', '-')}" for name in (steps, epochs)]
+        if names.issuperset(pair):
+            raise UserError(f"{pair[0]} and {pair[1]} are both given: expected one of them")
+        if pair[0] in names:
+            config = replace(config, **{epochs: None})
     return config
 
 

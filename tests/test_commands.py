@@ -31,13 +31,19 @@ TINY = (
 DROPOUT = "--only dropout/*/fp32 --sizes tiny --rounds 2"
 SLOT = '--static --arch 80 --only "sm_80 fwd 16 bits D=16,32 plain" --top 1'
 ONE_CASE = '"test_parity and rotary-grouped-fp32 and sm_90"'
+UNTRAINED = " --(help|resume|list|version|print)"
 # What makes a command short: text that is replaced, or, where the pattern ends the command, added.
 SHORTER = [
+    (r" > run\.yaml", ""),
+    (r"\$lr", "0.01"),
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
     (r" --epochs \S+", ""),
     (r" (VENV|PYTHON)=\S+", ""),
     (r"^(torchrun.*)=8", r"\1=2"),
-    (r"^(python train\.py|torchrun)((?! --(help|resume|list|version)| -m ).)*$", rf"\g<0>{TINY}"),
+    (
+        r"^(python train\.py|torchrun)((?! --(help|resume|list|version|print)| -m ).)*$",
+        rf"\g<0>{TINY}",
+    ),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
     (r"^make (test|test-full)( ARGS=.*)?$", r"make \1 ARGS='-n0 tests/test_architecture.py'"),
     (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
@@ -76,7 +82,7 @@ SHORTER = [
 ]
 # How the last line begins, where it tells that all went well.
 LAST = {
-    r"(python train.py|torchrun|make train)(?!.* (--help|-m ))": "to train longer: ",
+    r"(python train.py|torchrun|make train)(?!.* (--help|--print|-m ))": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"python -m fastgpt.evaluate": r"(hellaswag +acc_norm|mybook.txt +bits_per_byte) +\d",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
@@ -129,6 +135,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "yourfile.py").symlink_to(ROOT / "simgpu/tests/executor/yourfile.py")
     text = "the cat sat on the mat, and the dog sat on the log.\n"
     (tmp_path / "mybook.txt").write_text(40 * text)
+    (tmp_path / "run.yaml").write_text("recipe: baby\ndata: {source: mybook.txt}\n")
     line = {"ctx": "the cat", "endings": ["sat", "ran"], "label": 1}
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(line))
     (tmp_path / "chats.jsonl").write_text(2 * '{"prompt": "a", "completion": "b"}\n')

@@ -1,0 +1,68 @@
+"""Settings in YAML files are what was printed, and flags come after them."""
+
+from dataclasses import replace
+
+import pytest
+
+from fastgpt.cli import parse
+from fastgpt.config.files import to_yaml
+from fastgpt.config.recipes import RECIPES
+from fastgpt.errors import UserError
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_was_printed_gives_the_same_settings(name, written):
+    config = replace(RECIPES[name][1], init_from=None)
+    again = parse(["--config", written(to_yaml(config))])
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_a_file_replaces_the_recipe_and_flags_the_file(written):
+    file = written("recipe: shakespeare-cpu\nsteps: 5\noptim: {lr: 6e-4, grad_clip: 2}\nseed: 3")
+    config = parse(["--config", file, "--optim.lr", "1e-3"])
+    assert (config.recipe, config.steps, config.seed) == ("shakespeare-cpu", 5, 3)
+    assert (config.optim.lr, config.optim.grad_clip) == (1e-3, 2)
+    assert parse(["shakespeare-cpu", "--config", written("optim: {lr: 6e-4}")]).optim.lr == 6e-4
+    assert parse(["lecture-gpt-full", "--config", written("steps: 7")]).epochs is None
+
+
+def test_what_is_printed_is_yaml(written, capsys):
+    with pytest.raises(SystemExit):
+        parse(["shakespeare-cpu", "--steps", "7", "--print-config"])
+    assert parse(["--config", written(capsys.readouterr().out)]).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        ("stepz: 3", [], r"unknown setting of .*run\.yaml 'stepz'; did you mean 'steps'"),
+        ("model: {dime: 3}", [], "unknown setting of model in .* 'dime'; did you mean 'dim'"),
+        ("model: 3", [], r"model of .*run\.yaml is 3: expected settings by name"),
+        ("steps: {a: 1}", [], "is {'a': 1}: expected one value"),
+        ("steps: x", [], "--steps is 'x', which has the wrong type"),
+        ("seed: -1", [], "--seed is -1: expected 0 to"),
+        ("[1]", [], r"holds \[1\]: expected settings by name"),
+        ("a: [", [], r"--config .*run\.yaml cannot be read: "),
+        ("recipe: nope", [], "unknown recipe 'nope'"),
+        ("steps: 3\nepochs: 2", [], "steps and epochs are both in .*: expected one of them"),
+        ("recipe: baby", ["gpt2-124m"], "is of recipe baby: expected that, not gpt2-124m"),
+        ("steps: 3", ["--resume", "auto"], "a resumed run has its settings"),
+    ],
+)
+def test_bad_files_are_one_line(text, flags, said, written):
+    with pytest.raises(UserError, match=said):
+        parse([*flags, "--config", written(text)])
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(UserError, match=r"--config none\.yaml cannot be read: No such file"):
+        parse(["--config", "none.yaml"])
