@@ -40,11 +40,7 @@ class Output:
 
 
 class Display:
-    """Output of a training run, shown by the main rank.
-
-    Args:
-        quiet: prints nothing, as on every other rank.
-    """
+    """Output of a training run; with `quiet`, as on all ranks but the main one, there is none."""
 
     def __init__(self, quiet: bool = False) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -100,11 +96,7 @@ class Display:
             self.doing()
 
     def doing(self, what: str = "") -> None:
-        """Shows an activity other than training in the bar.
-
-        Args:
-            what: such as `saving`; if empty, the bar shows the figures of the last step again.
-        """
+        """Shows an activity such as `saving` in the bar; if empty, the last step's figures."""
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], description=what or self.figures)
 

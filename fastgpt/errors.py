@@ -118,7 +118,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError` or `OSError` into one line on stderr and exit status 1.
+    """Turns a `UserError`, an `OSError` or a lack of GPU memory into one line and exit status 1.
 
     Other errors are bugs and keep their traceback.
     """
@@ -130,7 +130,15 @@ def shown_in_one_line() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except (UserError, OSError) as error:
+    except (UserError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError):
+            if "out of memory" not in str(error):  # torch's, of CUDA and of the allocator
+                raise
+            first = ". ".join(str(error).split("\n")[0].split(". ")[:3]).rstrip(".")
+            error = UserError(
+                f"{first}: end other programs on the GPU (nvidia-smi shows them), or pass smaller"
+                " sizes"
+            )
         rank = os.environ.get("RANK", "0")
         line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
         if not isinstance(error, OtherRankError):

@@ -135,9 +135,7 @@ def choose(
 ) -> tuple[OpsConfig, dict[str, Verdict]]:
     """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
 
-    Args:
-        on: device type; there are trials on CUDA only.
-        warn: called with one line for each reason not to use ours.
+    There are trials on CUDA only; each reason not to use ours is a warning of one line.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":

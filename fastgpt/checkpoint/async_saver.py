@@ -32,11 +32,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tree: T) -> T:
-        """Returns `tree` with its tensors copied to host memory; the next call overwrites them.
-
-        Raises:
-            UserError: there is not enough memory.
-        """
+        """Returns `tree` with its tensors copied to host memory; the next call overwrites them."""
         copies: dict[int, Tensor] = {}
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         for number, x in enumerate(tensors):
@@ -78,11 +74,8 @@ class Saver:
     ) -> None:
         """Copies weights and state, and starts to write them as the checkpoint of `step`.
 
-        Args:
-            copied: they are copies already, which nobody changes.
-
-        Raises:
-            UserError: an earlier checkpoint could not be written, or memory is short.
+        Those that are `copied` already are used as they are. Raises `UserError` if an earlier
+        checkpoint could not be written, or memory is short.
         """
         self.wait()  # it reads the copies that are overwritten here
         if not copied:

@@ -8,7 +8,7 @@ A checkpoint is a folder `step_00000500`:
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
 In version 0.2 ranks that share the weights wrote other files in place of the first two, which
-are read too: see `fastgpt.checkpoint.sharded`.
+are read too: see `tensors.read_parts`.
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
 """
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import tensors
-from fastgpt.checkpoint.sharded import STATE, read_parts
 from fastgpt.commands import resume_command
 from fastgpt.errors import UserError, brief, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
@@ -85,15 +84,24 @@ def save(
         tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
         with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
             torch.save(state, file)
-        for name, text in (("config.json", config_json), ("huggingface.json", huggingface_json)):
-            if text is not None:
-                (path / name).write_text(text)
+        (path / "config.json").write_text(config_json)
+        if huggingface_json is not None:
+            (path / "huggingface.json").write_text(huggingface_json)
         if save_tokenizer is not None:
             save_tokenizer(path / "tokenizer.json")
-        final = _publish(path, step)
-        for old in steps_on_disk(folder)[:-keep]:
-            if not keep_every or _step(old) % keep_every:
-                _remove(old)
+        names = [name for name in (*WEIGHT_FILES, *SIDE_FILES) if (path / name).exists()]
+        hashes = {name: sha256_of(path / name) for name in names}
+        record = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
+        (path / RECORD).write_text(json.dumps(record, indent=1))
+        for written in path.iterdir():
+            with written.open("rb+") as file:
+                os.fsync(file.fileno())
+        sync_directory(path)
+        final = step_path(folder, step)
+        _remove(final)
+        path.rename(final)
+        sync_directory(folder)
+        _remove_old(folder, keep, keep_every)
         return final
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
         shutil.rmtree(path, ignore_errors=True)
@@ -104,21 +112,10 @@ def save(
         raise UserError(f"cannot save {what} in {folder}: {reason(error)}") from error
 
 
-def _publish(path: Path, step: int) -> Path:
-    """Completes a checkpoint that was written under the name `path`, and gives it its own."""
-    names = [name for name in (*WEIGHT_FILES, *SIDE_FILES) if (path / name).exists()]
-    hashes = {name: sha256_of(path / name) for name in names}
-    record = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
-    (path / RECORD).write_text(json.dumps(record, indent=1))
-    for name in (*names, RECORD):
-        with (path / name).open("rb+") as file:
-            os.fsync(file.fileno())
-    sync_directory(path)
-    final = step_path(path.parent, step)
-    _remove(final)
-    path.rename(final)
-    sync_directory(path.parent)
-    return final
+def _remove_old(folder: Path, keep: int, keep_every: int) -> None:
+    for old in steps_on_disk(folder)[:-keep]:
+        if not keep_every or _step(old) % keep_every:
+            _remove(old)
 
 
 def _remove(path: Path) -> None:
@@ -141,11 +138,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Copies `checkpoint` to the folder `best` beside it, with hard links if the disk has them.
-
-    Raises:
-        UserError: the disk is full or cannot be written.
-    """
+    """Copies `checkpoint` to the folder `best` beside it, with hard links if the disk has them."""
     best, temporary = checkpoint.parent / "best", checkpoint.parent / ".best"
     with writing(best):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -189,8 +182,7 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         world: the ranks that load it together: those of each machine share the checksums' work.
 
     Raises:
-        UserError: a file is missing, altered or of an unknown format, or the ranks load different
-            checkpoints.
+        UserError: a file is missing, altered or of an unknown format, or the ranks' names differ.
     """
     record = _on_all_ranks(path, world, lambda: _verified(path, world))
     return _on_all_ranks(path, world, lambda: _read(path, record, state, world.size > 1))
@@ -229,8 +221,8 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
 
 def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
     try:
-        if STATE in record["sha256"]:
-            weights, values = read_parts(path, record["sha256"])
+        if tensors.STATE in record["sha256"]:
+            weights, values = tensors.read_parts(path, record["sha256"])
         else:
             weights = tensors.read(path / WEIGHT_FILES[0])
             values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
@@ -251,7 +243,7 @@ def read_record(path: Path) -> dict[str, Any]:
                 f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
             )
         names = record["sha256"].keys()
-        least = {"config.json", *([STATE] if STATE in names else WEIGHT_FILES)}
+        least = {"config.json", *([tensors.STATE] if tensors.STATE in names else WEIGHT_FILES)}
         of_folder = all(Path(name).name == name for name in names)
         step_known = type(record["step"]) is int and record["step"] >= 0
         if not (step_known and of_folder and least <= names):
@@ -271,12 +263,8 @@ def find(
 ) -> tuple[Checkpoint, list[str]]:
     """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
-    Args:
-        resume: path of a checkpoint, or of a run, whose newest valid checkpoint is loaded.
-        state, world: as in `load`.
-
-    Raises:
-        UserError: there is no valid checkpoint.
+    `resume` is the path of a checkpoint, or of a run, whose newest valid checkpoint is loaded;
+    `UserError` if there is none. The other arguments are those of `load`.
     """
     path, complaints = Path(resume), []
     if is_checkpoint(path):
@@ -298,11 +286,7 @@ def find(
 
 
 def instead_of(path: Path, state: bool, world: World) -> str:
-    """Returns a clause that names the newest valid checkpoint before `path`.
-
-    Args:
-        state: it has the command that resumes from there, too.
-    """
+    """Names the newest valid checkpoint before `path`, with `state` also how to resume there."""
     for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
         with suppress(UserError):
             load(earlier, state=state, world=world)

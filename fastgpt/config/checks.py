@@ -46,9 +46,7 @@ def flag(name: str) -> str:
 def check_fields(config: Any, section: str = "") -> None:
     """Raises `UserError` unless each field has its type and lies in its `Range`, or is None.
 
-    Args:
-        config: a dataclass.
-        section: what stands before the names of its flags, such as `model.`.
+    The `section`, such as `model.`, stands before the names of the dataclass's flags.
     """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)

@@ -327,10 +327,8 @@ def to_json(config: Config) -> str:
 def from_json(text: str) -> Config:
     """Reads settings that `to_json` wrote.
 
-    Raises:
-        UserError: a value is wrong.
-        ValueError, TypeError, KeyError, AttributeError: it is no JSON, or a field is unknown to
-            this version.
+    A wrong value is a `UserError`. A field unknown to this version, or what is no JSON, is another
+    error: see `saved_config`.
     """
     values = parse_json(text)
     values.pop("take_over", None)  # earlier versions wrote it, and the next one
@@ -339,11 +337,7 @@ def from_json(text: str) -> Config:
 
 
 def saved_config(run: Path) -> Config:
-    """Reads the settings of a run or a checkpoint from its config.json.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Reads the settings of a run or a checkpoint from its config.json."""
     path = run / "config.json"
     try:
         return from_json(path.read_text())
@@ -354,9 +348,7 @@ def saved_config(run: Path) -> Config:
 def overlay(config: Config, values: dict[str, Any]) -> Config:
     """Replaces the settings that `values` names, of a section as in `{"model": {"dim": 64}}`.
 
-    Raises:
-        UserError: a value is wrong.
-        TypeError, AttributeError: a field is unknown, or a section is no mapping.
+    An unknown field is a TypeError.
     """
     values = dict(values)
     for name in values:

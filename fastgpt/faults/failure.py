@@ -75,14 +75,7 @@ class Lifeline:
             self._thread = None
 
     def connect(self, rank: int, size: int, broadcast_object: Callable) -> None:
-        """Connects the ranks; a collective operation.
-
-        Args:
-            broadcast_object: broadcasts the main rank's value to every rank.
-
-        Raises:
-            OSError: the main rank cannot be reached.
-        """
+        """Connects the ranks; a collective operation, by `World.broadcast_object`."""
         self.rank, links = rank, {}
         if rank == 0:
             key = secrets.token_bytes(16)

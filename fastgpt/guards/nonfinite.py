@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fastgpt.errors import UserError, counted
-from fastgpt.parallel.fsdp import local_shard, sum_over_shards
+from fastgpt.ops.dtensor import local
+from fastgpt.parallel.fsdp import sum_over_shards
 
 
 class Finite:
@@ -74,9 +75,9 @@ def check_weights(weights: Sequence[Tensor], names: Sequence[str], step: int) ->
     """Raises `UserError` that names the first weight that is not finite, if there is one."""
     # a sum reads each weight once; that of finite weights may overflow, so the slower test of
     # single weights has the last word
-    bad = [~local_shard(weight.detach()).sum().isfinite() for weight in weights]
+    bad = [~local(weight.detach()).sum().isfinite() for weight in weights]
     if sum_over_shards(torch.stack(bad).float(), weights[0]).any():
-        bad = [~local_shard(weight.detach()).isfinite().all() for weight in weights]
+        bad = [~local(weight.detach()).isfinite().all() for weight in weights]
         first = sum_over_shards(torch.stack(bad).float(), weights[0]).nonzero()
         if len(first):
             raise UserError(f"step {step}: first tensor that is not finite: {names[int(first[0])]}")

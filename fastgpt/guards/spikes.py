@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastgpt.checkpoint.async_saver import Snapshot
 from fastgpt.errors import UserError
-from fastgpt.parallel.fsdp import local_shard
+from fastgpt.ops.dtensor import local
 
 WINDOW, LEAST = 100, 20
 """Number of steps that a step is compared with: at most, and at least."""
@@ -97,7 +97,7 @@ class Spikes:
             )
         for live, kept in zip(tree_leaves(self._live()), tree_leaves(self._kept)):
             if isinstance(live, Tensor):
-                local_shard(live).copy_(local_shard(kept))
+                local(live).copy_(local(kept))
         self._warn(f"{said}: weights and optimizer go back to those of step {self._kept_step}")
 
     def state(self) -> dict[str, list[float]]:

@@ -123,12 +123,10 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     for name in LACKS[config.architecture].split():
         given, expected = getattr(config, name), getattr(plain, name)
         if given != expected and not (name.endswith("dropout") and given == 0):
-            raise UserError(
-                f"model.{name} is {given}: it has no effect in {without}, expected {expected}"
-            )
+            given = f"model.{name} is {given}"
+            raise UserError(f"{given}: it has no effect in {without}, expected {expected}")
     if (recompute := options.get("recompute", "none")) != "none":
-        raise UserError(
-            f"--train.recompute is {recompute}: it has no effect in {without}, expected none"
-        )
+        given = f"--train.recompute is {recompute}"
+        raise UserError(f"{given}: it has no effect in {without}, expected none")
     kind = Bigram if config.architecture == "bigram" else Unnormalised
     return kind(config, ops, **options)

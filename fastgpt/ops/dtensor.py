@@ -25,10 +25,9 @@ def is_sharded(x: object) -> TypeGuard[DTensor]:
 
 
 def local(x: SomeTensor, *, partial: bool = False) -> SomeTensor:
-    """Returns this rank's part of a parameter, or all of one that is on every rank.
+    """Returns this rank's part of a tensor, in the same memory, or all of one that is no DTensor.
 
-    Args:
-        partial: the ranks' gradients differ, and are summed.
+    With `partial` the ranks' gradients differ, and are summed.
     """
     if not is_sharded(x):
         return x

@@ -44,11 +44,7 @@ class Cache:
         self.documents = torch.zeros(rows, size, dtype=torch.int64, device=device)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Reserves room for `tokens` (B, T), and returns their positions (B, T).
-
-        Raises:
-            ValueError: the cache has less room left.
-        """
+        """Reserves room for `tokens` (B, T), and returns their positions (B, T)."""
         T = tokens.shape[1]
         if self.used + T > self.size:
             raise ValueError(f"tokens: expected at most {self.size - self.used} more, got {T}")

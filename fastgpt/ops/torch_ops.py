@@ -135,9 +135,5 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     **head: Any,
 ) -> Tensor:
-    """`Ops.loss` that computes the logits of all tokens at once.
-
-    Args:
-        head: the arguments of `head_logits`.
-    """
+    """`Ops.loss` that computes the logits of all tokens at once, by `head_logits(**head)`."""
     return cross_entropy(head_logits(x, weight, **head), targets, label_smoothing, z_loss)

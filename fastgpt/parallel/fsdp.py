@@ -18,29 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastgpt.config.config import Config, ParallelConfig
+from fastgpt.config.config import ParallelConfig
 from fastgpt.device.device import DTYPES
-from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT, restore_padding
-from fastgpt.ops.dtensor import is_sharded
+from fastgpt.ops.dtensor import is_sharded, local
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.tensor import parallelize, qkv_permutation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-
-def check_combination(config: Config, precision: str) -> None:
-    """Raises `UserError` if a setting does not go with sharded weights."""
-    if precision == "fp16":
-        raise UserError(
-            f"--parallel.kind is {config.parallel.kind}: expected --train.precision bf16 or fp32"
-        )
-    if config.parallel.dtype == "bf16" and precision != "bf16":
-        raise UserError(
-            f"--parallel.dtype is bf16: expected --train.precision bf16, which is {precision} here"
-        )
 
 
 @torch.no_grad()
@@ -55,14 +42,13 @@ def shard(
 ) -> None:
     """Shards a model in place by FSDP2, in a group for each block; a collective operation.
 
+    The model is on the device `meta`, so that no rank holds all of it. It goes to that of the mesh,
+    with the weights that `build` makes on the main rank.
+
     Args:
-        model: on the device `meta`, so that no rank holds all of it; it goes to that of the mesh.
-        build: called on the main rank, whose weights the model gets.
-        mesh: from `fastgpt.parallel.parallelize.build_mesh`.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import distribute_tensor
 
     # a block's output is a view, which only matters to operations in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -89,15 +75,10 @@ def shard(
     buffers = world.on_rank0(built_buffers, world.patient_group())
     model.to_empty(device=mesh.device_type)
     for name, weight in model.named_parameters():
-        assert is_sharded(weight)
         order = qkv_permutation(model.config, name, config.tp) if config.tp > 1 else None
         weight.qkv_permutation = order  # pyright: ignore[reportAttributeAccessIssue]
-        x = torch.empty(weight.shape, device=weight.device)
-        if world.is_main:
-            x.copy_(weights.pop(name) if order is None else weights.pop(name)[order])
-        local_shard(weight).copy_(
-            local_shard(distribute_tensor(x, weight.device_mesh, weight.placements))
-        )
+        x = weights.pop(name) if world.is_main else torch.empty(weight.shape, device=weight.device)
+        local(weight).copy_(local(shard_like(x, weight, source=0)))
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 
@@ -111,11 +92,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         sharded.set_requires_gradient_sync(True)
-
-
-def local_shard(x: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor, in the same memory; another tensor as it is."""
-    return x.to_local() if is_sharded(x) else x
 
 
 def full_tensor(x: Tensor, like: Tensor) -> Tensor:
@@ -141,8 +117,11 @@ def gathered(x: Tensor, like: Tensor) -> Tensor:
     return whole.to("cpu", copy=True) if like.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
-def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """Shards `x`, which is whole on every rank, as the parameter `like` is."""
+def shard_like(x: Tensor, like: Tensor, source: int | None = None) -> Tensor:
+    """Shards `x`, which is whole on every rank, as the parameter `like` is.
+
+    With a `source` the values are those of that rank of the mesh; a collective operation.
+    """
     if not is_sharded(like):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -150,7 +129,7 @@ def shard_like(x: Tensor, like: Tensor) -> Tensor:
     order = getattr(like, "qkv_permutation", None)
     x = x.to(like.device)
     x = x if order is None else x[order]
-    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=source)
 
 
 @torch.no_grad()
@@ -162,7 +141,7 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     for name, weight in model.named_parameters():
         padded = {name: weights[name]}
         restore_padding(model, padded, "")
-        local_shard(weight).copy_(local_shard(shard_like(padded[name], weight)))
+        local(weight).copy_(local(shard_like(padded[name], weight)))
 
 
 def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
@@ -176,7 +155,7 @@ def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each whole tensor, (n,); a collective operation."""
-    parts = torch._foreach_norm([local_shard(x) for x in tensors])  # pyright: ignore
+    parts = torch._foreach_norm([local(x) for x in tensors])  # pyright: ignore
     if not is_sharded(tensors[0]):
         return torch.stack(parts)
     torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore

@@ -27,18 +27,14 @@ from fastgpt.model.gpt import GPT
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import shard
-from fastgpt.parallel.tensor import check_tensor, linear_cross_entropy
+from fastgpt.parallel.tensor import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def non_dp_size(config: ParallelConfig, world: World) -> int:
-    """Returns the number of neighbouring ranks that read the same data.
-
-    Raises:
-        UserError: the ranks do not divide into such groups.
-    """
+    """Returns the number of neighbouring ranks that read the same data."""
     group = config.cp * config.tp
     if world.size % group:
         raise UserError(
@@ -53,14 +49,8 @@ def shards_weights(config: ParallelConfig, world: World) -> bool:
     return config.kind != "ddp" and world.size > 1
 
 
-def model_ranks(config: ParallelConfig, world: World) -> int:
-    """Returns the number of ranks that hold one copy of the model together.
-
-    Raises:
-        UserError: the ranks do not divide into the groups of hsdp.
-    """
-    if config.kind == "ddp":
-        return 1
+def group_size(config: ParallelConfig, world: World) -> int:
+    """Returns the number of ranks in a group of hsdp; all ranks, if there is a single group."""
     group = world.size
     if config.kind == "hsdp" and world.size > 1:
         group = config.shards or world.local_size
@@ -76,14 +66,10 @@ def model_ranks(config: ParallelConfig, world: World) -> int:
 
 
 def build_mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
-    """Returns the mesh of all ranks, of which each dimension that is not needed is left out.
-
-    Raises:
-        UserError: the ranks do not divide into the groups of hsdp.
-    """
+    """Returns the mesh of all ranks, of which each dimension that is not needed is left out."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    group = world.size if config.kind == "ddp" else model_ranks(config, world)
+    group = group_size(config, world)
     shape = {"replicate": world.size // group, "shard": group // config.tp, "tensor": config.tp}
     if config.kind != "hsdp":  # it has a single group
         del shape["replicate"]
@@ -92,13 +78,34 @@ def build_mesh(config: ParallelConfig, world: World, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def check_context(config: Config) -> None:
-    """Raises `UserError` if a setting does not go with `config.parallel.cp` ranks."""
-    given, context = f"--parallel.cp is {config.parallel.cp}: expected", config.model.context
-    if config.model.architecture != "gpt" or config.train.eval_tasks:
-        raise UserError(f"{given} model.architecture gpt, and no --train.eval-tasks")
-    if context % (least := 2 * config.parallel.cp):
-        raise UserError(f"{given} --model.context to be a multiple of {least}, not {context}")
+def check_combination(config: Config, precision: str) -> None:
+    """Raises `UserError` if a setting does not go with the kinds of parallelism."""
+    parallel, model = config.parallel, config.model
+    cp, tp, sharded = parallel.cp, parallel.tp, parallel.kind != "ddp"
+    dropout = model.dropout_at("attention")
+    for wrong, given, expected in (
+        (sharded and precision == "fp16", "kind", "--train.precision bf16 or fp32"),
+        (sharded and parallel.dtype == "bf16" and precision != "bf16", "dtype",
+         f"--train.precision bf16, which is {precision} here"),
+        (cp > 1 and (model.architecture != "gpt" or config.train.eval_tasks), "cp",
+         "--model.architecture gpt, and no --train.eval-tasks"),
+        (model.context % (2 * cp) and cp > 1, "cp",
+         f"--model.context to be a multiple of {2 * cp}, not {model.context}"),
+        (tp > 1 and model.architecture != "gpt", "tp",
+         f"--model.architecture gpt, not {model.architecture}"),
+        (tp > 1 and dropout, "tp", f"--model.attention-dropout 0, not {dropout}: the ranks' heads"
+         " would have the same masks"),
+        (tp > 1 and config.ops.loss == "chunked", "tp", "--ops.loss auto or torch, not chunked"),
+        *((size % tp, "tp", f"{name} to be a multiple of it, not {size}") for name, size in (
+            ("--model.num-heads", model.num_heads),
+            ("--model.num-kv-heads", model.kv_heads),
+            ("the feed-forward width", model.ffn_width),
+            ("the vocabulary, padded to --model.vocab-multiple,", model.padded_vocab),
+        )),
+    ):  # fmt: skip
+        if wrong:
+            value = getattr(parallel, given)
+            raise UserError(f"--parallel.{given} is {value}: expected {expected}")
 
 
 def split_context(cp: int, mesh: DeviceMesh) -> ContextShard:
@@ -117,21 +124,14 @@ def build_parallel_model(
 ) -> GPT:
     """Builds the model with the numbers of `config.seed`; a collective operation.
 
-    Args:
-        compiled: its blocks will be compiled, one by one, if ranks share weights.
-
-    Raises:
-        UserError: the settings do not go together, or with the number of ranks.
+    If it is to be `compiled` and ranks share weights, its blocks are, one by one.
     """
     parallel = config.parallel
     sharded = shards_weights(parallel, world)
     if sharded:  # a norm would need the bias of a block whose weights are shared out again
         ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
-        check_tensor(config)
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
-    if parallel.cp > 1:
-        check_context(config)
     mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
     options: dict[str, Any] = {
         "label_smoothing": config.train.label_smoothing,

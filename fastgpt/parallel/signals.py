@@ -71,9 +71,8 @@ class StopSignal:
     def check(self, world: World, *, ranks_meet: bool) -> None:
         """Raises `Stopped` if any rank was asked to stop.
 
-        Args:
-            ranks_meet: True before a collective operation, where every rank must call this. At
-                other places a rank that was asked to stop waits here for the next such call.
+        Before a collective operation, where `ranks_meet`, every rank must call this. At other
+        places a rank that was asked to stop waits here for the next such call.
         """
         if (ranks_meet or self.received) and self.agreed(world):
             raise Stopped

@@ -50,8 +50,7 @@ class Pace:
     def compare(self, times: Tensor) -> tuple[dict[str, Any], list[str]]:
         """Returns figures for the log record, and a warning for each rank that is slow for long.
 
-        Args:
-            times: (ranks, 2) seconds per step of each rank: in forwards, and waiting for data.
+        The `times` (ranks, 2) are each rank's seconds per step, in forwards and waiting for data.
         """
         own = times.sum(1)
         median = own.quantile(0.5)

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from fastgpt.config.config import Config
 from fastgpt.config.model import ModelConfig
 from fastgpt.data.items import IGNORED
-from fastgpt.errors import UserError
 from fastgpt.ops.dtensor import all_gather, is_sharded, linear, reduce_from_tp
 
 if TYPE_CHECKING:
@@ -35,29 +33,6 @@ SPLIT = {
     "wte.weight": 0, "lm_head.weight": 0, "lm_head.bias": 0,
 }  # fmt: skip
 """Dimension in which each parameter is cut, by the end of its name; others are on every rank."""
-
-
-def check_tensor(config: Config) -> None:
-    """Raises `UserError` if a setting does not go with `config.parallel.tp` ranks."""
-    tp, model = config.parallel.tp, config.model
-    given = f"--parallel.tp is {tp}: expected"
-    if model.architecture != "gpt":
-        raise UserError(f"{given} --model.architecture gpt, not {model.architecture}")
-    if model.dropout_at("attention"):
-        raise UserError(
-            f"{given} --model.attention-dropout 0, not {model.dropout_at('attention')}: the ranks'"
-            " heads would have the same masks"
-        )
-    if config.ops.loss == "chunked":
-        raise UserError(f"{given} --ops.loss auto or torch, not chunked")
-    for name, size in (
-        ("--model.num-heads", model.num_heads),
-        ("--model.num-kv-heads", model.kv_heads),
-        ("the feed-forward width", model.ffn_width),
-        ("the vocabulary, padded to --model.vocab-multiple,", model.padded_vocab),
-    ):
-        if size % tp:
-            raise UserError(f"{given} {name} to be a multiple of it, not {size}")
 
 
 # --- weights --------------------------------------------------------------------------------------

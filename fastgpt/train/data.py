@@ -31,11 +31,9 @@ PREPARED = {
 def open_for_run(
     config: Config, data: Data | None, source: OpenedModel | None, world: World, warn: Warn
 ) -> DataSet:
-    """Opens the data of a run, which is the same on all ranks.
+    """Opens the data of a run.
 
-    Raises:
-        UserError: the data cannot be opened, differs between ranks, or has another tokenizer than
-            the model.
+    It is a `UserError` if it differs between ranks, or has another tokenizer than the model.
     """
     if data is None and config.data.align == "conversation":
         data = _conversations(config, source, world)
@@ -91,9 +89,6 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
 
     The vocabulary has as many tokens as the tokenizer, unless `config` asks for more.
-
-    Raises:
-        UserError: `config` asks for fewer, or the mask needs an end-of-text token that is missing.
     """
     asked, needed = config.model.vocab_size, tokenizer.vocab_size
     if asked is not None and asked < needed:
@@ -138,11 +133,7 @@ def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
 
 
 def resolve_source(source: str, warn: Warn) -> str:
-    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus.
-
-    Raises:
-        UserError: there is no prepared directory for `prepared:NAME`.
-    """
+    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus."""
     kind, _, name = source.partition(":")
     if kind != "prepared":
         return source

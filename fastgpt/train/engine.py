@@ -126,8 +126,6 @@ class Engine:
         self.has_forward_collectives = self.sharded or world.non_dp_size > 1
         """True if ranks exchange tensors in each forward."""
         self.narrow_residual = device.pick_residual(config.train.residual, on, precision)
-        if self.sharded:
-            fsdp.check_combination(config, precision)
         if config.ops.attention == "flash_attn" and precision == "fp32":
             raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
         choose.require_toolchain(config.ops, on)
@@ -150,6 +148,8 @@ class Engine:
         self.epoch_sizes = [order.epoch_size(0) for order in self.orders]
         """Number of samples of each corpus in an epoch."""
         config = with_vocabulary(config, self.data.tokenizer)
+        if world.size > 1:
+            parallelize.check_combination(config, precision)
         if self.source is not None:
             init_from.check_architecture(config, self.source.config)
         samples, batch = sum(self.epoch_sizes), config.global_batch
@@ -220,8 +220,7 @@ class Engine:
     def train_step(self, stop: StopSignal | None = None) -> None:
         """Takes one optimizer step on the next global batch; sets `train_loss`, `grad_norm`, `lr`.
 
-        Raises:
-            Stopped: `stop` was received between two micro-steps; the step is not taken.
+        It raises `Stopped` if `stop` was received between two micro-steps: no step is taken then.
         """
         # of dropout, a function of the step, so that no generator state has to be saved;
         # tensor-parallel ranks need the same masks
@@ -281,11 +280,8 @@ class Engine:
         Args:
             split: `val`; or `train` if `data.eval_batches` is set, which replaces `max_tokens`.
             max_tokens: approximate number of targets to score in fixed windows; 0: all.
-            stop: checked before each batch.
+            stop: checked before each batch; if it was received, `Stopped` is raised.
             report: called before each batch with the progress.
-
-        Raises:
-            Stopped: `stop` was received.
         """
         together, results = self.has_forward_collectives, []
         self.model.eval()
@@ -349,11 +345,8 @@ class Engine:
         """Returns the loss and the gradient norm of the last step; syncs with the device.
 
         With fp16 the norm may be infinite: that step was skipped, and the loss scale was lowered.
-        With `train.skip_nonfinite` both may be anything, if that step was skipped.
-
-        Raises:
-            UserError: one of them is not finite, or too many steps in a row were skipped; the
-                message names the first such step and tensor.
+        With `train.skip_nonfinite` both may be anything, if that step was skipped. Otherwise, or if
+        too many steps were skipped, a `UserError` names the first step and tensor not finite.
         """
         return self.finite.checked(
             self.train_loss, self.grad_norm, self.step, self.optimizers.scaler, self.names

@@ -13,8 +13,7 @@ from fastgpt.train.engine import Engine
 def facts(engine: Engine, peak: float) -> dict[str, Any]:
     """Returns what the manifest records of a run, beside its settings.
 
-    Args:
-        peak: FLOP/s of all ranks that MFU is relative to.
+    MFU is relative to `peak`, the FLOP/s of all ranks.
     """
     data = engine.data
     return {
@@ -48,8 +47,7 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
 def header(engine: Engine, known: dict[str, Any], run_dir: Path) -> dict[str, str]:
     """Returns the lines that a run prints before it begins, by their first word.
 
-    Args:
-        known: from `facts`.
+    What is `known` comes from `facts`.
     """
     config, data = engine.config, known["data"]
     compiled = "on" if engine.compiled else "off"

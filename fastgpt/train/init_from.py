@@ -54,9 +54,6 @@ def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
 
     The model is `source`, or if that is None the checkpoint to resume. Its tokenizer is copied
     into the cache, so that a text is tokenized once, and not again for each checkpoint.
-
-    Raises:
-        UserError: the model has no tokenizer.
     """
     if config.init_from is None or config.data.tokenizer != "auto":
         return config.data
@@ -86,13 +83,7 @@ def _side_file(config: Config, name: str) -> Path:
 
 
 def chat_template(config: Config, source: OpenedModel | None) -> Template:
-    """Returns the chat template of a run.
-
-    It is that of the checkpoint to resume, of the flag, of the model to start from, or ChatML.
-
-    Raises:
-        UserError: the file cannot be read, or is no template.
-    """
+    """Returns the chat template of the checkpoint to resume, the flag, the model, or ChatML."""
     kept = {} if source is None else source.hf_sidecars
     if directory.resumes(config.resume):
         kept = read_sidecars(_side_file(config, "huggingface.json"))

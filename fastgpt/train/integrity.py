@@ -38,11 +38,9 @@ def own_loss(engine: Engine) -> dict[str, Any]:
     """Computes the loss of a model's weights on a fixed batch; a collective operation.
 
     The batch is one random sequence, equal in all rows. It depends on the vocabulary and the
-    context alone, so that its mean loss is the same with any micro-batch and any data.
-
-    Returns:
-        dict[str, Any]: the `loss`, the `precision` it was computed in, and the `setup`, a hash of
-        all that its bits depend on besides the weights.
+    context alone, so that its mean loss is the same with any micro-batch and any data. With the
+    `loss` are its `precision`, and the `setup`, a hash of all that its bits depend on besides the
+    weights.
     """
     config = engine.config
     drawn = np.random.RandomState(0).randint(0, config.model.vocab_size, config.model.context + 1)
@@ -68,9 +66,8 @@ def own_loss(engine: Engine) -> dict[str, Any]:
 def check_recorded_loss(engine: Engine) -> None:
     """Compares the loss that a checkpoint recorded with that of the weights as they were loaded.
 
-    Raises:
-        UserError: with the same setup their bits differ; with another one more than
-            `fastgpt.kernels.parity` allows in the coarser of both precisions.
+    It is a `UserError` if with the same setup their bits differ, or with another one more than
+    `fastgpt.kernels.parity` allows in the coarser of both precisions.
     """
     code_hash(PACKAGE)  # now: it may be edited while the run goes on
     recorded, path = (engine.restored.state or {}).get("own_loss"), engine.restored.path

@@ -16,11 +16,7 @@ REHEARSED = {"cuda"}
 
 
 def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
-    """Returns the largest size up to `train.micro_batch` that divides a rank's sequences.
-
-    Raises:
-        UserError: the batch does not divide among the ranks.
-    """
+    """Returns the largest size up to `train.micro_batch` that divides a rank's sequences."""
     ranks = world.dp_size
     if config.global_batch % ranks:
         of = f" that read data, {world.non_dp_size} together" if world.non_dp_size > 1 else ""
@@ -41,16 +37,10 @@ def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
 
 
 def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> int:
-    """Returns the first size that fits into memory.
+    """Returns the first size for which `runs` does not raise torch.OutOfMemoryError.
 
-    It tries `most`, then each time the largest divisor of `share` up to half of the one before.
-
-    Args:
-        share: sequences of a global batch.
-        runs: takes a micro-batch, and raises torch.OutOfMemoryError if that is too large.
-
-    Raises:
-        UserError: not even one sequence fits.
+    It tries `most`, then each time the largest divisor up to half of the one before of `share`, the
+    number of sequences of a global batch. If not even one sequence fits, that is a `UserError`.
     """
     size = most
     while True:

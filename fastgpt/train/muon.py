@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgpt.ops.dtensor import is_sharded, local
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import full_tensor, is_sharded, local_shard, shard_like
+from fastgpt.parallel.fsdp import full_tensor, shard_like
 
 MOST = 2**27
 """Number of elements that a rank orthogonalises at once, at most: 0.5 GB in fp32."""
@@ -50,8 +51,8 @@ class Muon(torch.optim.Muon):
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             for alike in self._batches(weights):
-                momenta = [local_shard(self.state[weight]["momentum_buffer"]) for weight in alike]
-                grads = [local_shard(grad) for grad in gradients(alike)]
+                momenta = [local(self.state[weight]["momentum_buffer"]) for weight in alike]
+                grads = [local(grad) for grad in gradients(alike)]
                 taken = None if self.found_inf is None else 1 - self.found_inf
                 if taken is not None:
                     for momentum, grad in zip(momenta, grads):  # lerp towards itself
@@ -62,11 +63,11 @@ class Muon(torch.optim.Muon):
                     updates = updates.to(alike[0].dtype, memory_format=torch.contiguous_format)
                 rows, columns = alike[0].shape
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))
-                parts = [local_shard(weight) for weight in alike]
+                parts = [local(weight) for weight in alike]
                 decay = group["lr"] * group["weight_decay"]
                 if taken is not None:
                     updates, decay = updates * taken, decay * taken
-                own = [local_shard(shard_like(*pair)) for pair in zip(updates, alike)]
+                own = [local(shard_like(*pair)) for pair in zip(updates, alike)]
                 kept = 1 - decay
                 if updates.is_cpu:  # which rounds a number to the weights' bf16, but not a tensor
                     kept = torch.as_tensor(kept, dtype=torch.float64)

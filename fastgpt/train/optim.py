@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fastgpt.config.config import OptimConfig
 from fastgpt.model.gpt import GPT
+from fastgpt.ops.dtensor import local
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.fsdp import gathered, local_shard, norms, shard_like
+from fastgpt.parallel.fsdp import gathered, norms, shard_like
 from fastgpt.train.muon import Muon
 
 
@@ -67,11 +68,8 @@ class Optimizers:
     def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Clips the gradients, and steps at `ratio` times the peak learning rates.
 
-        Returns the norm of all gradients before clipping, ().
-
-        Args:
-            skip: is given that norm, and returns 1.0 to leave weights and moments as they are, else
-                0.0, as a tensor () on their device.
+        Returns the norm of all gradients before clipping, (). If given, `skip` gets that norm, and
+        returns a tensor () on its device: 1.0 to leave weights and moments as they are, else 0.0.
         """
         for optimizer, peaks in zip(self.all, self.peaks, strict=True):
             self.scaler.unscale_(optimizer)
@@ -103,7 +101,7 @@ class Optimizers:
             groups = [group for it in self.all[1:] for group in it.param_groups]
             gradients = [cast(Tensor, x.grad) for group in groups for x in group["params"]]
         if gradients:
-            torch._foreach_div_([local_shard(x) for x in gradients], excess)  # pyright: ignore
+            torch._foreach_div_([local(x) for x in gradients], excess)  # pyright: ignore
 
     def keep_gradients(self) -> None:
         """Gives each gradient memory for good: CUDA graphs cannot add to what one of them made."""

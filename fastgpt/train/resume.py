@@ -44,11 +44,8 @@ def restore(
 ) -> Restored:
     """Loads the checkpoint that `config.resume` names, if any; a collective operation.
 
-    Args:
-        tokenizer: that of the data.
-
-    Raises:
-        UserError: there is no valid checkpoint, or it does not fit.
+    It is a `UserError` if there is no valid checkpoint, or it does not fit, as with another
+    `tokenizer` than the data's.
     """
     if config.resume is None or not resumes(config.resume):
         return Restored()

@@ -127,8 +127,7 @@ class Trainer:
     def _open_files(self) -> tuple[Path, float]:
         """Creates or reopens the run directory and its logs, and prints the header.
 
-        Returns:
-            tuple[Path, float]: the directory, and the FLOP/s of all ranks that MFU is relative to.
+        Returns the directory, and the FLOP/s of all ranks that MFU is relative to.
         """
         engine, config, warn = self.engine, self.config, self.display.warn
         path = config.run_dir or directory.new_run_dir(config.recipe)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import fastgpt
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.sharded import STATE
+from fastgpt.checkpoint.tensors import STATE
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.files import sha256_of

@@ -7,10 +7,10 @@ import torch
 
 from fastgpt.cli import parse
 from fastgpt.device import device
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
-from tests.runs import torchrun
+from tests.runs import one_line_error, torchrun
 
 
 @pytest.mark.cpu
@@ -43,6 +43,30 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     monkeypatch.setattr(Engine, "_rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
         Engine(parse(tiny()))
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.18 GiB of which 1.00 MiB is free"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError(f"{FULL}. Process 4711 has 79.1 GiB memory in use. See "), FULL),
+        (RuntimeError("CUDA error: out of memory\nSearch for"), "CUDA error: out of memory"),
+    ],
+)
+def test_a_gpu_that_other_programs_fill_is_one_line(error, said, tiny, monkeypatch, capfd):
+    def build(*_, **__):
+        raise error
+
+    monkeypatch.setattr("fastgpt.parallel.parallelize.build_model", build)
+    line = one_line_error(capfd, shown_in_one_line()(Engine), parse(tiny()))
+    assert line.startswith(f"error: {said}: end other programs on the GPU (nvidia-smi shows them)")
+    error.args = ("a bug",)
+    with pytest.raises(type(error), match="a bug"):
+        shown_in_one_line()(Engine)(parse(tiny()))
 
 
 RUN_OUT = """
