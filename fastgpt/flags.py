@@ -24,9 +24,6 @@ def parse(
     """Parses `argv` into a `kind`; --help and --version print and exit.
 
     Args:
-        kind: the command's dataclass.
-        argv: the arguments, without the command's own name.
-        prog: the command's name.
         default: the values of flags that are not given; by default the dataclass's.
         about: first paragraph of the help; by default the dataclass's docstring.
 

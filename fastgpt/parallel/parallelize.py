@@ -108,14 +108,6 @@ def check_combination(config: Config, precision: str) -> None:
             raise UserError(f"--parallel.{given} is {value}: expected {expected}")
 
 
-def split_context(cp: int, mesh: DeviceMesh) -> ContextShard:
-    """Returns this rank's part of sequences that `cp` ranks of a mesh share."""
-    groups = mesh["shard"].size() // cp
-    number = (mesh.mesh_dim_names or ()).index("shard")  # PyTorch 2.11 refuses the name
-    context = mesh._unflatten(number, (groups, cp), ("data", "context"))["context"]
-    return ContextShard(context.get_local_rank(), context.size(), context.get_group())
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
@@ -138,8 +130,12 @@ def build_parallel_model(
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
         "narrow_residual": narrow_residual,
-        "cp_shard": None if mesh is None or parallel.cp == 1 else split_context(parallel.cp, mesh),
     }
+    if mesh is not None and parallel.cp > 1:
+        groups = mesh["shard"].size() // parallel.cp
+        number = (mesh.mesh_dim_names or ()).index("shard")  # PyTorch 2.11 refuses the name
+        group = mesh._unflatten(number, (groups, parallel.cp), ("data", "context"))["context"]
+        options["cp_shard"] = ContextShard(group.get_local_rank(), group.size(), group.get_group())
 
     def whole() -> GPT:
         torch.manual_seed(config.seed)
