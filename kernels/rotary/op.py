@@ -47,7 +47,9 @@ class _Turned(torch.autograd.Function):
         dtype = x.dtype if x.is_cpu else torch.promote_types(x.dtype, torch.float32)
         y, halves = x.to(dtype), ((cos, cos), (-sin, sin))
         cos, sin = (torch.cat(pair, -1)[:, None].to(dtype) for pair in halves)
-        return torch.addcmul(y * cos, y.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+        y = torch.addcmul(y * cos, y.roll(x.shape[-1] // 2, -1), sin)
+        # compiled by PyTorch 2.11, a conversion that changes nothing gives gradients of zero here
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
