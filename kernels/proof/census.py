@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     specs = {spec.name: spec for module in modules for spec in getattr(module, "SPECS", ())}
     specs = list((specs if modules else SPECS).values())
     if args.op:
-        specs = [spec for spec in specs if spec.op.__module__.split(".")[-2] in args.op]
+        specs = [spec for spec in specs if spec.inputs.__module__.split(".")[-2] in args.op]
     variants = [module.variants for module in modules] or VARIANTS
     configs = sorted(collect(variants, archs), key=lambda config: (config.arch, config.kernel))
     if args.op:

@@ -104,6 +104,9 @@ def planted(tmp_path_factory):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
+@pytest.mark.skipif(
+    version("triton") < "3.7.1", reason="Triton 3.6 forgets the fence of the planted kernel itself"
+)
 @pytest.mark.parametrize("flaw", PLANTED)
 def test_a_planted_change_is_found_end_to_end(planted, flaw):
     kinds = {f.kind: f.text for f in upgrade.compare(planted["none"], planted[flaw]) if f.worse}

@@ -188,6 +188,10 @@ SOUND = {
     "two threads of a warp that round differently": """
         and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
         add.s32 %r23, %r23, 0x3f800000; st.shared.b32 [%r22], %r23; mov.b32 %r10, %r0;""",
+    "two threads of a warp that round pairs differently": """
+        and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
+        add.s32 %r23, %r23, 0x3f800000; mov.b64 %rd24, {%r23, %r23};
+        st.shared.b64 [%r22], %rd24; mov.b32 %r10, %r0;""",
     "a loop whose middle stands before its begin": """
         mov.b32 %r10, 0; mov.b32 %r11, 0; setp.ge.u32 %p1, %r0, 16; bra.uni $L_begin;
         $L_even:
