@@ -63,6 +63,7 @@ def test_a_launch_compiles_our_kernels_with_them(monkeypatch, arch, module, inst
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
+    monkeypatch.setattr(fences, "forgotten", lambda arch: arch // 10 == 10)  # as Triton 3.7.1
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     monkeypatch.setattr(runtime, "_cuda", lambda index: (arch, 148))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
