@@ -129,7 +129,10 @@ class Optimizers:
 
         states = self._with_moments(own, state["optimizers"])
         for optimizer, loaded in zip(self.all, states):
+            asked = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             optimizer.load_state_dict(loaded)
+            for group, settings in zip(optimizer.param_groups, asked, strict=True):
+                group.update(settings)  # flags of a resumed run override the saved settings
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
