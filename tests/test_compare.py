@@ -1,23 +1,209 @@
-"""Planted differences between two runs are found: at their step, layer and kind of tensor."""
+"""Planted differences between two runs are found, at their step, layer and kind of tensor."""
 
 import json
+import math
+import re
 import shutil
 from dataclasses import replace
+from operator import setitem
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastgpt.checkpoint.tensors import octets
 from fastgpt.compare import __main__ as compare
+from fastgpt.compare import diverge
+from fastgpt.compare.diverge import difference
+from fastgpt.errors import run_command
 from fastgpt.files import sha256_of
-from fastgpt.ops import torch_ops
 from fastgpt.train.engine import Engine
-from tests.runs import before_each
 
-DROPOUT = "--model.dropout 0.1 --optim.kind adamw --train.micro-batch 4"
+SAVED = "checkpoints/step_00000004"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return {}
+@pytest.fixture
+def pair(fit, tmp_path):
+    """Function that trains a run, and copies it with changed settings."""
+
+    def make(flags="", settings=(), saved=()):
+        a = fit("--steps 4 --optim.schedule constant", flags)
+        b = shutil.copytree(a, tmp_path / "b")
+        for file in [b / "config.json"] + [b / SAVED / "config.json"] * bool(saved):
+            values = json.loads(file.read_text())
+            for name, value in (*settings, *saved):
+                section, _, field = name.rpartition(".")
+                (values[section] if section else values)[field] = value
+            file.write_text(json.dumps(values))
+        signed(b / SAVED)
+        return a, b
+
+    return make
+
+
+def signed(saved):
+    """Renews the checksums of a checkpoint that was changed."""
+    record = json.loads((saved / "checkpoint.json").read_text())
+    record["sha256"] = {name: sha256_of(saved / name) for name in record["sha256"]}
+    (saved / "checkpoint.json").write_text(json.dumps(record))
+
+
+def answer(capsys, *argv):
+    """Returns the exit status, and what was printed as JSON."""
+    capsys.readouterr()
+    status = compare.main([*map(str, argv), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def change_weight(saved):
+    weights = load_file(saved / "model.safetensors")
+    weights["h.0.mlp.c_fc.weight"].view(torch.int32)[3, 5] ^= 1
+    save_file(weights, saved / "model.safetensors")
+
+
+def change_state(change):
+    def changed(saved):
+        state = torch.load(saved / "state.pt")
+        change(state)
+        torch.save(state, saved / "state.pt")
+
+    return changed
+
+
+def change_moment(state):
+    state["optimizers"]["optimizers"][0]["state"][1]["exp_avg_sq"][2, 7] *= 1.0001
+
+
+def other_dropout(engine):
+    engine.config = replace(engine.config, seed=5)
+
+
+def other_kernel(engine):
+    engine.model.h[0].ln_2.eps = 1e-3
+
+
+def nan_gradient(engine):
+    def hook(gradient):
+        return torch.full_like(gradient, math.nan) if engine.step == 5 else None
+
+    engine.model.h[0].mlp.c_proj.weight.register_hook(hook)
+
+
+WTE = "wte.weight"
+IN_SETTINGS = {
+    "learning rate": ("", "optim.lr", 0.005, (5, "parameter", WTE, "")),
+    "clipping": ("", "optim.grad_clip", 0.01, (5, "optimizer state", WTE, "exp_avg")),
+    "weight decay": ("--start 0", "optim.weight_decay", 0.3, (1, "parameter", WTE, "")),
+    "beta2": ("--start 0", "optim.beta2", 0.5, (1, "optimizer state", WTE, "exp_avg_sq")),
+    "precision": ("", "train.precision", "bf16", (5, "activation", "h.0.attn.c_attn", "output")),
+    "op": ("", "ops.attention", "sdpa", (5, "activation", "h.0.attn.c_proj", "input")),
+    "smoothing": ("", "train.label_smoothing", 0.1, (5, "loss", "loss", "")),
+}
+
+
+@pytest.mark.parametrize("planted", IN_SETTINGS)
+def test_settings(planted, pair, capsys):
+    flags, name, value, expected = IN_SETTINGS[planted]
+    a, b = pair(settings=[(name, value)])
+    status, said = answer(capsys, a, b, "--diverge", *flags.split())
+    assert status == 1
+    differing = [row["name"] for row in said["facts"] if row["a"] != row["b"]]
+    assert differing == [name]
+    assert tuple(said["diverges"].values())[:4] == expected
+
+
+def test_seed(pair, capsys):
+    a, b = pair(saved=[("seed", 5)])
+    _, said = answer(capsys, a, b, "--diverge")
+    assert tuple(said["diverges"].values())[:4] == (5, "data", "tokens", "")
+
+
+IN_CHECKPOINT = {
+    "weight": (change_weight, (4, "parameter", "h.0.mlp.c_fc.weight", "")),
+    "moment": (change_state(change_moment), (4, "optimizer state", "wpe.weight", "exp_avg_sq")),
+    "order": (
+        change_state(lambda state: setitem(state["loader"], "index", [1])),
+        (5, "data", "tokens", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", IN_CHECKPOINT)
+def test_checkpoint(planted, pair, capsys):
+    change, expected = IN_CHECKPOINT[planted]
+    a, b = pair()
+    change(b / SAVED)
+    signed(b / SAVED)
+    _, said = answer(capsys, a / SAVED, b / SAVED, "--diverge")
+    assert tuple(said["diverges"].values())[:4] == expected
+    if planted == "weight":
+        assert said["diverges"]["how"].startswith("differs in 1 of 4,096 values, most at [3, 5]: ")
+        status, said = answer(
+            capsys, a / SAVED, b / SAVED, "--diverge", "--bound", "1", "--steps", "2"
+        )
+        assert (status, said["diverges"]) == (1, None)  # the file's digest is another
+
+
+IN_ENGINE = {
+    "dropout": (other_dropout, (5, "activation", "dropout", "output")),
+    "kernel": (other_kernel, (5, "activation", "h.0.ln_2", "output")),
+    "gradient": (nan_gradient, (6, "gradient", "h.0.mlp.c_proj.weight", "")),
+}
+
+
+@pytest.mark.parametrize("planted", IN_ENGINE)
+def test_engine(planted, pair, capsys, monkeypatch):
+    plant, expected = IN_ENGINE[planted]
+    a, b = pair("--model.dropout 0.1 --train.micro-batch 4")
+    built = []
+
+    def build(*arguments):
+        built.append(Engine(*arguments))
+        if len(built) == 2:
+            plant(built[-1])
+        return built[-1]
+
+    assert answer(capsys, a, b, "--diverge", "--steps", "3")[0] == 0
+    monkeypatch.setattr(diverge, "Engine", build)
+    status, said = answer(capsys, a, b, "--diverge")
+    assert (status, *said["diverges"].values())[:5] == (1, *expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "argv", "error"),
+    [
+        ([("train.batch_tokens", 64)], "", "a step has 1 x 8 sequences in A, 1 x 4 in B: expected"),
+        ([("data.source", "gone.txt")], "", "gone.txt"),
+        ([], "--start 3", "--start is 3: expected a step of both runs, which have [0, 4] and"),
+    ],
+)
+def test_bad_input_is_one_line(settings, argv, error, pair, capfd, monkeypatch):
+    a, b = pair(settings=settings)
+    capfd.readouterr()
+    monkeypatch.setattr("sys.argv", ["compare", str(a), str(b), "--diverge", *argv.split()])
+    with pytest.raises(SystemExit) as stopped:
+        run_command(compare.main, error_status=2)
+    said = capfd.readouterr().err
+    assert stopped.value.code == 2
+    assert re.fullmatch(r"error: .*\n", said)
+    assert error in said
+
+
+def test_other_architecture_is_the_difference(fit, tmp_path, capsys):
+    a, b = fit("--steps 1"), fit(f"--steps 1 --model.dim 16 --run-dir {tmp_path / 'b'}")
+    assert compare.main([str(a), str(b), "--diverge"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "first at the start, after step 1: parameter wte.weight has shape (300, 32) in A, (300, 16) in B"
+        in said
+    )
+
+
+def test_not_a_number_equals_itself_and_zeros_have_signs():
+    x = torch.tensor([math.nan, 0.0, math.inf])
+    assert difference(x, x.clone(), 0.0) == ""
+    assert difference(x, -x, 0.0).startswith(
+        "differs in 2 of 3 values, most at [2]: inf in A, -inf"
+    )
+    assert difference(x[:2], -x[:2], 0.0).endswith("most at [1]: 0.0 in A, -0.0 in B")
+    assert difference(x[:2], -x[:2], 1e-9) == ""
+    assert difference(x[1:], x[:2], 9.0).startswith("differs in 2 of 2 values")

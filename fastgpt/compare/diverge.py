@@ -104,7 +104,7 @@ def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> d
     Raises:
         UserError: an engine cannot be built, or the batches have other sizes.
     """
-    sides = one, two = (first := Side(a, warn, bound, None)), Side(b, warn, bound, first)
+    sides = one, two = (one := Side(a, warn, bound, None)), Side(b, warn, bound, one)
     shapes = [{name: tuple(x.shape) for x, name in side.names.items()} for side in sides]
     for name in shapes[0] | shapes[1]:
         if len({x.get(name) for x in shapes}) > 1:
