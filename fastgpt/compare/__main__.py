@@ -80,19 +80,17 @@ class Run:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    inner = {name: x if isinstance(x, dict) else {"": x} for name, x in values.items()}
-    return {
-        f"{name}.{k}".strip("."): x for name, entries in inner.items() for k, x in entries.items()
-    }
+    flat = {}
+    for name, x in values.items():
+        flat |= {f"{name}.{k}": v for k, v in x.items()} if isinstance(x, dict) else {name: x}
+    return flat
 
 
 def rows(a: Run, b: Run) -> Iterator[Row]:
     """Yields each fact that both runs have recorded, whether it differs or not."""
     for section, one in a.facts.items():
-        two = b.facts[section]
-        for name in one | two:
-            decides = not HARMLESS.fullmatch(name)
-            yield section, name, one.get(name), two.get(name), decides
+        for name in one | (two := b.facts[section]):
+            yield section, name, one.get(name), two.get(name), not HARMLESS.fullmatch(name)
     for step in sorted(a.checkpoints.keys() & b.checkpoints.keys() - {0}):
         files = (checkpoint.read_record(Path(x.checkpoints[step]))["sha256"] for x in (a, b))
         one, two = (str(x.get("model.safetensors"))[:16] for x in files)
@@ -101,11 +99,8 @@ def rows(a: Run, b: Run) -> Iterator[Row]:
     common = sorted(one.keys() & two.keys())
     apart = [step for step in common if one[step] != two[step]]
     most = sorted(apart, key=lambda step: abs(one[step] - two[step]))
-    for why, steps in (
-        ("first to differ", apart[:1]),
-        ("differs most", most[-1:]),
-        ("last", common[-1:]),
-    ):
+    named = {"first to differ": apart[:1], "differs most": most[-1:], "last": common[-1:]}
+    for why, steps in named.items():
         for step in steps:
             yield "losses", f"training, step {step} ({why})", one[step], two[step], True
 
@@ -142,20 +137,15 @@ def main(argv: list[str]) -> int:
         if start not in common:
             had = f"{sorted(a.checkpoints)} and {sorted(b.checkpoints)}"
             raise UserError(f"--start is {start}: expected a step of both runs, which have {had}")
-        configs = (replace(run.config, resume=run.checkpoints[start]) for run in (a, b))
-        found = diverge(*configs, asked.steps, asked.bound, print_line)
+        one, two = (replace(run.config, resume=run.checkpoints[start]) for run in (a, b))
+        found = diverge(one, two, asked.steps, asked.bound, print_line)
         said.append(f"no tensor differs in {asked.steps} steps after step {start}")
         if found:
-            at, *words = found.values()
-            when = "in" if at > start else "at the start, after"
-            said[-1] = f"first {when} step {at}: {' '.join(filter(None, words))}"
-    keys = ("section", "name", "a", "b", "decides")
-    facts = {
-        "differs": differs,
-        "facts": [dict(zip(keys, row)) for row in every],
-        "diverges": found,
-    }
-    print_text(json.dumps(facts, indent=1, default=str) if asked.json else "\n".join(said))
+            when = "in" if found["step"] > start else "at the start, after"
+            said[-1] = " ".join(str(x) for x in (f"first {when} step", *found.values()) if x != "")
+    facts = [dict(zip(("section", "name", "a", "b", "decides"), row)) for row in every]
+    answer = {"differs": differs, "facts": facts, "diverges": found}
+    print_text(json.dumps(answer, indent=1, default=str) if asked.json else "\n".join(said))
     return int(differs or found is not None)
 
 

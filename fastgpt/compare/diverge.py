@@ -26,7 +26,7 @@ class Side:
         train = replace(config.train, compile="off")  # compiled modules call no hooks
         self.engine = engine = Engine(replace(config, train=train, parallel=ParallelConfig()), warn)
         self.matmul = torch.get_float32_matmul_precision()
-        self.names = dict(zip(engine.optimizers.parameters, engine.names, strict=True))
+        self.names: dict[Tensor, str] = dict(zip(engine.optimizers.parameters, engine.names))
         self.step, self.other, self.bound, self.found = engine.step, other, bound, None
         self.tensors, self.calls, self.known = {}, Counter(), {}
         self.next, self.optimize = engine.loader.next, engine.optimizers.step
@@ -41,22 +41,18 @@ class Side:
         self.step, self.tensors, self.calls = self.step + 1, {}, Counter()
         self.engine.train_step()
 
-    def tell(self, kind: str, layer: str, part: str, how: str) -> None:
-        """Records a difference, unless there is an earlier one."""
-        new = {"step": self.step, "kind": kind, "layer": layer, "part": part, "how": how}
-        self.found = self.found or new
-
     def _see(self, kind: str, layer: str, part: str, x: Tensor) -> None:
         self.calls[kind, layer, part] += 1
         if (call := self.calls[kind, layer, part]) > 1:
             part = f"{part} of micro-step {call}".strip()
         if self.other is None:
             self.tensors[kind, layer, part] = x.detach().clone()
-        elif (expected := self.other.tensors.get((kind, layer, part))) is not None:
-            if not self.found and (how := difference(expected, x.detach(), self.bound)):
-                self.tell(kind, layer, part, how)
-        elif kind != "activation":  # other ops may call other modules
-            self.tell(kind, layer, part, "is in B alone")
+        elif self.found is None:
+            how = "" if kind == "activation" else "is in B alone"  # other ops call other modules
+            if (expected := self.other.tensors.get((kind, layer, part))) is not None:
+                how = difference(expected, x.detach(), self.bound)
+            new = {"step": self.step, "kind": kind, "layer": layer, "part": part, "how": how}
+            self.found = new if how else None
 
     def see_state(self) -> None:
         """Sees the optimizers' states, then the parameters, which are changed after them."""
@@ -96,22 +92,21 @@ def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> d
     """Returns the first difference of two runs, or None if there is none in so many steps.
 
     It has the `step` (at first the checkpoint's), `kind`, `layer`, `part` (input or output of a
-    module, name of a moment), and `how` the tensors differ, in words.
-
-    Args:
-        bound: largest difference of two numbers that is none; at 0 they have the same bits.
+    module, name of a moment), and in words `how` the tensors differ. Numbers differ by more than
+    `bound`; at 0 it is their bits that do.
 
     Raises:
         UserError: an engine cannot be built, or the batches have other sizes.
     """
-    sides = one, two = (one := Side(a, warn, bound, None)), Side(b, warn, bound, one)
-    shapes = [{name: tuple(x.shape) for x, name in side.names.items()} for side in sides]
+    one = Side(a, warn, bound, None)
+    two = Side(b, warn, bound, one)
+    shapes = [{name: tuple(x.shape) for x, name in side.names.items()} for side in (one, two)]
     for name in shapes[0] | shapes[1]:
-        if len({x.get(name) for x in shapes}) > 1:
-            had = "has shape {} in A, {} in B".format(*(x.get(name) for x in shapes))
-            two.tell("parameter", name, "", had)
-    sizes = [f"{x.engine.loader.accumulation} x {x.engine.micro_batch}" for x in sides]
-    if not two.found and sizes[0] != sizes[1]:
+        if (x := shapes[0].get(name)) != (y := shapes[1].get(name)):
+            how = f"has shape {x} in A, {y} in B"
+            return {"step": one.step, "kind": "parameter", "layer": name, "part": "", "how": how}
+    sizes = [f"{x.engine.loader.accumulation} x {x.engine.micro_batch}" for x in (one, two)]
+    if sizes[0] != sizes[1]:
         had = f"a step has {sizes[0]} sequences in A, {sizes[1]} in B"
         raise UserError(f"{had}: expected the same --train.batch-tokens and --train.micro-batch")
     one.see_state()
@@ -119,7 +114,7 @@ def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> d
     while not two.found and two.step < one.engine.restored.step + steps:
         one.take_step()
         two.take_step()
-    for side in sides:
+    for side in (one, two):
         side.engine.loader.close()
     return two.found
 
