@@ -81,8 +81,7 @@ class Side:
         self.known = {}
         self._see("loss", "loss", "", self.engine.train_loss)
         for weight, name in reversed(self.names.items()):  # about the order of the backward
-            if weight.grad is not None:
-                self._see("gradient", name, "", weight.grad)
+            self._see("gradient", name, "", torch.as_tensor(weight.grad))
         norm = self.optimize(*arguments)
         self.see_state()
         return norm
