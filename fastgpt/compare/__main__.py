@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,12 +24,10 @@ MANIFEST = (
     *("data", "parameters", "started_from"),
 )
 HARMLESS = re.compile(
-    r"recipe|run_dir|resume|(log|eval|save)_.*|train\.(keep|resume|stall|sample|eval)_.*"
-    r"|data\.(source|name|python|(final_)?eval_.*)|versions\.python"
+    r"settings\.(recipe|run_dir|resume|(log|eval|save)_.*|train\.(keep|resume|stall|sample|eval)_.*"
+    r"|data\.(source|(final_)?eval_.*))|data\.(name|python)|versions\.python|(validation|speed).*"
 )
 """Names of what changes no weight; the text that `data.source` names has a digest."""
-Row = tuple[str, str, Any, Any, bool]
-"""Section, name, value in A and B (None: not recorded), and True if results may depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +68,8 @@ class Run:
             manifest = parse_json((folder / "manifest.json").read_text())
             for resumed in manifest.get("resumes", []):
                 manifest |= resumed
-        self.facts = {"settings": _flat(asdict(self.config))}
-        self.facts["manifest"] = _flat({name: manifest.get(name) for name in MANIFEST})
+        known = {name: manifest.get(name) for name in MANIFEST}
+        self.facts = _flat({"settings": asdict(self.config), **known})
         self.records = [r for r in read_records(folder / "metrics.jsonl") if "step" in r]
 
     def logged(self, key: str) -> dict[int, float]:
@@ -82,50 +79,46 @@ class Run:
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     flat = {}
     for name, x in values.items():
-        flat |= {f"{name}.{k}": v for k, v in x.items()} if isinstance(x, dict) else {name: x}
+        inner = _flat(x) if isinstance(x, dict) else {"": x}
+        flat |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
     return flat
 
 
-def rows(a: Run, b: Run) -> Iterator[Row]:
-    """Yields each fact that both runs have recorded, whether it differs or not."""
-    for section, one in a.facts.items():
-        for name in one | (two := b.facts[section]):
-            yield section, name, one.get(name), two.get(name), not HARMLESS.fullmatch(name)
+def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    """Returns what the runs have recorded, as name -> values in A and B (None: not recorded)."""
+    found = {name: (a.facts.get(name), b.facts.get(name)) for name in a.facts | b.facts}
     for step in sorted(a.checkpoints.keys() & b.checkpoints.keys() - {0}):
         files = (checkpoint.read_record(Path(x.checkpoints[step]))["sha256"] for x in (a, b))
-        one, two = (str(x.get("model.safetensors"))[:16] for x in files)
-        yield "weights", f"sha256 at step {step}", one, two, True
+        hashes = [str(x.get("model.safetensors"))[:16] for x in files]
+        found[f"sha256 of the weights at step {step}"] = hashes[0], hashes[1]
     one, two = a.logged("train_loss"), b.logged("train_loss")
     common = sorted(one.keys() & two.keys())
     apart = [step for step in common if one[step] != two[step]]
     most = sorted(apart, key=lambda step: abs(one[step] - two[step]))
     named = {"first to differ": apart[:1], "differs most": most[-1:], "last": common[-1:]}
     for why, steps in named.items():
-        for step in steps:
-            yield "losses", f"training, step {step} ({why})", one[step], two[step], True
-
-
-def summary(a: Run, b: Run) -> Iterator[Row]:
-    """Yields validation losses and speeds of runs."""
-    one, two = a.logged("val_loss"), b.logged("val_loss")
-    if one and two:
-        alike = a.config.data == b.config.data  # else they may be of other tokens
-        yield "losses", "validation, final", one[max(one)], two[max(two)], alike
-        yield "losses", "validation, best", min(one.values()), min(two.values()), False
-    one, two = (run.logged("tok_per_s").values() for run in (a, b))
-    if one and two:
-        yield "speed", "tokens/s, median", median(one), median(two), False
-        yield "speed", "ratio", 1.0, round(median(two) / median(one), 3), False
+        found |= {f"training loss, step {i} ({why})": (one[i], two[i]) for i in steps}
+    losses, speeds = ([run.logged(key) for run in (a, b)] for key in ("val_loss", "tok_per_s"))
+    if all(losses):
+        found["validation loss, final"] = losses[0][max(losses[0])], losses[1][max(losses[1])]
+        found["validation loss, best"] = min(losses[0].values()), min(losses[1].values())
+    if all(speeds):
+        one, two = (median(x.values()) for x in speeds)
+        found |= {"speed, tokens/s": (one, two), "speed, ratio": (1.0, round(two / one, 3))}
+    return found
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
     asked = flags.parse(Arguments, argv, prog="python -m fastgpt.compare")
     a, b = (Run(path.expanduser()) for path in asked.runs)
-    every, found = [*rows(a, b), *summary(a, b)], None
-    differs = any(one != two and decides for _, _, one, two, decides in every)
-    shown = [row[:4] for row in every if row[2] != row[3] or row[0] in ("losses", "speed")]
-    cells = [[*map(str, row)] for row in (("", "", "A", "B"), *shown)]
+    every, found = facts(a, b), None
+    differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
+    always = re.compile("training|validation|speed")
+    shown = [
+        (name, *map(str, x)) for name, x in every.items() if x[0] != x[1] or always.match(name)
+    ]
+    cells = [("", "A", "B"), *shown]
     widths = [max(map(len, column)) for column in zip(*cells)]
     said = ["  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in cells]
     said.append("the runs differ" if differs else "nothing that decides the result differs")
@@ -143,8 +136,7 @@ def main(argv: list[str]) -> int:
         if found:
             when = "in" if found["step"] > start else "at the start, after"
             said[-1] = " ".join(str(x) for x in (f"first {when} step", *found.values()) if x != "")
-    facts = [dict(zip(("section", "name", "a", "b", "decides"), row)) for row in every]
-    answer = {"differs": differs, "facts": facts, "diverges": found}
+    answer = {"differs": differs, "facts": every, "diverges": found}
     print_text(json.dumps(answer, indent=1, default=str) if asked.json else "\n".join(said))
     return int(differs or found is not None)
 

@@ -16,10 +16,7 @@ from fastgpt.train.engine import Engine
 
 
 class Side:
-    """An engine that takes its own steps, of which hooks and wrapped methods see each tensor.
-
-    They are kept, or compared with those of the `other` side, which took the same step before.
-    """
+    """An engine that takes its own steps, whose tensors are seen, and compared with the other's."""
 
     def __init__(self, config: Config, warn: Callable, bound: float, other: "Side | None") -> None:
         torch.set_float32_matmul_precision("highest")  # of the process: an engine may lower it
