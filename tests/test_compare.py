@@ -79,16 +79,13 @@ def nan_gradient(engine):
     engine.model.h[0].mlp.c_proj.weight.register_hook(hook)
 
 
-WTE = "wte.weight"
-
-
 @pytest.mark.parametrize(
     ("start", "name", "value", "expected"),
     [
-        (4, "optim.lr", 0.005, (5, "parameter", WTE, "")),
-        (4, "optim.grad_clip", 0.01, (5, "optimizer state", WTE, "exp_avg")),
-        (0, "optim.weight_decay", 0.3, (1, "parameter", WTE, "")),
-        (0, "optim.beta2", 0.5, (1, "optimizer state", WTE, "exp_avg_sq")),
+        (4, "optim.lr", 0.005, (5, "parameter", "wte.weight", "")),
+        (4, "optim.grad_clip", 0.01, (5, "optimizer state", "wte.weight", "exp_avg")),
+        (0, "optim.weight_decay", 0.3, (1, "parameter", "wte.weight", "")),
+        (0, "optim.beta2", 0.5, (1, "optimizer state", "wte.weight", "exp_avg_sq")),
         (4, "train.precision", "bf16", (5, "activation", "h.0.attn.c_attn", "output")),
         (4, "ops.attention", "sdpa", (5, "activation", "h.0.attn.c_proj", "input")),
         (4, "seed", 5, (5, "data", "tokens", "")),

@@ -103,8 +103,8 @@ def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
         found["validation loss, final"] = losses[0][max(losses[0])], losses[1][max(losses[1])]
         found["validation loss, best"] = min(losses[0].values()), min(losses[1].values())
     if all(speeds):
-        one, two = (median(x.values()) for x in speeds)
-        found |= {"speed, tokens/s": (one, two), "speed, ratio": (1.0, round(two / one, 3))}
+        x, y = (median(values.values()) for values in speeds)
+        found |= {"speed, tokens/s": (x, y), "speed, ratio": (1.0, round(y / x, 3))}
     return found
 
 
@@ -114,11 +114,9 @@ def main(argv: list[str]) -> int:
     a, b = (Run(path.expanduser()) for path in asked.runs)
     every, found = facts(a, b), None
     differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
-    always = re.compile("training|validation|speed")
-    shown = [
-        (name, *map(str, x)) for name, x in every.items() if x[0] != x[1] or always.match(name)
-    ]
-    cells = [("", "A", "B"), *shown]
+    always = ("training", "validation", "speed")
+    shown = [name for name, (x, y) in every.items() if x != y or name.startswith(always)]
+    cells = [("", "A", "B"), *((name, *map(str, every[name])) for name in shown)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     said = ["  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in cells]
     said.append("the runs differ" if differs else "nothing that decides the result differs")
