@@ -117,8 +117,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @contextmanager
-def shown_in_one_line() -> Iterator[None]:
-    """Turns a `UserError`, an `OSError` or a lack of GPU memory into one line and exit status 1.
+def shown_in_one_line(status: int = 1) -> Iterator[None]:
+    """Turns a `UserError`, an `OSError` or a lack of GPU memory into one line and exit `status`.
 
     Other errors are bugs and keep their traceback.
     """
@@ -144,13 +144,13 @@ def shown_in_one_line() -> Iterator[None]:
         if not isinstance(error, OtherRankError):
             print_line(line)
         tell_torchrun(one_line(f"error: {error}"))
-        sys.exit(1)
+        sys.exit(status)
     except KeyboardInterrupt:
         print_line("interrupted")
         sys.exit(130)
 
 
-def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
+def run_command(main: Callable[[list[str]], int | None], error_status: int = 1) -> NoReturn:
     """Runs a command with the process's arguments, and exits with the status that it returns."""
-    with shown_in_one_line():
+    with shown_in_one_line(error_status):
         sys.exit(main(sys.argv[1:]))

@@ -44,7 +44,7 @@ ROOMS = (
     "convert guards run",
     "evaluate hf sample",
     "train",
-    "cli",
+    "cli compare",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels", "simgpu"}

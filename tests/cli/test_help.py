@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastgpt import cli, prepare, sample
+from fastgpt.compare import __main__ as compare
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
@@ -22,6 +23,7 @@ COMMANDS = {
     "python -m fastgpt.prepare": (prepare.main, "--out PATH"),
     "python -m fastgpt.data": (data.main, "--tokenizer STR"),
     "python -m fastgpt.evaluate": (evaluate.main, "--tasks STR"),
+    "python -m fastgpt.compare": (compare.main, "--diverge"),
     "python -m fastgpt.convert": (convert.main, "--dtype "),
 }
 

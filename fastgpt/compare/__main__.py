@@ -1,0 +1,143 @@
+"""`python -m fastgpt.compare A B`: what differs between two runs, and from which tensor on."""
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import tyro
+
+from fastgpt import flags
+from fastgpt.checkpoint import checkpoint
+from fastgpt.config.config import saved_config
+from fastgpt.errors import UserError, run_command
+from fastgpt.files import parse_json
+from fastgpt.logs.metrics import read_records
+from fastgpt.run.directory import is_run
+from fastgpt.terminal import print_line, print_text
+
+MANIFEST = (
+    *("commit", "versions", "device", "on", "ranks", "precision", "compile", "micro_batch", "ops"),
+    *("data", "parameters", "started_from"),
+)
+HARMLESS = re.compile(
+    r"settings\.(recipe|run_dir|resume|(log|eval|save)_.*|train\.(keep|resume|stall|sample|eval)_.*"
+    r"|data\.(source|(final_)?eval_.*))|data\.(name|python)|versions\.python|(validation|speed).*"
+)
+"""Names of what changes no weight; the text that `data.source` names has a digest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """Shows what differs between two runs. Exit status: 0 if no result can differ, else 1."""
+
+    runs: Annotated[tuple[Path, Path], tyro.conf.Positional]
+    """Folders of the runs A and B, or checkpoints in them."""
+    json: bool = False
+    """Print JSON, with what is equal, too."""
+    diverge: bool = False
+    """Step both side by side, and name the first tensor that differs."""
+    start: int | None = None
+    """Step to begin at: one of which both have a checkpoint, or 0. By default it is the last."""
+    steps: int = 100
+    """Largest number of steps to take."""
+    bound: float = 0.0
+    """Largest absolute difference of two numbers that is none; at 0 they have the same bits."""
+
+
+class Run:
+    """A run as its folder records it, or the run of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoints, found, folder, manifest = {}, [path], path, {}
+        if checkpoint.is_checkpoint(path):
+            folder = run if is_run(run := path.absolute().parents[1]) else path
+        elif is_run(path):
+            self.checkpoints[0] = None  # untrained weights
+            saved = path / "checkpoints"
+            found = [*saved.glob("best"), *checkpoint.steps_on_disk(saved)]
+        else:
+            what = "is neither a run nor a checkpoint" if path.exists() else "does not exist"
+            raise UserError(f"{path} {what}: expected the path of a run or checkpoint")
+        self.checkpoints |= {checkpoint.read_record(x)["step"]: str(x) for x in found}
+        self.config = saved_config(folder)
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # missing or damaged
+            manifest = parse_json((folder / "manifest.json").read_text())
+            for resumed in manifest.get("resumes", []):
+                manifest |= resumed
+        known = {name: manifest.get(name) for name in MANIFEST}
+        self.facts = _flat({"settings": asdict(self.config), **known})
+        self.records = [r for r in read_records(folder / "metrics.jsonl") if "step" in r]
+
+    def logged(self, key: str) -> dict[int, float]:
+        return {r["step"]: r[key] for r in self.records if r.get(key) is not None}
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    flat = {}
+    for name, x in values.items():
+        inner = _flat(x) if isinstance(x, dict) else {"": x}
+        flat |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
+    return flat
+
+
+def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    """Returns what the runs have recorded, as name -> values in A and B (None: not recorded)."""
+    found = {name: (a.facts.get(name), b.facts.get(name)) for name in a.facts | b.facts}
+    for step in sorted(a.checkpoints.keys() & b.checkpoints.keys() - {0}):
+        files = (checkpoint.read_record(Path(x.checkpoints[step]))["sha256"] for x in (a, b))
+        hashes = [str(x.get("model.safetensors"))[:16] for x in files]
+        found[f"sha256 of the weights at step {step}"] = hashes[0], hashes[1]
+    one, two = a.logged("train_loss"), b.logged("train_loss")
+    common = sorted(one.keys() & two.keys())
+    apart = [step for step in common if one[step] != two[step]]
+    most = sorted(apart, key=lambda step: abs(one[step] - two[step]))
+    named = {"first to differ": apart[:1], "differs most": most[-1:], "last": common[-1:]}
+    for why, steps in named.items():
+        found |= {f"training loss, step {i} ({why})": (one[i], two[i]) for i in steps}
+    losses, speeds = ([run.logged(key) for run in (a, b)] for key in ("val_loss", "tok_per_s"))
+    if all(losses):
+        found["validation loss, final"] = losses[0][max(losses[0])], losses[1][max(losses[1])]
+        found["validation loss, best"] = min(losses[0].values()), min(losses[1].values())
+    if all(speeds):
+        x, y = (median(values.values()) for values in speeds)
+        found |= {"speed, tokens/s": (x, y), "speed, ratio": (1.0, round(y / x, 3))}
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line `argv`, and returns the exit status."""
+    asked = flags.parse(Arguments, argv, prog="python -m fastgpt.compare")
+    a, b = (Run(path.expanduser()) for path in asked.runs)
+    every, found = facts(a, b), None
+    differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
+    always = ("training", "validation", "speed")
+    shown = [name for name, (x, y) in every.items() if x != y or name.startswith(always)]
+    cells = [("", "A", "B"), *((name, *map(str, every[name])) for name in shown)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    said = ["  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in cells]
+    said.append("the runs differ" if differs else "nothing that decides the result differs")
+    if asked.diverge:
+        from fastgpt.compare.diverge import diverge  # slow to import
+
+        common = a.checkpoints.keys() & b.checkpoints.keys()
+        start = max(common, default=0) if asked.start is None else asked.start
+        if start not in common:
+            had = f"{sorted(a.checkpoints)} and {sorted(b.checkpoints)}"
+            raise UserError(f"--start is {start}: expected a step of both runs, which have {had}")
+        one, two = (replace(run.config, resume=run.checkpoints[start]) for run in (a, b))
+        found = diverge(one, two, asked.steps, asked.bound, print_line)
+        said.append(f"no tensor differs in {asked.steps} steps after step {start}")
+        if found:
+            when = "in" if found["step"] > start else "at the start, after"
+            said[-1] = " ".join(str(x) for x in (f"first {when} step", *found.values()) if x != "")
+    answer = {"differs": differs, "facts": every, "diverges": found}
+    print_text(json.dumps(answer, indent=1, default=str) if asked.json else "\n".join(said))
+    return int(differs or found is not None)
+
+
+if __name__ == "__main__":
+    run_command(main, error_status=2)

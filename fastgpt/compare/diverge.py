@@ -1,0 +1,132 @@
+"""Steps two runs side by side, up to the first tensor in which they differ."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fastgpt.config.config import Config, ParallelConfig
+from fastgpt.errors import UserError
+from fastgpt.train.engine import Engine
+
+
+class Side:
+    """An engine that takes its own steps, whose tensors are seen, and compared with the other's."""
+
+    def __init__(self, config: Config, warn: Callable, bound: float, other: "Side | None") -> None:
+        torch.set_float32_matmul_precision("highest")  # of the process: an engine may lower it
+        train = replace(config.train, compile="off")  # compiled modules call no hooks
+        self.engine = engine = Engine(replace(config, train=train, parallel=ParallelConfig()), warn)
+        self.matmul = torch.get_float32_matmul_precision()
+        self.names: dict[Tensor, str] = dict(zip(engine.optimizers.parameters, engine.names))
+        self.step, self.other, self.bound, self.found = engine.step, other, bound, None
+        self.tensors, self.calls, self.known = {}, Counter(), {}
+        self.next, self.optimize = engine.loader.next, engine.optimizers.step
+        vars(engine.loader)["next"], vars(engine.optimizers)["step"] = self._next, self._optimize
+        for name, module in engine.model.named_modules():
+            if not [*module.children()]:
+                module.register_forward_pre_hook(lambda _, x, n=name: self._call(n, "input", x))
+                module.register_forward_hook(lambda _, x, y, n=name: self._call(n, "output", y))
+
+    def take_step(self) -> None:
+        torch.set_float32_matmul_precision(self.matmul)
+        self.step, self.tensors, self.calls = self.step + 1, {}, Counter()
+        self.engine.train_step()
+
+    def _see(self, kind: str, layer: str, part: str, x: Tensor) -> None:
+        self.calls[kind, layer, part] += 1
+        if (call := self.calls[kind, layer, part]) > 1:
+            part = f"{part} of micro-step {call}".strip()
+        if self.other is None:
+            self.tensors[kind, layer, part] = x.detach().clone()
+        elif self.found is None:
+            how = "" if kind == "activation" else "is in B alone"  # other ops call other modules
+            if (expected := self.other.tensors.get((kind, layer, part))) is not None:
+                how = difference(expected, x.detach(), self.bound)
+            new = {"step": self.step, "kind": kind, "layer": layer, "part": part, "how": how}
+            self.found = new if how else None
+
+    def see_state(self) -> None:
+        """Sees the optimizers' states, then the parameters, which are changed after them."""
+        for optimizer in self.engine.optimizers.all:
+            for weight, state in optimizer.state.items():
+                for part, x in state.items():
+                    self._see("optimizer state", self.names[weight], part, torch.as_tensor(x))
+        for weight, name in self.names.items():
+            self._see("parameter", name, "", weight)
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        x, y = self.next()
+        self.known = {id(x): x, id(y): y}
+        self._see("data", "tokens", "", x)
+        self._see("data", "targets", "", y)
+        return x, y
+
+    def _call(self, layer: str, part: str, tensors: Any) -> None:
+        for number, x in enumerate(filter(torch.is_tensor, tree_leaves(tensors)), 1):
+            # not what a backward computes again, nor what another module has handed on
+            if torch._C._current_graph_task_id() == -1 and id(x) not in self.known:
+                self.known[id(x)] = x
+                self._see("activation", layer, f"{part} {number}".removesuffix(" 1"), x)
+
+    def _optimize(self, *arguments: Any) -> Tensor:
+        self.known = {}
+        self._see("loss", "loss", "", self.engine.train_loss)
+        for weight, name in reversed(self.names.items()):  # about the order of the backward
+            self._see("gradient", name, "", torch.as_tensor(weight.grad))
+        norm = self.optimize(*arguments)
+        self.see_state()
+        return norm
+
+
+def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> dict | None:
+    """Returns the first difference of two runs, or None if there is none in so many steps.
+
+    It has the `step` (at first the checkpoint's), `kind`, `layer`, `part` (input or output of a
+    module, name of a moment), and in words `how` the tensors differ. Numbers differ by more than
+    `bound`; at 0 it is their bits that do.
+
+    Raises:
+        UserError: an engine cannot be built, or the batches have other sizes.
+    """
+    one = Side(a, warn, bound, None)
+    two = Side(b, warn, bound, one)
+    shapes = [{name: tuple(x.shape) for x, name in side.names.items()} for side in (one, two)]
+    for name in shapes[0] | shapes[1]:
+        if (x := shapes[0].get(name)) != (y := shapes[1].get(name)):
+            how = f"has shape {x} in A, {y} in B"
+            return {"step": one.step, "kind": "parameter", "layer": name, "part": "", "how": how}
+    sizes = [f"{x.engine.loader.accumulation} x {x.engine.micro_batch}" for x in (one, two)]
+    if sizes[0] != sizes[1]:
+        had = f"a step has {sizes[0]} sequences in A, {sizes[1]} in B"
+        raise UserError(f"{had}: expected the same --train.batch-tokens and --train.micro-batch")
+    one.see_state()
+    two.see_state()
+    while not two.found and two.step < one.engine.restored.step + steps:
+        one.take_step()
+        two.take_step()
+    for side in (one, two):
+        side.engine.loader.close()
+    return two.found
+
+
+def difference(a: Tensor, b: Tensor, bound: float) -> str:
+    """Says how two tensors differ, in an empty string if they do not; NaN equals NaN."""
+    if a.shape != b.shape:
+        return f"has shape {tuple(a.shape)} in A, {tuple(b.shape)} in B"
+    if a.dtype == b.dtype and torch.equal(a, b) and torch.equal(a.signbit(), b.signbit()):
+        return ""
+    x, y = a.cpu().double(), b.cpu().double()  # which keeps all bits
+    same = (x == y) & ((x.signbit() == y.signbit()) | (bound > 0)) | x.isnan() & y.isnan()
+    same |= (x - y).abs() <= (bound or -1)
+    if same.all():
+        return ""
+    apart = torch.where(same, -1.0, (x - y).abs().nan_to_num(math.inf))
+    at = torch.unravel_index(apart.argmax(), apart.shape)
+    count = f"differs in {int((~same).sum()):,} of {same.numel():,} values, most at"
+    return f"{count} {[*map(int, at)]}: {float(x[at])!r} in A, {float(y[at])!r} in B"
