@@ -26,13 +26,14 @@ def saved_config(run: Path) -> Config:
 
 def changes(before: Config, after: Config) -> list[str]:
     """Lists the settings that differ, as `name old -> new`."""
-    old, new = (_flat(json.loads(to_json(config))) for config in (before, after))
+    old, new = flat(before), flat(after)
     return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for name, value in settings.items():
+def flat(config: Config) -> dict[str, Any]:
+    """Returns the settings by the names of their fields, such as `model.num_layers`."""
+    found = {}
+    for name, value in json.loads(to_json(config)).items():
         nested = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
-    return flat
+        found |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
+    return found

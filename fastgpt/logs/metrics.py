@@ -33,7 +33,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path, self.title, self.warn = run_dir / "metrics.jsonl", title, warn
-        logged = [r for r in read_records(self.path) if _is_whole(r)]
+        logged = [r for r in read_records(self.path) if is_whole(r)]
         self.records = [r for r in logged if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
@@ -119,7 +119,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _is_whole(record: dict[str, Any]) -> bool:
+def is_whole(record: dict[str, Any]) -> bool:
     """Returns True if a record is one that `MetricsLog` wrote: numbers of a step."""
     kinds = {type(value) for value in record.values()}
     counts = {type(record.get(name)) for name in ("step", "tokens")}

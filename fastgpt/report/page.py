@@ -1,0 +1,126 @@
+"""The page of a report, filled from the files of runs."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from fastgpt.commands import resume_command, sample_command
+from fastgpt.config.checks import flag
+from fastgpt.config.recipes import RECIPES
+from fastgpt.config.saved import flat
+from fastgpt.display import duration, short
+from fastgpt.errors import UserError, counted, writing
+from fastgpt.files import write_atomically
+from fastgpt.report.data import POINTS, Run, evenly, read_run
+
+ROWS = 40
+"""Most rows in the table of logged figures."""
+RISEN = 0.01
+"""Share of the validation loss by which it must have risen to be called overfitting."""
+
+
+def require_bokeh() -> None:
+    """Raises `UserError` if the package that draws the curves is missing."""
+    if find_spec("bokeh") is None:
+        raise UserError("a report needs bokeh: pip install -c constraints.txt '.[report]'")
+
+
+def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
+    """Writes the page of one run, or of several with their curves over each other.
+
+    Args:
+        out: the page to write or replace.
+        text: the text to colour; if empty, the validation text of each run.
+
+    Raises:
+        UserError: a path is no run, or the page cannot be written.
+    """
+    from fastgpt.report.curves import curves  # which needs bokeh
+
+    names = [path.resolve().name for path in paths]
+    labels = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1)]
+    runs = [read_run(path, label) for path, label in zip(paths, labels)]
+    script, figures = curves(runs)
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    env.filters["number"] = lambda x: f"{x:,}" if type(x) in (int, float) else x
+    html = env.get_template("template.html").render(
+        facts=[_facts(run, text) for run in runs], script=script, figures=figures,
+        title=" · ".join(labels), points=POINTS, flags=map(flag, flat(runs[0].config)),
+        thinned=any(len(run.columns["step"]) > POINTS for run in runs),
+    )  # fmt: skip
+    with writing(out):
+        write_atomically(out, html.encode("utf-8", "replace"))
+
+
+def _facts(run: Run, text: str) -> dict[str, Any]:
+    """Returns what the page shows of one run."""
+    from fastgpt.report.tokens import coloured_text  # which needs torch, and takes time to import
+
+    try:
+        coloured = coloured_text(run, text)
+    except (UserError, OSError) as error:
+        coloured = None
+        run.notes.append(f"There is no coloured text: {error}.")
+    command, ranks = (run.manifest.get(name) for name in ("command", "ranks"))
+    resume = resume_command(run.path, ranks if isinstance(ranks, int) else 1)
+    if run.last_step >= run.config.steps:
+        resume += f" --steps {2 * run.config.steps}"
+    typed = ["python", *map(str, command)] if isinstance(command, list) else []
+    settings = {flag(name): value for name, value in flat(run.config).items()}
+    recipe = flat(RECIPES.get(run.config.recipe, ("", run.config))[1])
+    return {
+        "run": run, "text": coloured, "summary": _summary(run), "finding": finding(run),
+        "settings": settings, "recipe": {flag(name): value for name, value in recipe.items()},
+        "commands": {"start": shlex.join(typed), "resume": resume,
+                     "sample": sample_command(run.path)},
+        "rows": evenly(range(len(run.columns["step"])), ROWS),
+    }  # fmt: skip
+
+
+def _summary(run: Run) -> dict[str, tuple[str, str]]:
+    """Returns the most important figures, each with a remark."""
+    found, tokens = {}, run.columns["tokens"].max(initial=0)
+    if len(losses := run.finite("val_loss")):
+        step = run.columns["step"][np.nanargmin(run.columns["val_loss"])]
+        said = f"at step {step:,.0f}; perplexity {math.exp(min(losses.min(), 700)):,.2f}"
+        found["Lowest validation loss"] = f"{losses.min():.4f}", said
+    if len(losses := run.finite("smoothed")):
+        found["Last training loss"] = f"{losses[-1]:.4f}", "smoothed"
+    if len(speed := run.finite("tok_per_s")):
+        mfu = f"; MFU {np.median(run.finite('mfu')):.1%}" if len(run.finite("mfu")) else ""
+        found["Speed"] = f"{np.median(speed):,.0f}", f"tokens/s, median{mfu}"
+        spent = duration(run.columns["seconds"][-1])
+        found["Training time"] = spent, "without evaluations and checkpoints"
+    found["Steps"] = f"{run.last_step:,}", f"of {run.config.steps:,}; {short(tokens)} tokens"
+    if isinstance(parameters := run.manifest.get("parameters"), int):
+        found["Parameters"] = short(parameters), f"context {run.config.model.context:,}"
+    return found
+
+
+def finding(run: Run) -> str:
+    """Says in words how the validation loss went, and since when the model has overfitted."""
+    known = np.isfinite(run.columns["val_loss"])
+    step, loss, size = (run.columns[name][known] for name in ("step", "val_loss", "val_tokens"))
+    # the last evaluation may use more text than the others, with which it cannot be compared
+    same = size == size[-2] if len(size) > 1 else size == size
+    step, loss = step[same], loss[same]
+    if len(loss) < 3:
+        compared = counted(len(loss), "comparable evaluation")
+        return f"With {compared} of the validation loss nothing can be said about overfitting."
+    best = int(loss.argmin())
+    said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
+    if best == len(loss) - 1:
+        return f"{said}, when it was last measured in this way. It did not rise."
+    said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
+    if loss[-1] > loss[best] * (1 + RISEN):
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}."
+    return f"{said}, about the same: no clear sign of overfitting."
