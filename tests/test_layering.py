@@ -43,6 +43,7 @@ ROOMS = (
     "checkpoint",
     "convert guards run",
     "evaluate hf sample",
+    "report",
     "train",
     "cli",
 )

@@ -185,6 +185,9 @@ class TrainConfig:
     sample_prompt: str | None = None
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
     baby, else a newline), and on other data the first words of the validation text."""
+    report: bool = False
+    """Page about the run, report.html in its folder, written after its last step (docs/report.md);
+    it needs the extra `report`."""
     eval_tasks: str = ""
     """Tasks scored with each evaluation, from files of JSON lines: hellaswag=PATH, lambada=PATH, or
     both with a comma between them."""

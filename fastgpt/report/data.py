@@ -17,8 +17,8 @@ from fastgpt.run.directory import is_run
 
 POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
-LOGGED = ("step", "tokens", "train_loss", "val_loss", "val_tokens", "lr", "grad_norm", "tok_per_s",
-          "mfu", "peak_memory_gib")  # fmt: skip
+LOGGED = ("step", "tokens", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte", "lr",
+          "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Run:
     config: Config
     manifest: dict[str, Any]
     columns: dict[str, np.ndarray]
-    """Figures by name, each (records,) float64, NaN where a record has none."""
+    """Figures by name, each (steps logged,) float64, NaN where a step has none."""
     samples: list[tuple[int, str]]
     """Steps in order, and the text of each."""
     notes: list[str]
@@ -38,6 +38,14 @@ class Run:
     def finite(self, name: str) -> np.ndarray:
         """Returns the finite values of a figure, in order."""
         return self.columns[name][np.isfinite(self.columns[name])]
+
+    def median(self, name: str) -> float:
+        return float(np.median(self.finite(name))) if len(self.finite(name)) else np.nan
+
+    @property
+    def best(self) -> int:
+        """Place of the lowest validation loss in the columns, of which there must be one."""
+        return int(np.nanargmin(self.columns["val_loss"]))
 
     @property
     def last_step(self) -> int:
@@ -73,8 +81,10 @@ def read_run(path: Path, label: str) -> Run:
 
 def _columns(path: Path) -> dict[str, np.ndarray]:
     """Reads metrics.jsonl, and adds the `smoothed` training loss and the `seconds` of training."""
-    records = [r for r in read_records(path) if is_whole(r)]
-    records.sort(key=lambda record: record["step"])
+    of_step = dict[int, dict[str, Any]]()
+    for record in filter(is_whole, read_records(path)):  # an evaluation has one of its own
+        of_step.setdefault(record["step"], {}).update(record)
+    records = [of_step[step] for step in sorted(of_step)]
     columns = {name: np.array([_figure(r.get(name)) for r in records]) for name in LOGGED}
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     # once in each direction, so that the curve does not lag behind

@@ -45,7 +45,8 @@ function choose_scale() {
 }
 function show_values(x, left, top) {
   const [table, shown] = [element("table", ""), new Set()];
-  let step;
+  const number = (value) => value.toLocaleString("en");
+  let step, head;
   for (const source of models("Figure").flatMap((figure) => figure.renderers.map((r) => r.data_source))) {
     if (shown.has(source)) continue;
     shown.add(source);
@@ -54,11 +55,12 @@ function show_values(x, left, top) {
     if (i < 0 || (i > 0 && x - xs[i - 1] < xs[i] - x)) i = i < 0 ? xs.length - 1 : i - 1;
     const at = source.data.step[i];
     step ??= at;
+    head ??= `step ${number(at)}, ${number(source.data.tokens[i])} tokens`;
     const name = element("span", "", element("i", "dot"), source.name);
     name.firstChild.style.background = source.tags[0];
-    add_row(table, name, `${+source.data.y[i].toPrecision(5)}`, at === step ? "" : `step ${at.toLocaleString("en")}`);
+    add_row(table, name, `${+source.data.y[i].toPrecision(5)}`, at === step ? "" : `step ${number(at)}`);
   }
-  show_tip(left + 18, top + 12, element("b", "", `step ${step.toLocaleString("en")}`), table);
+  show_tip(left + 18, top + 12, element("b", "", head), table);
 }
 if (form) {
   form.addEventListener("change", draw);

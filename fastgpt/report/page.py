@@ -1,6 +1,5 @@
 """The page of a report, filled from the files of runs."""
 
-import math
 import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.config.saved import flat
 from fastgpt.display import duration, short
 from fastgpt.errors import UserError, counted, writing
+from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.data import POINTS, Run, evenly, read_run
 
@@ -47,14 +47,14 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
     labels = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1)]
     runs = [read_run(path, label) for path, label in zip(paths, labels)]
     script, figures = curves(runs)
-    env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    env.filters["number"] = lambda x: f"{x:,}" if type(x) in (int, float) else x
+    facts = [_facts(run, text) for run in runs]
+    settings = {name: [one["settings"][name] for one in facts] for name in facts[0]["settings"]}
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    env = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    env.filters |= {"short": short, "duration": duration, "perplexity": perplexity}
     html = env.get_template("template.html").render(
-        facts=[_facts(run, text) for run in runs], script=script, figures=figures,
-        title=" · ".join(labels), points=POINTS, flags=map(flag, flat(runs[0].config)),
+        facts=facts, script=script, figures=figures, title=" · ".join(labels), points=POINTS,
+        differences={name: x for name, x in settings.items() if any(y != x[0] for y in x)},
         thinned=any(len(run.columns["step"]) > POINTS for run in runs),
     )  # fmt: skip
     with writing(out):
@@ -63,47 +63,27 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
 
 def _facts(run: Run, text: str) -> dict[str, Any]:
     """Returns what the page shows of one run."""
-    from fastgpt.report.tokens import coloured_text  # which needs torch, and takes time to import
+    from fastgpt.report.tokens import coloured_text  # which needs torch, slow to import
 
+    coloured = None
     try:
         coloured = coloured_text(run, text)
     except (UserError, OSError) as error:
-        coloured = None
         run.notes.append(f"There is no coloured text: {error}.")
     command, ranks = (run.manifest.get(name) for name in ("command", "ranks"))
     resume = resume_command(run.path, ranks if isinstance(ranks, int) else 1)
-    if run.last_step >= run.config.steps:
-        resume += f" --steps {2 * run.config.steps}"
+    longer = f" --steps {2 * run.config.steps}" if run.last_step >= run.config.steps else ""
     typed = ["python", *map(str, command)] if isinstance(command, list) else []
-    settings = {flag(name): value for name, value in flat(run.config).items()}
-    recipe = flat(RECIPES.get(run.config.recipe, ("", run.config))[1])
+    recipe = RECIPES.get(run.config.recipe, ("", run.config))[1]
+    evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"]))
+    rows = evaluated if len(evaluated) > 2 else range(len(run.columns["step"]))
     return {
-        "run": run, "text": coloured, "summary": _summary(run), "finding": finding(run),
-        "settings": settings, "recipe": {flag(name): value for name, value in recipe.items()},
-        "commands": {"start": shlex.join(typed), "resume": resume,
+        "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, ROWS),
+        "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.path)},
-        "rows": evenly(range(len(run.columns["step"])), ROWS),
+        "settings": {flag(name): value for name, value in flat(run.config).items()},
+        "recipe": {flag(name): value for name, value in flat(recipe).items()},
     }  # fmt: skip
-
-
-def _summary(run: Run) -> dict[str, tuple[str, str]]:
-    """Returns the most important figures, each with a remark."""
-    found, tokens = {}, run.columns["tokens"].max(initial=0)
-    if len(losses := run.finite("val_loss")):
-        step = run.columns["step"][np.nanargmin(run.columns["val_loss"])]
-        said = f"at step {step:,.0f}; perplexity {math.exp(min(losses.min(), 700)):,.2f}"
-        found["Lowest validation loss"] = f"{losses.min():.4f}", said
-    if len(losses := run.finite("smoothed")):
-        found["Last training loss"] = f"{losses[-1]:.4f}", "smoothed"
-    if len(speed := run.finite("tok_per_s")):
-        mfu = f"; MFU {np.median(run.finite('mfu')):.1%}" if len(run.finite("mfu")) else ""
-        found["Speed"] = f"{np.median(speed):,.0f}", f"tokens/s, median{mfu}"
-        spent = duration(run.columns["seconds"][-1])
-        found["Training time"] = spent, "without evaluations and checkpoints"
-    found["Steps"] = f"{run.last_step:,}", f"of {run.config.steps:,}; {short(tokens)} tokens"
-    if isinstance(parameters := run.manifest.get("parameters"), int):
-        found["Parameters"] = short(parameters), f"context {run.config.model.context:,}"
-    return found
 
 
 def finding(run: Run) -> str:
@@ -111,11 +91,11 @@ def finding(run: Run) -> str:
     known = np.isfinite(run.columns["val_loss"])
     step, loss, size = (run.columns[name][known] for name in ("step", "val_loss", "val_tokens"))
     # the last evaluation may use more text than the others, with which it cannot be compared
-    same = size == size[-2] if len(size) > 1 else size == size
+    same = size == size[-2:][:1]
     step, loss = step[same], loss[same]
     if len(loss) < 3:
-        compared = counted(len(loss), "comparable evaluation")
-        return f"With {compared} of the validation loss nothing can be said about overfitting."
+        few = counted(len(loss), "comparable evaluation")
+        return f"{few} of the validation loss: too few to tell whether the model overfits."
     best = int(loss.argmin())
     said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
     if best == len(loss) - 1:
