@@ -87,9 +87,10 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
     records = [of_step[step] for step in sorted(of_step)]
     columns = {name: np.array([_figure(r.get(name)) for r in records]) for name in LOGGED}
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
-    # once in each direction, so that the curve does not lag behind
-    once = smoothed(columns["train_loss"][logged].tolist())
-    columns["smoothed"][logged] = smoothed(once[::-1])[::-1]
+    losses = columns["train_loss"][logged].tolist()
+    # the mean of both directions, as one alone lags behind
+    both = [smoothed(losses), smoothed(losses[::-1])[::-1]]
+    columns["smoothed"][logged] = np.mean(both, axis=0)
     timed = np.isfinite(columns["tok_per_s"])
     ends = np.concatenate([[0.0], np.maximum.accumulate(columns["tokens"][timed])])
     spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])

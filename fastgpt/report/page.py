@@ -50,7 +50,10 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
     facts = [_facts(run, text) for run in runs]
     settings = {name: [one["settings"][name] for one in facts] for name in facts[0]["settings"]}
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    env = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    env = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.ChainableUndefined,  # a manifest may lack anything
+    )  # fmt: skip
     env.filters |= {"short": short, "duration": duration, "perplexity": perplexity}
     html = env.get_template("template.html").render(
         facts=facts, script=script, figures=figures, title=" · ".join(labels), points=POINTS,
