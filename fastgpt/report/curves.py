@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 from bokeh.embed import components
@@ -29,7 +30,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
 
     Each figure is there twice, with a linear and a logarithmic axis, as `loss` and `loss log`.
     """
-    x_range = Range1d(0, 1.01 * max(run.last_step for run in runs))
+    x_range = Range1d(start=0, end=1.01 * max(run.last_step for run in runs))
     crosshair, several = Span(dimension="height", line_color=GREY), len(runs) > 1
 
     @cache
@@ -37,19 +38,18 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
         """Returns the points of a curve, with its name and its colour."""
         run, said = runs[number], LOSSES.get(column) or FIGURES[column]
         kept = thinned(run.columns[column])
-        data = {axis: run.columns[axis][kept] for axis in ("step", "tokens", "seconds")}
-        data |= {"x": data["step"], "y": run.columns[column][kept]}
+        data = dict[str, Any](x=run.columns["step"][kept], y=run.columns[column][kept])
+        data |= {axis: run.columns[axis][kept] for axis in ("step", "tokens", "seconds")}
         colour = COLOURS[(number if several else int(column == "val_loss")) % len(COLOURS)]
-        return ColumnDataSource(
-            data, name=f"{run.label}: {said}" if several else said, tags=[colour]
-        )
+        name = f"{run.label}: {said}" if several else said
+        return ColumnDataSource(data, name=name, tags=[colour])
 
-    plots = dict[str, figure]()
+    plots = dict[str, Any]()
     for name in FIGURES:
         columns = [*LOSSES][several:] if name == "loss" else [name]
         shown = [(n, x) for n, run in enumerate(runs) for x in columns if len(run.finite(x))]
-        for scale in ("linear", "log") if shown else ():
-            plot = plots[name if scale == "linear" else f"{name} log"] = _figure(name, scale)
+        for log in (False, True) if shown else ():
+            plot = plots[f"{name} log" if log else name] = _figure(name, log)
             plot.x_range = x_range
             plot.add_tools(CrosshairTool(overlay=crosshair, visible=False))
             for number, column in shown:
@@ -60,7 +60,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     both = [np.stack([r.columns[x] for x in ("train_loss", "val_loss")], 1).ravel() for r in runs]
     lows, highs = zip(*(interesting_range(losses.tolist()) for losses in both))
     if min(lows) < max(highs):
-        plots["loss"].y_range = Range1d(min(lows), max(highs))
+        plots["loss"].y_range = Range1d(start=min(lows), end=max(highs))
     script, elements = components(plots, wrap_script=False) if plots else ("", {})
     titled = {key: (FIGURES[key.split()[0]], element) for key, element in elements.items()}
     library = Resources(mode="inline", components=["bokeh"]).render_js()
@@ -68,11 +68,11 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     return f"{library}<script>{script}</script>", titled
 
 
-def _figure(name: str, scale: str) -> figure:
+def _figure(name: str, log: bool) -> figure:
     plot = figure(
         height=380 if name == "loss" else 200, sizing_mode="stretch_width", min_border_left=64,
-        x_axis_label="step", y_axis_type=scale, tools="box_zoom,pan,wheel_zoom,reset,save",
-        active_drag="box_zoom", active_scroll=None, toolbar_location="above",
+        x_axis_label="step", y_axis_type="log" if log else "linear", toolbar_location="above",
+        tools="box_zoom,pan,wheel_zoom,reset,save", active_drag="box_zoom", active_scroll=None,
     )  # fmt: skip
     plot.toolbar.update(logo=None, autohide=True)
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")

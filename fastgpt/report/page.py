@@ -78,7 +78,7 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     longer = f" --steps {2 * run.config.steps}" if run.last_step >= run.config.steps else ""
     typed = ["python", *map(str, command)] if isinstance(command, list) else []
     recipe = RECIPES.get(run.config.recipe, ("", run.config))[1]
-    evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"]))
+    evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"])).tolist()
     rows = evaluated if len(evaluated) > 2 else range(len(run.columns["step"]))
     return {
         "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, ROWS),

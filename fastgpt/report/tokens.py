@@ -1,7 +1,7 @@
 """Loss of each token of a text, and the tokens that the model held for likeliest in its place."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import open_data
+from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, same_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError
@@ -32,6 +33,7 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
         UserError: there is no valid checkpoint, or the text cannot be read.
     """
     source = read(str(run.path))
+    run.notes.extend(source.warnings)
     scorer = scorer_of(source, 1, "cpu", "fp32")
     decode = scorer.tokenizer.decode
     whole = read_text(text, scorer)[0] if text else _validation(run, source, scorer.tokenizer)
@@ -43,41 +45,40 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
         both, first = decode([before, token]), decode([before])
         return both[len(first) :] if first and both.startswith(first) else decode([token])
 
-    rows = zip(ids.tolist(), ids[1:].tolist(), losses, log_p.exp(), likeliest.tolist())
-    tokens = [
-        (after(before, token), round(loss.item(), 3),
-         [(after(before, other), round(x.item(), 4)) for other, x in zip(others, p)])
-        for before, token, loss, p, others in rows
-    ]  # fmt: skip
-    return {
-        "name": text or f"{run.config.data.source}, held out", "checkpoint": source.path.name,
-        "first": decode(ids[:1]), "loss": losses.mean().item(), "tokens": tokens,
-    }  # fmt: skip
+    tokens = []
+    for i, (loss, p) in enumerate(zip(losses.tolist(), log_p.exp().tolist())):
+        others = [after(ids[i], other) for other in likeliest[i].tolist()]
+        chances = [round(chance, 4) for chance in p]
+        tokens.append((after(ids[i], ids[i + 1]), round(loss, 3), list(zip(others, chances))))
+    name = text or f"{run.config.data.source}, held out"
+    return {"name": name, "checkpoint": source.path.name, "loss": losses.mean().item(),
+            "first": decode(ids[:1]), "tokens": tokens}  # fmt: skip
 
 
-def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Any:
+def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Tokens:
     """Opens the validation tokens of a run, from the cache in which training has left them.
 
     Raises:
         UserError: they cannot be read, or are made by another tokenizer.
     """
-    data, kind, manifest = run.config.data, tokenizer.kind, run.manifest.get("data")
+    data, manifest = run.config.data, run.manifest.get("data")
     if data.align == "conversation":
         raise UserError("conversations are not coloured: pass a text with --text")
     if data.tokenizer == "auto":
-        known = kind in ("bytes", "chars", "gpt2")
-        data = replace(data, tokenizer=kind if known else str(source.path / TOKENIZER_FILE))
-    where, _, name = data.source.partition(":")
-    folder = data_dir() / (name or "gpt2")
-    if where == "prepared":
+        by_name = tokenizer.kind in ("bytes", "chars", "gpt2")
+        file = str(source.path / TOKENIZER_FILE)
+        data = replace(data, tokenizer=tokenizer.kind if by_name else file)
+    where, (kind, _, name) = data.source, data.source.partition(":")
+    if kind == "prepared":
+        folder = data_dir() / (name or "gpt2")
         where = str(folder) if name or folder.exists() else "builtin"
     with PrepareProgress() as report:
-        opened = open_data(data, where if where != "hf" else data.source, report)
+        opened = open_data(data, where, report)
     if not same_tokenizer(opened.tokenizer, tokenizer):
         raise UserError(f"{data.source} was tokenized in another way than the run")
     if isinstance(manifest, dict) and opened.sha256 != manifest.get("sha256"):
-        run.notes.append(f"{data.source} has changed since the run: the coloured text is new.")
-    return opened.corpora[0].val
+        run.notes.append(f"{data.source} has changed since the run, and so has the coloured text.")
+    return cast("Tokens", opened.corpora[0].val)
 
 
 @torch.no_grad()
