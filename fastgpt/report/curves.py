@@ -64,7 +64,8 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     script, elements = components(plots, wrap_script=False) if plots else ("", {})
     titled = {key: (FIGURES[key.split()[0]], element) for key, element in elements.items()}
     library = Resources(mode="inline", components=["bokeh"]).render_js()
-    script = script.replace("</", r"<\/")  # a run may be called anything, also </script>
+    # a run may be called anything, also </script>
+    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
     return f"{library}<script>{script}</script>", titled
 
 

@@ -17,6 +17,7 @@ from fastgpt.run.directory import is_run
 
 POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
+LARGEST = 2**63
 LOGGED = ("step", "tokens", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte", "lr",
           "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
 
@@ -99,8 +100,10 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
 
 
 def _figure(value: object) -> float:
-    """Returns a float; that of an integer which no run can have logged is 2^63."""
-    return float(min(value, 2**63)) if isinstance(value, int | float) else np.nan
+    """Returns a float, NaN for other types; integers that no run can have logged are cut."""
+    if isinstance(value, int):
+        return float(max(-LARGEST, min(value, LARGEST)))
+    return value if isinstance(value, float) else np.nan
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:

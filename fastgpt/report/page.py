@@ -94,7 +94,7 @@ def finding(run: Run) -> str:
     known = np.isfinite(run.columns["val_loss"])
     step, loss, size = (run.columns[name][known] for name in ("step", "val_loss", "val_tokens"))
     # the last evaluation may use more text than the others, with which it cannot be compared
-    same = size == size[-2:][:1]
+    same = np.nan_to_num(size) == np.nan_to_num(size[-2:][:1])
     step, loss = step[same], loss[same]
     if len(loss) < 3:
         few = counted(len(loss), "comparable evaluation")

@@ -12,7 +12,7 @@ from fastgpt.data.dataset import open_data
 from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, same_tokenizer
 from fastgpt.display import PrepareProgress
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.__main__ import scorer_of
 from fastgpt.evaluate.text import read_text
 from fastgpt.files import data_dir
@@ -38,6 +38,8 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
     decode = scorer.tokenizer.decode
     whole = read_text(text, scorer)[0] if text else _validation(run, source, scorer.tokenizer)
     ids = whole[: MOST_TOKENS + 1].astype(np.int64)
+    if len(ids) < 2:
+        raise UserError(f"the text has {counted(len(ids), 'token')}: expected at least 2")
     losses, log_p, likeliest = token_losses(scorer.model, torch.from_numpy(ids))
 
     def after(before: int, token: int) -> str:

@@ -88,12 +88,15 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
     log(run, {"step": 0, "val_loss": 4.0, "tokens": 0}, {"step": 1, "tokens": 200, **train},
         {"step": 3, "tokens": 600, **train}, {"step": 3, "val_loss": 3.0, "tokens": 600},
         {"step": 2, "val_loss": 3.5, "tokens": 400}, {"step": 4, "tokens": 10**400, **train},
+        {"step": -(10**400), "tokens": 0, "val_loss": 9**999},
+        {"step": -1, "tokens": 0, "lr": 1e999},
         {"step": 5, "train_loss": "x", "tokens": 1}, '{"step": 6, "tok',
         samples="=== step 9 ===\nlost\n\n=== step 3 ===\nold\n\n=== step 3 ===\nnew\n")  # fmt: skip
     found = read_run(run, "a")
-    assert found.columns["seconds"][:4].tolist() == [0, 2, 4, 6]
-    assert found.columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
-    assert found.columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
+    columns = {name: values[2:] for name, values in found.columns.items()}
+    assert columns["seconds"][:4].tolist() == [0, 2, 4, 6]
+    assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
+    assert columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
     assert np.isnan(found.columns["grad_norm"]).all()
     assert [(step, said.strip()) for step, said in found.samples] == [(3, "new")]
     assert found.last_step == 4
@@ -172,7 +175,7 @@ def test_a_run_writes_its_page_and_a_failure_there_is_a_warning(fit, capfd, monk
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_a_browser_draws_two_runs_without_an_error_or_a_request(fit, tmp_path):
-    one = fit().rename(tmp_path / "one <b>")
+    one = fit().rename(tmp_path / "one <!--<script>")
     two = fit("--optim.lr 1e-3")
     samples = "".join(f"=== step {i} ===\n{HOSTILE}\n\n" for i in range(50))
     records = [{"step": i, "val_loss": 2.0, "tokens": i, "tok_per_s": 1.0} for i in range(50)]
@@ -184,7 +187,7 @@ def test_a_browser_draws_two_runs_without_an_error_or_a_request(fit, tmp_path):
     dom, console = done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
     assert not [line for line in console if "[bokeh" not in line]
     assert "document idle" in console[-1]  # Bokeh has drawn all figures
-    assert "<title>one &lt;b&gt; · run</title>" in dom
+    assert "<title>one &lt;!--&lt;script&gt; · run</title>" in dom
     assert "--optim.lr" in dom
     assert dom.count("<tr><td><code>") >= 2 * 10  # hardest places, which the script fills in
     assert dom.count("<figure hidden") == (2 - 1) + (SAMPLES - 1)  # one sample of each run is shown
