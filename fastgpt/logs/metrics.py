@@ -125,6 +125,7 @@ def is_whole(record: dict[str, Any]) -> bool:
     counts = {type(record.get(name)) for name in ("step", "tokens")}
     figures = [record.get("val_loss", 1.0), record.get("tok_per_s", 1.0)]
     fine = counts == {int} and {type(x) for x in figures} <= {int, float} and figures[1] > 0
+    fine = fine and all(abs(x) < 2**63 for x in record.values() if type(x) is int)
     return fine and kinds <= {int, float, list, type(None)}
 
 

@@ -17,7 +17,6 @@ from fastgpt.run.directory import is_run
 
 POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
-LARGEST = 2**63
 LOGGED = ("step", "tokens", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte", "lr",
           "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
 
@@ -86,7 +85,10 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
     for record in filter(is_whole, read_records(path)):  # an evaluation has one of its own
         of_step.setdefault(record["step"], {}).update(record)
     records = [of_step[step] for step in sorted(of_step)]
-    columns = {name: np.array([_figure(r.get(name)) for r in records]) for name in LOGGED}
+    columns = dict[str, np.ndarray]()
+    for name in LOGGED:
+        values = [record.get(name) for record in records]
+        columns[name] = np.array([np.nan if isinstance(x, list) else x for x in values], float)
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     losses = columns["train_loss"][logged].tolist()
     # the mean of both directions, as one alone lags behind
@@ -97,13 +99,6 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
     spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])
     columns["seconds"] = np.interp(columns["tokens"], ends, [0.0, *spent])
     return columns
-
-
-def _figure(value: object) -> float:
-    """Returns a float, NaN for other types; integers that no run can have logged are cut."""
-    if isinstance(value, int):
-        return float(max(-LARGEST, min(value, LARGEST)))
-    return value if isinstance(value, float) else np.nan
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:

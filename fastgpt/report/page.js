@@ -43,11 +43,13 @@ function draw() {
 function choose_scale() {
   for (const figure of all(".figures figure")) figure.hidden = is_log(figure) !== form.elements.log.checked;
 }
-function show_values(x, left, top) {
+const sources_of = (figure) => figure.renderers.map((renderer) => renderer.data_source);
+function show_values(figure, x, left, top) {
   const [table, shown] = [element("table", ""), new Set()];
   const number = (value) => value.toLocaleString("en");
   let step, head;
-  for (const source of models("Figure").flatMap((figure) => figure.renderers.map((r) => r.data_source))) {
+  const several = document.querySelector(".run"); // of one run the values of all figures are shown
+  for (const source of several ? sources_of(figure) : models("Figure").flatMap(sources_of)) {
     if (shown.has(source)) continue;
     shown.add(source);
     const xs = source.data.x;
@@ -65,12 +67,14 @@ function show_values(x, left, top) {
 if (form) {
   form.addEventListener("change", draw);
   choose_scale();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const type of ["Figure", "LinearAxis", "LogAxis", "Grid"]) for (const model of models(type)) model.change.emit();
+  });
   let pointer;
   for (const figure of all(".figures figure")) {
     figure.addEventListener("pointermove", (event) => {
       if (!pointer) // the first time: Bokeh has its document only some time after the page has loaded
-        for (const model of models("Figure")) model.on_event("mousemove", ({ x }) => show_values(x, ...pointer));
+        for (const model of models("Figure")) model.on_event("mousemove", ({ x }) => show_values(model, x, ...pointer));
       pointer = [event.clientX, event.clientY];
     }, true);
     figure.addEventListener("pointerleave", () => (tip.hidden = true));

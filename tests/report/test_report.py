@@ -88,12 +88,12 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
     log(run, {"step": 0, "val_loss": 4.0, "tokens": 0}, {"step": 1, "tokens": 200, **train},
         {"step": 3, "tokens": 600, **train}, {"step": 3, "val_loss": 3.0, "tokens": 600},
         {"step": 2, "val_loss": 3.5, "tokens": 400}, {"step": 4, "tokens": 10**400, **train},
-        {"step": -(10**400), "tokens": 0, "val_loss": 9**999},
-        {"step": -1, "tokens": 0, "lr": 1e999},
+        {"step": 4, "tokens": 800, "lr": [1], "train_loss": 1e999},
+        {"step": -(10**400), "tokens": 0}, {"step": 7, "tokens": 9, "val_loss": 10**400},
         {"step": 5, "train_loss": "x", "tokens": 1}, '{"step": 6, "tok',
         samples="=== step 9 ===\nlost\n\n=== step 3 ===\nold\n\n=== step 3 ===\nnew\n")  # fmt: skip
     found = read_run(run, "a")
-    columns = {name: values[2:] for name, values in found.columns.items()}
+    columns = found.columns
     assert columns["seconds"][:4].tolist() == [0, 2, 4, 6]
     assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
     assert columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
