@@ -29,7 +29,7 @@ from fastgpt.config.config import Config, OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import cpu
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""
@@ -105,7 +105,7 @@ def expect_gpt2(model: ModelConfig) -> None:
 
 def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
     config = replace(workload.config, ops=ops)
-    engine = build_engine(config, warn=lambda _: None)
+    engine = Engine(config, warn=lambda _: None)
     if engine.loader.accumulation > 1:
         raise UserError(
             f"{config.global_batch} sequences need accumulation ({engine.micro_batch} at a time)"
@@ -117,8 +117,8 @@ def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
     step.waited = lambda: engine.loader.waited_s  # pyright: ignore
     return step, {
         "ops": engine.model.ops.names,
-        "trials": engine.plan.trials,
-        "compile": engine.plan.compiled,
+        "trials": engine.trials,
+        "compile": engine.compiled,
         "optimizer": config.optim.kind,
         "precision": workload.precision,
     }

@@ -20,7 +20,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 
 LAST = 20
 """Number of last steps whose mean losses are compared."""
@@ -70,7 +70,7 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """Trains with and without our kernels; returns losses and ops by the name of the run."""
     engines = {
-        name: build_engine(replace(config, ops=ops), warn=lambda _: None)
+        name: Engine(replace(config, ops=ops), warn=lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))
     }
     losses: dict[str, list[float]] = {name: [] for name in engines}

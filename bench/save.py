@@ -79,7 +79,7 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     def copy(step: int) -> None:
         tree = engine.snapshot()
         if world.is_main:
-            saver.save(step, *tree, copied=engine.plan.sharded)
+            saver.save(step, *tree, copied=engine.sharded)
 
     sizes = [x.nbytes for x in tree_leaves(engine.snapshot()) if isinstance(x, Tensor)]
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.config.config import OpsConfig as OpsConfig
     from fastgpt.config.model import ModelConfig as ModelConfig
     from fastgpt.config.recipes import RECIPES as RECIPES
-    from fastgpt.convert.load import load as load
+    from fastgpt.convert.source import load as load
     from fastgpt.data.items import Data as Data
     from fastgpt.errors import UserError as UserError
     from fastgpt.model.build import build_model as build_model
@@ -43,7 +43,7 @@ _MODULES = {
     "build_model": "model.build",
     "encode_prompt": "sampling.text",
     "generate": "model.generation",
-    "load": "convert.load",
+    "load": "convert.source",
     "sample_text": "sampling.text",
 }
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from fastgpt import flags
-from fastgpt.config.config import Config
+from fastgpt.config.config import CONVERTED, Config, saved_config
 from fastgpt.config.recipes import RECIPES
-from fastgpt.config.saved import CONVERTED, saved_config
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line, tell_torchrun, unknown_name
@@ -126,3 +125,7 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         if f"--{steps}" in names:
             config = replace(config, **{epochs.replace("-", "_"): None})
     return config
+
+
+if __name__ == "__main__":
+    main()

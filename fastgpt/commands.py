@@ -10,41 +10,18 @@ CHECKOUT = Path(__file__).absolute().parents[1]
 
 def resume_command(run_dir: Path, ranks: int) -> str:
     """Returns the command line that resumes a run, which works from any directory."""
-    program = _console_command("fastgpt-train") or [sys.executable, str(CHECKOUT / "train.py")]
+    script = CHECKOUT / "train.py"
+    program = [str(script)] if script.exists() else ["-m", "fastgpt.cli"]
     if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-        installed_command = program[0] != sys.executable
-        program = torchrun + (["--no-python", *program] if installed_command else program[1:])
-    return shlex.join([*program, "--resume", str(run_dir.absolute())])
+        program = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *program]
+    return shlex.join([sys.executable, *program, "--resume", str(run_dir.absolute())])
 
 
 def sample_command(run_dir: Path) -> str:
     """Returns the command line that samples from a run, which works from any directory."""
-    module = [sys.executable, "-m", "fastgpt.sample"]
-    program = _console_command("fastgpt-sample") or module
-    line = shlex.join([*program, str(run_dir.absolute())])
+    line = shlex.join([sys.executable, "-m", "fastgpt.sample", str(run_dir.absolute())])
     # only an installed package can be imported from any directory
-    anywhere = program is not module or installed("fastgpt-triton")
-    return line if anywhere else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
-
-
-def _console_command(name: str) -> list[str] | None:
-    """Returns the absolute path of a console command if one was typed or there is no checkout."""
-    typed = Path(sys.argv[0])
-    if typed.name.startswith("fastgpt-"):
-        return [str(typed.absolute().with_name(name))]
-    if not (CHECKOUT / "train.py").exists():
-        return [str(Path(sys.executable).with_name(name))]
-    return None
-
-
-def same_command(old: Path, new: Path) -> str:
-    """Returns a clause: the command line of this process with `new` in place of the path `old`.
-
-    It is empty if the command line does not name `old`.
-    """
-    words = [str(new) if Path(word) == old else word for word in sys.orig_argv]
-    return "" if words == sys.orig_argv else f": {shlex.join(words)}"
+    return line if installed("fastgpt-triton") else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
 
 
 def installed(package: str) -> str | None:

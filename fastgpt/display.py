@@ -5,16 +5,15 @@ import math
 import shlex
 import shutil
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fastgpt.terminal import one_line, printable, replaced_note
+from fastgpt.terminal import one_line, printable
 
 
 def command(uninstalled: str) -> str:
@@ -41,22 +40,22 @@ class Output:
 
 
 class Display:
-    """Output of a training run, shown by the main rank."""
+    """Output of a training run, shown by the main rank.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: prints nothing, as on every other rank.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
         file = cast("TextIO", Output())
-        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False)
+        self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False, quiet=quiet)
         self.bar: Progress | None = None
         self.figures = ""
         """Figures of the newest step, the most useful first."""
         self.val_loss: float | None = None
         """Loss of the newest evaluation, which the bar shows."""
-
-    def mute(self) -> None:
-        """Turns all output off; used on every rank but the main one."""
-        self.console.quiet = True
 
     def header(self, facts: dict[str, str]) -> None:
         """Prints names and values, one per line."""
@@ -112,8 +111,6 @@ class Display:
     def sample(self, text: str) -> None:
         """Shows a sample of the model's output."""
         self.line(f"--- sample ---\n{text}\n--------------")
-        if note := replaced_note(text):
-            self.line(note)
 
     def stop(self) -> None:
         """Removes the bar."""
@@ -127,19 +124,15 @@ class PrepareProgress(Progress):
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        super().__init__(console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.add_task("preparing text", total=1.0)
-        self.began = time.monotonic()
+        super().__init__(
+            SpinnerColumn(), TextColumn("preparing text: {task.completed:,} tokens"),
+            console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.add_task("", total=None)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since preparation began."""
-        return time.monotonic() - self.began
-
-    def __call__(self, tokens: int, share: float) -> None:
-        """Reports the number of tokens so far, and the share of the text that has been read."""
-        text = f"preparing text: {tokens:,} tokens"
-        self.update(self.task, completed=share, description=text)
+    def __call__(self, tokens: int) -> None:
+        """Reports the number of tokens so far."""
+        self.update(self.task, completed=tokens)
 
 
 def short(number: float) -> str:
@@ -148,11 +141,3 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}".removesuffix(".0") + suffix
     return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Writes a duration in the largest unit of which it is 2 or more, else in seconds."""
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,6 +92,17 @@ def parse_json(text: str) -> Any:
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def code_hash(*folders: Path) -> str:
+    """Returns a hash of the code and tables in folders, as they are when this is first called."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted([*folder.rglob("*"), *(folder / "kernels").rglob("*")]):  # it is a link
+            if path.suffix in (".py", ".json") and path.is_file():  # an editor's lock is none
+                found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -49,15 +49,11 @@ def main(argv: list[str] | None = None) -> None:
             options["separator"] = _unescaped(arguments.separator)
             out = prepare(**options, report=shown)
         manifest = read_manifest(out)
-        splits = manifest["splits"].values()
-        train, val = (f"{split['tokens']:,}" for split in splits)
-        python = f", Python {manifest['python']}" if manifest["python"] else ""
+        train, val = (f"{split['tokens']:,}" for split in manifest["splits"].values())
         print_text(
-            f"{manifest['name']}{python}: {train} training + {val} validation tokens"
+            f"{manifest['name']}: {train} training + {val} validation tokens"
             f" ({manifest['tokenizer']} tokenizer, vocabulary {manifest['vocab_size']:,})\n"
-            f"documents: {sum(split['documents'] for split in splits):,};"
-            f" shards: {sum(len(split['shards']) for split in splits)};"
-            f" seconds: {shown.seconds:.1f}\nsha256 {manifest['sha256']}\nwrote {out}"
+            f"sha256 {manifest['sha256']}\nwrote {out}"
         )
 
 

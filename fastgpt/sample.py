@@ -13,13 +13,13 @@ from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
 from fastgpt.config.checks import INT64, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
-from fastgpt.convert.load import open_model
+from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
-from fastgpt.terminal import print_line, print_text, replaced_note
+from fastgpt.terminal import print_line, print_text
 
 ONE_OR_MORE = Range(words="1 or more", ge=1)
 
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     precision = device.pick_precision(config.precision, on, "--precision")
     asked = OpsConfig(decode=config.decode)
     try:
-        require_toolchain(asked, on, undecided=())
+        require_toolchain(asked, on)
         found = open_model(config.run)
         model, tokenizer = found.build_gpt(on, asked), found.tokenizer
     except UserError as error:
@@ -124,8 +124,6 @@ def main(argv: list[str]) -> None:
     with autocast:
         texts = sample_text(model, tokenizer, prompts, **options)
     print_text(separated(texts, config.n))
-    if note := replaced_note("".join(texts)):
-        print_line(f"note: {note}")
 
 
 def console() -> None:

@@ -15,8 +15,6 @@ _ACTED_ON = re.compile(
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of writing
     "\u2028\u2029\ud800-\udfff]"  # end a line; halves of characters, which UTF-8 cannot hold
 )
-MANY_REPLACED = 0.02
-"""Share of a text's characters shown as U+FFFD above which a note explains them."""
 
 
 def printable(text: str) -> str:
@@ -40,21 +38,9 @@ def print_text(text: str) -> None:
     _write(f"{printable(text) if sys.stdout.isatty() else text}\n", sys.stdout)
 
 
-def print_report(text: str) -> None:
-    """Prints text of several lines to stderr at once, and a newline."""
-    _write(f"{printable(text)}\n", sys.stderr)
-
-
 def _write(text: str, to: TextIO) -> None:
     encoding = to.encoding or "utf-8"  # that of the C locale may lack characters
     print(text.encode(encoding, "replace").decode(encoding), end="", file=to, flush=True)
-
-
-def replaced_note(text: str) -> str:
-    """Returns a note on the characters of a text shown as U+FFFD, empty if they are few."""
-    count, why = printable(text).count(REPLACEMENT), "the model wrote bytes that are no text"
-    said = f"{count:,} of {len(text):,} characters are shown as {REPLACEMENT}: {why}"
-    return said if count > MANY_REPLACED * len(text) else ""
 
 
 class OneLine(logging.Formatter):

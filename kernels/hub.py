@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_OPS = {"alias", "aot", "graphs", "hub", "parity", "proof", "spec", "specs"}
+NOT_OPS = {"alias", "aot", "graphs", "hub", "parity", "proof", "spec", "specs", "upgrade"}
 """Modules and folders that are for tests, measurements, builds and fastgpt alone: they stay out."""
 BACKENDS = {"cpu": {}, "cuda": {"archs": ["8.0", "9.0", "10.0", "12.0"]}}
 """Variants, with the compute capabilities that `kernels.aot` compiles for; on the Hub each stands

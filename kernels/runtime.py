@@ -28,6 +28,10 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "
 H100_PROCESSORS, H100_BYTES = 132, 79 << 30
 """Multiprocessors and memory of an H100, which sizes are chosen for where there is no GPU."""
 
+EXPLICIT = {"enable_fp_fusion": True}
+"""Options of every launch. Multiply-adds are fused by default until Triton 3.8; 3.9 warns where
+the option is not given, and its successor no longer fuses them."""
+
 LAUNCHES: Counter[str] = Counter()
 """Number of launches of each kernel in this process, which tests assert on."""
 
@@ -175,6 +179,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
     `meta` holds the constexprs and num_warps, num_stages.
     """
+    meta = {**meta, **EXPLICIT}
     if _stand_in is None or _stand_in.runs:
         LAUNCHES[kernel.__name__] += 1
     if _stand_in is not None:

@@ -15,14 +15,14 @@ PAGE = ROOT / "docs" / "architecture.md"
 PARTS = {
     "A run, from the command line to the last checkpoint": (
         "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
-        "fastgpt/train/plan", "fastgpt/train/resume", "fastgpt/train/trainer",
+        "fastgpt/train/resume", "fastgpt/train/trainer",
         "fastgpt/train/engine", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (
         "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block", "fastgpt/model/layers",
         "fastgpt/model/positions",
         "fastgpt/ops/protocols", "fastgpt/ops/tables", "fastgpt/ops/torch_ops",
-        "fastgpt/train/optim", "fastgpt/train/schedule",
+        "fastgpt/train/optim",
     ),
     "The kernels: attention stands for the others": (
         "kernels/runtime", "kernels/attention/op",

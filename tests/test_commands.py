@@ -80,7 +80,7 @@ LAST = {
     r"(python train.py|torchrun|make train)(?!.* (--help|-m ))": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"python -m fastgpt.report": r"wrote .*\.html",
-    r"python -m fastgpt.evaluate": r"(lambada +perplexity|mybook.txt +bits_per_byte) +\d",
+    r"python -m fastgpt.evaluate": r"(hellaswag +acc_norm|mybook.txt +bits_per_byte) +\d",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
     r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
@@ -92,6 +92,7 @@ EXEMPT = {
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
+    r"python -m kernels.upgrade": "installs two versions of Triton: tests/proof/test_upgrade.py",
     r"python examples/": "tests/test_examples.py runs them",
     r"python -m fastgpt.prepare fineweb-edu": "downloads 10 billion tokens",
     r"python train.py (tinystories-char|pubmed)": "needs texts that are not here",
@@ -130,7 +131,6 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "yourfile.py").symlink_to(ROOT / "simgpu/tests/executor/yourfile.py")
     text = "the cat sat on the mat, and the dog sat on the log.\n"
     (tmp_path / "mybook.txt").write_text(40 * text)
-    (tmp_path / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}')
     line = {"ctx": "the cat", "endings": ["sat", "ran"], "label": 1}
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(line))
     (tmp_path / "chats.jsonl").write_text(2 * '{"prompt": "a", "completion": "b"}\n')

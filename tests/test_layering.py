@@ -39,7 +39,7 @@ ROOMS = (
     "config device display flags sandbox",
     "data faults logs ops",
     "model prepare",
-    "autotune explain parallel sampling",
+    "autotune parallel sampling",
     "checkpoint",
     "convert guards run",
     "evaluate hf sample",

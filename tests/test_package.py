@@ -8,6 +8,7 @@ stands for `fastgpt.kernels` and leads to the other distribution for names that 
 import ast
 import os
 import re
+import shlex
 import shutil
 import sys
 import zipfile
@@ -210,6 +211,9 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
     two = ("--nproc_per_node=2", "--no-python", "fastgpt-train", *tiny("--steps 6 --resume auto"))
     out = command("python", "-m", "torch.distributed.run", "--standalone", *two)
     assert "done after step 6: " in out
+    [line] = [line for line in out.splitlines() if line.startswith("to train longer: ")]
+    longer = shlex.split(line.removeprefix("to train longer: "))
+    assert "done after step 12: " in finish(*longer, cwd=tmp_path)
     readme = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(import fastgpt\n.*?)```", readme, re.S)
     example = example.replace("runs/baby-20261120-101500", "run").replace("def main(", "the")
@@ -217,32 +221,29 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
 
 
 @pytest.mark.parametrize(
-    ("typed", "ranks", "said"),
+    ("checkout", "ranks", "said"),
     [
-        ("train.py", 1, f"/p/python {ROOT}/train.py"),
-        ("train.py", 2, f"/p/python {TORCHRUN} {ROOT}/train.py"),
-        ("/bin/fastgpt-train", 1, "/bin/fastgpt-train"),
-        ("a dir/fastgpt-train", 1, "'/here/a dir/fastgpt-train'"),
-        ("/bin/fastgpt-train", 2, f"/p/python {TORCHRUN} --no-python /bin/fastgpt-train"),
+        (ROOT, 1, f"/p/python {ROOT}/train.py"),
+        (ROOT, 2, f"/p/python {TORCHRUN} {ROOT}/train.py"),
+        (Path("/lib"), 1, "/p/python -m fastgpt.cli"),
+        (Path("/lib"), 2, f"/p/python {TORCHRUN} -m fastgpt.cli"),
     ],
 )
-def test_the_resume_command_works_from_anywhere(typed, ranks, said, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [typed])
+def test_the_resume_command_works_from_anywhere(checkout, ranks, said, monkeypatch):
+    monkeypatch.setattr(commands, "CHECKOUT", checkout)
     monkeypatch.setattr(sys, "executable", "/p/python")
     monkeypatch.setattr("os.getcwd", lambda: "/here")
     assert commands.resume_command(Path("a run"), ranks) == f"{said} --resume '/here/a run'"
 
 
 @pytest.mark.parametrize(
-    ("typed", "version", "said"),
+    ("version", "said"),
     [
-        ("train.py", "1", "/p/python -m fastgpt.sample /a/run"),
-        ("train.py", None, f"cd {ROOT} && /p/python -m fastgpt.sample /a/run"),
-        ("/bin/fastgpt-train", "1", "/bin/fastgpt-sample /a/run"),
+        ("1", "/p/python -m fastgpt.sample /a/run"),
+        (None, f"cd {ROOT} && /p/python -m fastgpt.sample /a/run"),
     ],
 )
-def test_the_sample_command_works_from_anywhere(typed, version, said, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [typed])
+def test_the_sample_command_works_from_anywhere(version, said, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/p/python")
     monkeypatch.setattr(commands, "installed", lambda _: version)
     assert commands.sample_command(Path("/a/run")) == said

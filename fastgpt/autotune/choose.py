@@ -1,22 +1,21 @@
 """Choice of kernels for `auto` on CUDA: ours if a trial on this GPU finds them correct and faster.
 
 Before training, each op of ours is checked by the rule of `kernels.parity` and timed beside
-PyTorch's, forward and backward, at the run's own sizes. Then a whole layer is timed with the chosen
-ops and with PyTorch's, as ops that win alone may lose together. The result is cached by GPU,
-versions, kernel sources and sizes.
+PyTorch's, forward and backward, at the run's own sizes. The result is cached by GPU, versions,
+kernel sources and sizes.
 
 The trial runs in a child process (`python -m fastgpt.autotune.choose OP`), so that a kernel that
 crashes or hangs does not end the run. A failed trial is reported, and PyTorch's op is used instead.
 """
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import TRIALS, Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
-from fastgpt.files import recall, remember
+from fastgpt.files import code_hash, recall, remember
 from fastgpt.kernels import parity, runtime
 
 PACKAGE = Path(__file__).parents[1]
@@ -39,9 +38,11 @@ TIMEOUT = 600.0
 """Time limit in seconds for the trials of all ops."""
 CHECKED = 1024
 """Largest number of tokens in a correctness check: the reference stores all attention scores."""
+WORTH = {"loss": 1.05}
+"""Largest time of ours, relative to PyTorch's, at which ours is chosen, where it is not 1: our loss
+halves a step's memory, which is worth more than a twentieth of its time."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
 
-Timer = Callable[[Callable[[], object]], float]
 Verdict = dict[str, Any]
 """Result of a trial: `chosen`, an implementation; `complaints`, the errors found in ours; and
 `milliseconds` of each implementation."""
@@ -50,44 +51,42 @@ Verdict = dict[str, Any]
 # --- the child ------------------------------------------------------------------------------------
 
 
-def judge(trial: Trial, sizes: Sizes, on: str, timer: Timer) -> Verdict:
+def judge(name: str, sizes: Sizes, on: str) -> Verdict:
     """Checks and times the implementations, and chooses the fastest; ours only if it is correct."""
-    wrong, times = faults(trial, sizes), {}
-    for name, op in trial.ops.items() if not wrong else ():
+    wrong, times = faults(name, sizes, on), {}
+    trial = make_trial(name, sizes, on, sizes.batch, sizes.model.context)
+    for key, op in trial.ops.items() if not wrong else ():
         with suppress(torch.OutOfMemoryError):  # then it has no time, and is not chosen
-            times[name] = 1e3 * seconds(op, trial, sizes, on, timer)
+            times[key] = 1e3 * seconds(op, trial.inputs, sizes, on)
     ours, plain = trial.ops
-    cost = {name: ms / trial.worth if name == ours else ms for name, ms in times.items()}
-    chosen = min(cost, key=lambda name: cost[name], default=plain)
+    cost = {key: ms / WORTH.get(name, 1) if key == ours else ms for key, ms in times.items()}
+    chosen = min(cost, key=lambda key: cost[key], default=plain)
     return {"chosen": chosen, "complaints": wrong, "milliseconds": times}
 
 
-def faults(trial: Trial, sizes: Sizes) -> list[str]:
+def faults(name: str, sizes: Sizes, on: str) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
-    if trial.ref is None:
-        return []
 
     def draw(_: int, y: Tensor) -> Tensor:
         # the same output gradient for all three, whatever their dtypes
         return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
 
-    found, (ours, plain) = [], trial.ops.values()
+    found = []
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
         torch.manual_seed(0)
-        inputs = trial.inputs(1, min(sizes.model.context, CHECKED))
-        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+        trial = make_trial(name, sizes, on, 1, min(sizes.model.context, CHECKED))
+        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in trial.inputs.items()}
         wide = torch.float64 if dtype is torch.float32 else torch.float32
         got, torchs, truth = (
             parity.outputs_and_gradients(op, inputs, of, draw)
-            for op, of in ((ours, dtype), (plain, dtype), (trial.ref, wide))
+            for op, of in zip((*trial.ops.values(), trial.ref), (dtype, dtype, wide), strict=True)
         )
         found += parity.complaints(got, torchs, truth, dtype)
     return found
 
 
-def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) -> float:
+def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str) -> float:
     """Times an implementation forward and backward as the run would call it."""
-    inputs = trial.inputs(sizes.batch, sizes.model.context)
     wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     if sizes.compiled:
         op = torch.compile(op, options=device.compile_options(on, "on"))
@@ -102,7 +101,7 @@ def seconds(op: parity.Op, trial: Trial, sizes: Sizes, on: str, timer: Timer) ->
     return timer(step)
 
 
-def _do_bench(step: Callable[[], object]) -> float:
+def timer(step: Callable[[], object]) -> float:
     from triton.testing import do_bench  # flushes L2 between calls
 
     return do_bench(step, warmup=50, rep=200, return_mode="median") / 1e3  # pyright: ignore
@@ -112,12 +111,10 @@ def main() -> None:
     """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
     on, given = json.load(sys.stdin)
     given["model"] = ModelConfig(**given["model"])
-    given["sets"] = {name: OpsConfig(**ops) for name, ops in given["sets"].items()}
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
-            trial = ALL_TRIALS[name](sizes, on, device.DTYPES[sizes.precision])
-            print(json.dumps({name: judge(trial, sizes, on, _do_bench)}), flush=True)
+            print(json.dumps({name: judge(name, sizes, on)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
         print(brief(error), file=sys.stderr, flush=True)
         os._exit(1)
@@ -126,25 +123,11 @@ def main() -> None:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def require_toolchain(config: OpsConfig, on: str, undecided: Collection[str] = TRIALS) -> None:
-    """Raises `UserError` if Triton cannot build the kernels that `config` asks for on CUDA.
-
-    Args:
-        undecided: ops for which `auto` would try our kernels.
-    """
-    if not device.kind_of(on).kernels:
-        return
-    there = importlib.util.find_spec("triton") is not None  # without it `auto` is PyTorch's
-    asked = [
-        op
-        for op, name in asdict(config).items()
-        if name in ("triton", "chunked") or (there and name == "auto" and op in undecided)
-    ]
-    if asked and (missing := device.missing_for_triton()):
-        without = " ".join(f"--ops.{op} {plain_name(op)}" for op in asked)
-        raise UserError(
-            f"{missing}; to run without our kernels, pass --train.compile off {without}"
-        )
+def require_toolchain(config: OpsConfig, on: str) -> None:
+    """Raises `UserError` if Triton cannot build kernels that `config` asks for by name on CUDA."""
+    asked = [op for op, name in asdict(config).items() if name in ("triton", "chunked")]
+    if asked and device.kind_of(on).kernels and (missing := device.missing_for_triton()):
+        raise UserError(f"--ops.{asked[0]} is {getattr(config, asked[0])}: {missing}")
 
 
 def choose(
@@ -154,12 +137,15 @@ def choose(
 
     Args:
         on: device type; there are trials on CUDA only.
-        warn: called with one line for each error that a trial found.
+        warn: called with one line for each reason not to use ours.
     """
     asked = [name for name in TRIALS if getattr(config, name) == "auto"]
     if sizes.model.position != "rotary":
         asked = [name for name in asked if name != "rotary"]
-    if not device.kind_of(on).kernels or not asked or importlib.util.find_spec("triton") is None:
+    if not device.kind_of(on).kernels or not asked:
+        return config, {}
+    if missing := device.missing_for_triton():
+        warn(f"{missing}; PyTorch's ops are used instead of our kernels")
         return config, {}
     verdicts = remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():
@@ -168,18 +154,7 @@ def choose(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
-    chosen = replace(config, **{name: verdict["chosen"] for name, verdict in verdicts.items()})
-    plain = replace(chosen, **{name: plain_name(name) for name in verdicts if name != "loss"})
-    if sizes.model.architecture != "gpt" or chosen == plain:
-        return chosen, verdicts
-    sizes = replace(sizes, sets={"chosen": chosen, "torch": plain})
-    layer = remembered_or_tried(["layer"], sizes, on, lambda _: None)["layer"]
-    if layer["chosen"] != "chosen":
-        warn(
-            "--ops: not what was faster op by op, but PyTorch's ops, by the trial of a whole layer:"
-            f" {why(layer)}"
-        )
-    return sizes.sets[layer["chosen"]], {**verdicts, "layer": layer}
+    return replace(config, **{name: it["chosen"] for name, it in verdicts.items()}), verdicts
 
 
 def plain_name(op: str) -> str:
@@ -202,30 +177,26 @@ def remembered_or_tried(
     """
     known: dict[str, dict[str, Verdict]] = recall("ops.json")
     verdicts, failed = known.setdefault(_key(sizes, on), {}), {}
-    end = None
-    while left := [name for name in asked if name not in verdicts.keys() | failed.keys()]:
-        if end is None:
-            warn("checking and timing our kernels on this device, once; this takes a minute or two")
-            end = time.monotonic() + TIMEOUT
+    left, end = [name for name in asked if name not in verdicts], time.monotonic() + TIMEOUT
+    if left:
+        warn("checking and timing our kernels on this device, once; this takes a minute or two")
+    while left:
         found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
         verdicts |= found
-        if missing := [name for name in left if name not in found]:  # the next run tries it again
-            plain = plain_name(missing[0])
-            failed[missing[0]] = {"chosen": plain, "complaints": [reason], "milliseconds": {}}
         remember("ops.json", known)
+        left = [name for name in left if name not in found]
+        if left:  # the next run tries it again
+            op = left.pop(0)
+            failed[op] = {"chosen": plain_name(op), "complaints": [reason], "milliseconds": {}}
     return {name: (verdicts | failed)[name] for name in asked}
 
 
 def _key(sizes: Sizes, on: str) -> str:
     """Cache key of a verdict: a hash of the device, versions, sizes, kernels and their tables."""
-    sources = hashlib.sha256()
-    for folder in (KERNELS, PACKAGE / "autotune", PACKAGE / "ops"):
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in (".py", ".json"):
-                sources.update(path.read_bytes())
+    code = code_hash(KERNELS, PACKAGE / "autotune", PACKAGE / "ops")
     # not by its package, which has other names in some builds of torch
     versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
-    facts = [device.device_name(on), *versions, sources.hexdigest(), asdict(sizes)]
+    facts = [device.device_name(on), *versions, code, asdict(sizes)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

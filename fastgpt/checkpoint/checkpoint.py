@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgpt.checkpoint import tensors
 from fastgpt.checkpoint.sharded import STATE, read_parts
-from fastgpt.commands import resume_command, same_command
+from fastgpt.commands import resume_command
 from fastgpt.errors import UserError, brief, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
@@ -298,17 +298,16 @@ def find(
 
 
 def instead_of(path: Path, state: bool, world: World) -> str:
-    """Returns a clause that names the newest valid checkpoint before `path`, and a command for it.
+    """Returns a clause that names the newest valid checkpoint before `path`.
 
     Args:
-        state: the command resumes from it; else it is that of this process with another path.
+        state: it has the command that resumes from there, too.
     """
     for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
         with suppress(UserError):
             load(earlier, state=state, world=world)
-            resume = f"; to resume there: {resume_command(earlier, world.size)}"
-            said = resume if state else same_command(path, earlier)
-            return f"the valid one before it is {earlier}{said}"
+            resume = f"; to resume there: {resume_command(earlier, world.size)}" if state else ""
+            return f"the valid one before it is {earlier}{resume}"
     return "there is no valid one before it"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +58,29 @@ def read(path: Path) -> Weights:
     """Opens a safetensors file, of which only the header is read at once.
 
     Raises:
-        UserError: it cannot be read or is damaged, or a tensor has another dtype than `NAMES`.
+        UserError: it cannot be read or is damaged, or a tensor has another dtype than `NAMES`; also
+            when a tensor is asked for later, since another process may have removed the file.
     """
 
     def tensor(name: str) -> Tensor:
-        with safe_open(path, "pt") as file:  # opened anew: what was read need not stay in memory
+        with _opened(path) as file:  # opened anew: what was read need not stay in memory
             return file.get_tensor(name)
 
-    try:
-        with safe_open(path, "pt") as file:  # it maps the file, so that no tensor is read here
-            plan = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
-    except (OSError, RuntimeError, AttributeError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+    with _opened(path) as file:  # it maps the file, so that no tensor is read here
+        plan = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
     for name, x in plan.items():
         if x.dtype not in NAMES:
             raise UserError(f"{path}: {name} is {x.dtype}: expected {', '.join(NAMES.values())}")
     return Weights(plan, tensor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, RuntimeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def unpickle(path: Path, *, mmap: bool = False) -> Any:

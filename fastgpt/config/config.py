@@ -23,9 +23,11 @@ from fastgpt.config.checks import (
     flag,
 )
 from fastgpt.config.model import ModelConfig
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 
+CONVERTED = "converted"
+"""Recipe of a run that was converted from another program's model."""
 MOST_TOKENS = 2**28
 """Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
 
@@ -168,10 +170,6 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    verify_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps between two comparisons of the weights that several ranks hold: a run whose
-    replicas differ, because of a fault of memory or of a link, ends before the next checkpoint and
-    names rank and tensor. 0: never."""
     resume_check: Literal["auto", "on", "off"] = "auto"
     """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
     must be the same bit for bit with the same software and devices, else within rounding. `auto`
@@ -189,8 +187,7 @@ class TrainConfig:
     """Page about the run, report.html in its folder, written after its last step (docs/report.md);
     it needs the extra `report`."""
     eval_tasks: str = ""
-    """Tasks scored with each evaluation, from files of JSON lines: hellaswag=PATH, lambada=PATH, or
-    both with a comma between them."""
+    """Task scored with each evaluation, from a file of JSON lines: hellaswag=PATH."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
@@ -330,6 +327,15 @@ def to_json(config: Config) -> str:
     return json.dumps(values, indent=1)
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Returns the settings by the names of their fields, such as `model.num_layers`."""
+    found = {}
+    for name, value in json.loads(to_json(config)).items():
+        nested = value if isinstance(value, dict) else {"": value}
+        found |= {f"{name}.{inner}".rstrip("."): x for inner, x in nested.items()}
+    return found
+
+
 def from_json(text: str) -> Config:
     """Reads settings that `to_json` wrote.
 
@@ -339,8 +345,22 @@ def from_json(text: str) -> Config:
             this version.
     """
     values = parse_json(text)
-    values.pop("take_over", None)  # earlier versions wrote it
+    values.pop("take_over", None)  # earlier versions wrote it, and the next one
+    values.get("train", {}).pop("verify_every", None)
     return overlay(Config(), values)
+
+
+def saved_config(run: Path) -> Config:
+    """Reads the settings of a run or a checkpoint from its config.json.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = run / "config.json"
+    try:
+        return from_json(path.read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def overlay(config: Config, values: dict[str, Any]) -> Config:

@@ -100,45 +100,36 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        if self.num_layers == 0 and self.architecture != "bigram":
-            raise UserError("--model.num-layers is 0: expected 1 to 256")
-        if self.head_size is None and self.dim % self.num_heads:
-            raise UserError(
-                f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"
-                f" {self.num_heads}"
-            )
-        if self.num_heads % self.kv_heads:
-            raise UserError(
-                f"--model.num-heads is {self.num_heads}: expected a multiple of"
-                f" --model.num-kv-heads, {self.kv_heads}"
-            )
-        if self.head_size is not None and self.architecture != "gpt":
-            raise UserError("--model.head-size: only --model.architecture gpt has it")
-        if self.qk_norm_weight and not self.qk_norm:
-            raise UserError("--model.qk-norm-weight: there is no --model.qk-norm")
-        if self.position == "rotary":
-            self._check_rotary()
-        elif self.rotary_scaling is not None:
-            raise UserError("--model.rotary-scaling: --model.position is not rotary")
-        if self.position == "sinusoidal" and self.dim % 2:
-            raise UserError(f"--model.dim is {self.dim}: sinusoidal needs an even number")
-        if self.head_bias and self.tied:
-            raise UserError(
-                "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"
-            )
-
-    def _check_rotary(self) -> None:
-        if self.head_dim % 2:
-            given = self.head_size is not None
-            name = "--model.head-size" if given else "--model.dim / --model.num-heads"
-            raise UserError(f"{name} is {self.head_dim}: rotary needs an even number")
-        if self.rotary_scaling is not None:
-            factor, low, high, context = self.rotary_scaling
-            if not (factor >= 1 and 0 < low < high and context >= 1):
-                raise UserError(
-                    f"--model.rotary-scaling is {self.rotary_scaling}: expected a factor of 1 or"
-                    " more, a low factor above 0, a higher one, and a context of 1 or more"
-                )
+        rotary, scaling = self.position == "rotary", self.rotary_scaling
+        factor, low, high, before = scaling or (1, 1, 2, 1)
+        own_size = self.head_size is not None
+        head = "--model.head-size" if own_size else "--model.dim / --model.num-heads"
+        for wrong, said in (
+            (self.num_layers == 0 and self.architecture != "bigram",
+             "--model.num-layers is 0: expected 1 to 256"),
+            (not own_size and self.dim % self.num_heads,
+             f"--model.dim is {self.dim}: expected a multiple of --model.num-heads,"
+             f" {self.num_heads}"),
+            (self.num_heads % self.kv_heads,
+             f"--model.num-heads is {self.num_heads}: expected a multiple of"
+             f" --model.num-kv-heads, {self.kv_heads}"),
+            (own_size and self.architecture != "gpt",
+             "--model.head-size: only --model.architecture gpt has it"),
+            (self.qk_norm_weight and not self.qk_norm,
+             "--model.qk-norm-weight: there is no --model.qk-norm"),
+            (rotary and self.head_dim % 2,
+             f"{head} is {self.head_dim}: rotary needs an even number"),
+            (not rotary and scaling, "--model.rotary-scaling: --model.position is not rotary"),
+            (not (factor >= 1 and 0 < low < high and before >= 1),
+             f"--model.rotary-scaling is {scaling}: expected a factor of 1 or more, a low factor"
+             " above 0, a higher one, and a context of 1 or more"),
+            (self.position == "sinusoidal" and self.dim % 2,
+             f"--model.dim is {self.dim}: sinusoidal needs an even number"),
+            (self.head_bias and self.tied,
+             "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"),
+        ):  # fmt: skip
+            if wrong:
+                raise UserError(said)
 
     @property
     def kv_heads(self) -> int:

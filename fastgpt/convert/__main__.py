@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.load import open_model
+from fastgpt.convert.source import open_model
 from fastgpt.convert.target import write_folder, write_run
 from fastgpt.device.device import DTYPES
 from fastgpt.display import command

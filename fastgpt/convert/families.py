@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fastgpt.config.checks import flag
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.family import (
@@ -14,7 +15,6 @@ from fastgpt.convert.family import (
     Fields,
     Settings,
     TensorMap,
-    check_expressed,
     either,
 )
 from fastgpt.errors import UserError, reason, shown
@@ -186,7 +186,11 @@ def _qwen3_read(fields: Fields) -> Settings:
         if kind != "full_attention":
             raise UserError(f"config.json: layer_types has {kind}: expected full_attention alone")
     weighted = fields.inner("fastgpt").get("qk_norm_weight", bool, True)
-    return _llama_read(fields) | {"qk_norm": True, "qk_norm_weight": weighted}
+    return _llama_read(fields) | {
+        "qk_norm": True,
+        "qk_norm_weight": weighted,
+        "bias": fields.require("mlp_bias", False),  # earlier exports have it
+    }
 
 
 QWEN3 = replace(
@@ -194,7 +198,8 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     needs=_LLAMA_NEEDS | {"qk_norm": (True,), "bias": (False,)},
-    table=LLAMA.table | {"head_dim": ("head_size", int, 128)},  # transformers' default
+    table={name: how for name, how in LLAMA.table.items() if name != "mlp_bias"}
+    | {"head_dim": ("head_size", int, 128)},  # transformers' default
     read=_qwen3_read,
     write=_qwen3_write,
     fills={"qk_norm_weight": True},
@@ -209,14 +214,24 @@ def family_for(config: ModelConfig) -> Family:
     """Returns the family that comes closest to a model, by its positions and QK-norm.
 
     Raises:
-        UserError: it cannot express the model.
+        UserError: it cannot express the model; the message names all settings that are the cause.
     """
     family = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
-    check_expressed(family.architecture, family.needs, config)
+    if config.kv_heads == config.num_heads:
+        config = replace(config, num_kv_heads=None)
+    if config.head_dim * config.num_heads == config.dim:
+        config = replace(config, head_size=None)
+    wrong = [
+        f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
+        for name, allowed in family.needs.items()
+        if getattr(config, name) not in allowed
+    ]
+    if wrong:
+        raise UserError(f"{family.architecture} cannot express this model: {'; '.join(wrong)}")
     return family
 
 
-def settings_for(config: ModelConfig, eot_id: int | None) -> Settings:
+def settings_for(config: ModelConfig) -> Settings:
     """Returns the config.json of a model.
 
     Raises:
@@ -240,8 +255,6 @@ def settings_for(config: ModelConfig, eot_id: int | None) -> Settings:
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
-        "bos_token_id": eot_id,
-        "eos_token_id": eot_id,
     }  # fmt: skip
 
 

@@ -5,13 +5,12 @@ together.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgpt.config.checks import flag
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError, shown
 
@@ -139,21 +138,6 @@ NONE_HAS: Needs = {
     "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
     "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
 }  # fmt: skip
-
-
-def check_expressed(program: str, needs: Needs, config: ModelConfig) -> None:
-    """Raises `UserError` if a program cannot express a model, with the names of all settings."""
-    if config.kv_heads == config.num_heads:
-        config = replace(config, num_kv_heads=None)
-    if config.head_dim * config.num_heads == config.dim:
-        config = replace(config, head_size=None)
-    wrong = [
-        f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
-        for name, allowed in needs.items()
-        if getattr(config, name) not in allowed
-    ]
-    if wrong:
-        raise UserError(f"{program} cannot express this model: {'; '.join(wrong)}")
 
 
 def either(values: tuple[Any, ...]) -> str:

@@ -1,27 +1,26 @@
-"""Reading a model from a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
+"""Loading a trained model: a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.tensors import Weights
-from fastgpt.config.config import OpsConfig
+from fastgpt.config.config import OpsConfig, saved_config
 from fastgpt.config.model import ModelConfig
-from fastgpt.config.saved import saved_config
 from fastgpt.convert.families import config_from, tensor_maps
 from fastgpt.convert.family import Family, Settings, TensorMap
-from fastgpt.convert.llmc import read_llmc
-from fastgpt.convert.nanogpt import read_nanogpt
+from fastgpt.convert.foreign import read_llmc, read_nanogpt
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.files import parse_json
 from fastgpt.model.build import build_model
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
+from fastgpt.terminal import print_line
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 """Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
@@ -29,6 +28,9 @@ FILES = ("*.safetensors", "*.json", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 READERS = {".pt": read_nanogpt, ".bin": read_llmc}
 SIDECARS = ("chat_template.jinja", "tokenizer_config.json")
+"""Files of Hugging Face that may have a chat template, kept as they are."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id")
+"""Fields of a config.json that a run keeps, as nothing else says them; the second may be a list."""
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of tensors of Hugging Face that hold no weights."""
 
@@ -44,18 +46,51 @@ class OpenedModel:
     tokenizer: Tokenizer | None = None
     warnings: list[str] = field(default_factory=list)
     hf_sidecars: dict[str, str] = field(default_factory=dict)
-    """Files of Hugging Face that may have a chat template, by name, with their text."""
+    """Text of the files `SIDECARS` by name, and of config.json the fields `TOKEN_IDS`."""
 
     def build_gpt(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
         model = build_model(self.config, tables.select(asked or OpsConfig(), device))
         state = model.state_dict()
-        try:
-            for name, x in self.weights.items():  # one at a time: they are not in memory twice
-                state[name].copy_(x)
-        except (OSError, SafetensorError) as error:  # a training run may have removed the file
-            raise UserError(f"{self.path} cannot be read: {error}") from error
+        for name, x in self.weights.items():  # one at a time: they are not in memory twice
+            state[name].copy_(x)
         return model.to(device).eval()
+
+
+def load(
+    source: str | Path, device: str = "cpu", asked: OpsConfig | None = None
+) -> tuple[GPT, Tokenizer | None]:
+    """Loads a model, in evaluation mode and fp32, and its tokenizer.
+
+    Args:
+        source: folder of a run, whose newest valid checkpoint is used, of a checkpoint, or of a
+            Hugging Face model (GPT-2, Llama, Qwen3), the name of one on the hub, nanoGPT's ckpt.pt
+            or a .bin file of llm.c.
+        device: `cpu`, `cuda`, `xpu` or `mps`.
+        asked: implementations of the model's ops; by default those that suit the device.
+
+    Returns:
+        tuple[GPT, Tokenizer | None]: the tokenizer is None if the folder has none.
+
+    Raises:
+        UserError: there is no such model, a file is damaged, or our model cannot express it.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+    torch.Size([1, 5])
+    """
+    found = open_model(source)
+    return found.build_gpt(device, asked), found.tokenizer
+
+
+def open_model(source: str | Path) -> OpenedModel:
+    """Reads a model as `load` does, without building it, and prints its warnings."""
+    found = read(str(source))
+    for warning in found.warnings:
+        print_line(f"warning: {warning}")
+    if found.tokenizer is None:
+        print_line(f"warning: {found.path} has no tokenizer: the model works on token ids only")
+    return found
 
 
 def read(source: str) -> OpenedModel:
@@ -100,7 +135,7 @@ def _of_run(path: Path) -> OpenedModel:
 
 def read_sidecars(path: Path) -> dict[str, str]:
     """Reads the files that a conversion kept in `huggingface.json`, if any: names and texts."""
-    found = _json(path) if path.exists() else {}
+    found = parse_object(_text(path), path) if path.exists() else {}
     if not all(isinstance(text, str) for text in found.values()):
         raise UserError(f"{path} is damaged: expected names of files and their texts")
     return found
@@ -129,7 +164,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _of_folder(path: Path) -> OpenedModel:
-    config, family, unknown = config_from(_json(path / "config.json"))
+    settings = parse_object(_text(path / "config.json"), path / "config.json")
+    config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
     tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
     assert config.vocab_size is not None
@@ -140,6 +176,8 @@ def _of_folder(path: Path) -> OpenedModel:
         )
     weights = _mapped(path, _stored(path, family.prefix), config, family)
     sidecars = {name: _text(path / name) for name in SIDECARS if (path / name).is_file()}
+    if ids := token_ids(settings):
+        sidecars["config.json"] = json.dumps(ids)
     return OpenedModel(path, config, weights, tokenizer, warnings, sidecars)
 
 
@@ -150,14 +188,24 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def _json(path: Path) -> Settings:
+def parse_object(text: str, path: Path) -> Settings:
+    """Parses an object of JSON; raises `UserError`, with the path, if it is something else."""
     try:
-        content = parse_json(_text(path))
+        content = parse_json(text)
     except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {type(content).__name__}: expected an object")
     return content
+
+
+def token_ids(settings: Settings) -> Settings:
+    """Returns the fields `TOKEN_IDS` of a config.json, without those that are missing or null."""
+    found = {name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}
+    for name, ids in found.items():
+        if not all(type(x) is int for x in (ids if isinstance(ids, list) else [ids])):
+            raise UserError(f"config.json: {name} is {shown(ids)}: expected an id or a list of ids")
+    return found
 
 
 def _stored(path: Path, prefix: str) -> Weights:
@@ -184,7 +232,7 @@ def _files(path: Path) -> list[Path]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if single.is_file() or not index.is_file():  # transformers, too, prefers it to an index
         return [single]
-    where = _json(index).get("weight_map")
+    where = parse_object(_text(index), index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index} has the weight_map {shown(where)}: expected names and files")
     outside = [x for x in where.values() if type(x) is not str or Path(x).name != x]

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint, tensors
-from fastgpt.config.config import Config, TrainConfig, to_json
-from fastgpt.config.saved import CONVERTED
+from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, settings_for, tensor_maps
 from fastgpt.convert.family import TensorMap
-from fastgpt.convert.source import SIDECARS, OpenedModel
+from fastgpt.convert.source import SIDECARS, TOKEN_IDS, OpenedModel, parse_object, token_ids
 from fastgpt.files import write_atomically
 
 
@@ -50,7 +49,10 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
         UserError: no family of models can express it.
     """
     family, tokenizer = family_for(source.config), source.tokenizer
-    settings = settings_for(source.config, None if tokenizer is None else tokenizer.eot_id)
+    settings = settings_for(source.config)
+    settings |= dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
+    kept = source.hf_sidecars.get("config.json", "{}")
+    settings |= token_ids(parse_object(kept, source.path / "huggingface.json"))
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))

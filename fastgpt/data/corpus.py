@@ -5,7 +5,6 @@ A prepared directory holds shards `train_000000.bin` ..., `val_000000.bin` ..., 
 """
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ from fastgpt.data.tokenizers import (
     make_tokenizer,
     same_tokenizer,
 )
-from fastgpt.data.tokenizers.base import REPLACEMENT
 from fastgpt.data.verify import check_once, document_starts
 from fastgpt.errors import UserError, brief, shown
 from fastgpt.files import parse_json, sha256_of
+from fastgpt.terminal import REPLACEMENT
 
-SPLITS = ("train", "val")
+SPLITS: tuple[str, ...] = ("train", "val")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 """Version of a prepared directory; part of every request, so that older ones are prepared again."""
@@ -41,11 +40,8 @@ class Corpus:
     name: str
     """Short name, fit for a file name."""
     train: Tokens
-    """(N,) uint16 or uint32, read from disk."""
     val: Tokens
-    """(M,) held-out tokens, read from disk."""
     tokenizer: Tokenizer
-    """Tokenizer that made the tokens."""
     val_bytes_per_token: float | None
     """Mean bytes of UTF-8 per token of `val`, for bits per byte; None if unknown."""
     sha256: str
@@ -53,7 +49,6 @@ class Corpus:
     python: str | None
     """Python version whose library is the built-in corpus; None for other corpora."""
     path: Path
-    """The directory of the shards."""
     manifest: dict[str, Any]
     """Manifest as it was written; empty for the shards of another program."""
 
@@ -152,15 +147,10 @@ def read_prepared(path: Path) -> Corpus:
         if sha256_of(file) != manifest["tokenizer_sha256"]:
             raise UserError(f"{file} was changed: its sha256 is not the manifest's")
         return Corpus(
-            name=manifest["name"],
-            **found,
-            tokenizer=tokenizer,
+            name=manifest["name"], **found, tokenizer=tokenizer,
             val_bytes_per_token=(val["bytes"] / val["tokens"]) or None,
-            sha256=manifest["sha256"],
-            python=manifest["python"],
-            path=path,
-            manifest=manifest,
-        )
+            sha256=manifest["sha256"], python=manifest["python"], path=path, manifest=manifest,
+        )  # fmt: skip
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path / MANIFEST} is damaged ({brief(error)})") from error
 
@@ -201,25 +191,14 @@ def _read_foreign(path: Path, tokenizer: str) -> Corpus:
             f"{path} holds 32-bit token ids and no {TOKENIZER_FILE}: pass the tokenizer that made"
             " them with --data.tokenizer PATH"
         )
-    return Corpus(
-        name=path.resolve().name.lower(),
-        train=train,
-        val=val,
-        tokenizer=make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None),
-        val_bytes_per_token=None,
-        sha256=_fingerprint([*train.paths, *val.paths]),
-        python=None,
-        path=path,
-        manifest={},
-    )
-
-
-def _fingerprint(paths: list[Path]) -> str:
-    """Hashes the names and sizes of shards, and a little of their content."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            size, start = os.path.getsize(path), file.read(SAMPLED_BYTES)
+    digest = hashlib.sha256()  # of names and sizes, and a little of the content
+    for shard in (*train.paths, *val.paths):
+        with shard.open("rb") as file:
+            size, start = shard.stat().st_size, file.read(SAMPLED_BYTES)
             file.seek(max(0, size - SAMPLED_BYTES))
-            digest.update(repr((path.name, size, start, file.read())).encode())
-    return digest.hexdigest()
+            digest.update(repr((shard.name, size, start, file.read())).encode())
+    return Corpus(
+        name=path.resolve().name.lower(), train=train, val=val,
+        tokenizer=make_tokenizer("gpt2" if tokenizer == "auto" else tokenizer, None),
+        val_bytes_per_token=None, sha256=digest.hexdigest(), python=None, path=path, manifest={},
+    )  # fmt: skip

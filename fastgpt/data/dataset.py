@@ -9,10 +9,10 @@ import numpy as np
 
 from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.items import Data, ItemCorpus, open_items
-from fastgpt.data.order import Mixture, SampleOrder
+from fastgpt.data.items import Data, ItemCorpus, Items
+from fastgpt.data.order import SampleOrder
 from fastgpt.data.preparation import Report, open_corpus
-from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import IdTokenizer, Tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 
 
@@ -55,7 +55,7 @@ class DataSet:
         """Sha256 of all tokens and the mixture's weights, which decide the order of reading."""
         if isinstance(self.corpora[0], ItemCorpus):
             return self.sha256  # as earlier checkpoints have it
-        return _hash_of([corpus.identity for corpus in self.corpora], self.weights)
+        return _hash_of([x.identity for x in self.corpora if isinstance(x, Corpus)], self.weights)
 
     @property
     def val_bytes_per_token(self) -> float | None:
@@ -91,29 +91,31 @@ class DataSet:
             return None
         return self._order(corpus, "val", context, 0)
 
-    def mixture(self, orders: list[SampleOrder], state: dict[str, list[int]] | None) -> Mixture:
-        """Returns the stream of samples, from the beginning or from a checkpoint's state."""
-        return Mixture(orders, self.weights, state)
-
 
 def _hash_of(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def open_own(data: Data, context: int, config: DataConfig) -> DataSet:
-    """Opens a caller's own data sets.
+    """Opens a caller's own data sets, and reads all items of both splits once.
 
     Raises:
-        UserError: as `open_items`, or random batches are asked for.
+        UserError: an item is not one of `context` tokens and targets, or random batches are asked
+            for.
     """
     if config.eval_batches:
         raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
-    corpora = (open_items(data, context),)
-    return DataSet(corpora=corpora, weights=(1.0,), config=config, template=data.template)
+    tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
+    size = max(data.vocab_size or 0, tokenizer.vocab_size)
+    train = Items(data.train, context, size, f"{data.name} (train)")
+    val = Items(data.val, context, size, f"{data.name} (val)")
+    sha256 = hashlib.sha256(repr([train.sha256, val.sha256]).encode()).hexdigest()
+    own = ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer, sha256=sha256)
+    return DataSet(corpora=(own,), weights=(1.0,), config=config, template=data.template)
 
 
 def open_data(
-    config: DataConfig, source: str, report: Report | None = None, *, documents: str = "gpt2"
+    config: DataConfig, source: str, report: Report = lambda _: None, *, documents: str = "gpt2"
 ) -> DataSet:
     """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastgpt.data.tokenizers import IdTokenizer, Tokenizer
+from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 
 IGNORED = -100
@@ -108,29 +108,11 @@ class ItemCorpus:
     train: Items
     val: Items
     tokenizer: Tokenizer
+    sha256: str
+    """Sha256 of all items."""
     python: None = None
     val_bytes_per_token: None = None
-
-    @property
-    def sha256(self) -> str:
-        """Sha256 of all items."""
-        return hashlib.sha256(repr([self.train.sha256, self.val.sha256]).encode()).hexdigest()
-
-    identity = sha256
 
     def first_words(self) -> str:
         """Returns the text of the first tokens of validation."""
         return self.tokenizer.decode(self.val[0][0][:3])
-
-
-def open_items(data: Data, context: int) -> ItemCorpus:
-    """Reads all items of both splits once.
-
-    Raises:
-        UserError: an item is not one of `context` tokens and targets.
-    """
-    tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
-    size = max(data.vocab_size or 0, tokenizer.vocab_size)
-    train = Items(data.train, context, size, f"{data.name} (train)")
-    val = Items(data.val, context, size, f"{data.name} (val)")
-    return ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer)

@@ -14,9 +14,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ Source = np.ndarray | Tokens | Items
 """Tokens (N,) of any integer dtype; or items, whose numbers take the place of samples' starts."""
 
 
-class Loader:
+class Loader(AbstractContextManager):
     """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
@@ -45,7 +46,7 @@ class Loader:
         global_batch: samples per optimizer step over all ranks and micro-steps.
         micro_batch: B, samples per forward pass of one rank.
         pad_id: padding of x, also the target after the last document of a corpus.
-        device: device of the batches; CUDA gets them from pinned memory, without a host sync.
+        device: CUDA gets the batches from pinned memory, without a host sync.
     Raises:
         UserError: the global batch is not a multiple of ranks x micro-batch.
     """
@@ -81,7 +82,7 @@ class Loader:
         if self._pinned:  # a new thread begins on GPU 0, and would use memory there
             gpu = torch.get_device_module(self.device)
             set_device = partial(gpu.set_device, gpu.current_device())
-        self._micros = _micro_batches(
+        micros = _micro_batches(
             tuple(corpora),
             samples,
             grid=(self.accumulation, world_size, micro_batch),
@@ -92,10 +93,8 @@ class Loader:
         )
         # the thread does not hold the loader, and ends when the pool is forgotten with it
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
-        self._ready = deque(self._submit() for _ in range(PREFETCHED))
-
-    def _submit(self) -> "Future[_Micro]":
-        return self._pool.submit(next, self._micros)
+        self._submit = partial(self._pool.submit, next, micros)
+        self._ready: deque[Any] = deque(self._submit() for _ in range(PREFETCHED))
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Returns the next micro-batch: x and y, each (B, T) int64 on `device`.
@@ -107,14 +106,13 @@ class Loader:
         if not self._ready:
             raise RuntimeError("the loader is closed")
         began = time.perf_counter()
-        micro = self._ready[0].result()  # an error stays the first, for the next call
+        # an error stays the first, for the next call
+        x, y, self.share, state = self._ready[0].result()
         self.waited_s += time.perf_counter() - began
         self._ready.popleft()
         self._ready.append(self._submit())
-        if micro.state_after is not None:
-            self._state = micro.state_after
-        self.share = micro.share
-        x, y = (t.to(self.device, non_blocking=self._pinned) for t in (micro.x, micro.y))
+        self._state = state or self._state
+        x, y = (t.to(self.device, non_blocking=self._pinned) for t in (x, y))
         return x, y
 
     def state(self) -> dict[str, list[int]]:
@@ -129,9 +127,6 @@ class Loader:
         """Stops the background thread; further calls do nothing."""
         self._ready.clear()
         self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -155,11 +150,9 @@ def eval_batches(
 
     Args:
         tokens: at least 2; of items, each is a row.
-        context: T, in tokens.
-        micro_batch: B, rows of every batch.
         rank: this rank takes every `world_size`-th row.
         max_tokens: approximate number of targets to score over all ranks, in rows spread evenly
-            over the split; 0, a negative number or one larger than the split: all of them.
+            over the split; 0, or more than there are: all of them.
         documents: documents of `tokens` to score, one per row, instead of windows.
     Returns:
         EvalBatches: x, y: (B, T) int64 on the CPU. Padding has y == -100; a rank without rows has
@@ -186,7 +179,7 @@ def eval_batches(
     if 0 < max_tokens < total:
         count = min(len(windows), max(1, int(max_tokens // targets)))
         windows = windows[np.arange(count) * len(windows) // count]
-    return _batches(tokens, windows[rank::world_size], micro_batch, context, pad_id)
+    return EvalBatches(tokens, windows[rank::world_size], micro_batch, context, pad_id)
 
 
 def random_batches(
@@ -199,17 +192,12 @@ def random_batches(
     rank: int,
     world_size: int,
 ) -> "EvalBatches":
-    """Makes batches of random windows, drawn with replacement from `seed` alone.
+    """Makes batches of random windows, (B, T) each, drawn with replacement from `seed` alone.
 
     Args:
-        tokens: (N,), any integer dtype.
-        context: T, in tokens.
-        micro_batch: B, rows of every batch.
         samples: number of windows over all ranks, a multiple of B.
         seed: integers of 32 bits.
         rank: this rank takes every `world_size`-th batch.
-    Returns:
-        EvalBatches: x, y: (B, T) int64 on the CPU.
     Raises:
         UserError: fewer than T + 1 tokens.
     """
@@ -222,37 +210,36 @@ def random_batches(
     starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
     starts = starts[rank::world_size].reshape(-1)
     windows = np.stack((starts, starts + context + 1, np.zeros_like(starts)), axis=1)
-    return _batches(tokens, windows, micro_batch, context, pad_id=0)
+    return EvalBatches(tokens, windows, micro_batch, context)
 
 
 class EvalBatches:
-    """Lazy iterable of evaluation batches (x, y), with their number as `len`."""
+    """Lazy iterable of evaluation batches (x, y), with their number as `len`.
 
-    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> None:
-        self._batches, self._count = batches, count
+    Args:
+        windows: (n, 3) int64 of start, stop, and the number of first targets that do not count.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._batches
+    def __init__(
+        self, tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int = 0
+    ) -> None:
+        self._tokens, self._windows, self._pad_id = tokens, windows, pad_id
+        self._shape = micro_batch, context
+        self.count = -(-len(windows) // micro_batch)
+        """Number of batches; a larger one adds batches without targets."""
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
-
-def _batches(
-    tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int
-) -> EvalBatches:
-    """Makes batches of windows: (n, 3) of start, stop, and the number of masked targets."""
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(windows), micro_batch):
-            chunk = windows[first : first + micro_batch]
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self._shape[0]
+        for first in range(0, self.count * rows, rows):
+            chunk = self._windows[first : first + rows]
             samples = np.insert(chunk[:, :2], 0, 0, axis=1)
-            x, y = _gather([tokens], samples, (micro_batch, context), pad_id)
+            x, y = _gather([self._tokens], samples, self._shape, self._pad_id)
             for y_row, masked in zip(y, chunk[:, 2].tolist()):
                 y_row[:masked] = IGNORED
             yield x, y
-
-    return EvalBatches(batches(), -(-len(windows) // micro_batch))
 
 
 def _gather(
@@ -285,14 +272,6 @@ def _gather(
 # --- the background thread ------------------------------------------------------------------------
 
 
-class _Micro(NamedTuple):
-    x: Tensor
-    y: Tensor
-    share: float
-    state_after: dict[str, list[int]] | None
-    """State after the global batch, set on its last micro-batch only."""
-
-
 def _micro_batches(
     corpora: Sequence[Source],
     samples: Mixture,
@@ -302,8 +281,14 @@ def _micro_batches(
     context: int,
     pad_id: int,
     pinned: bool,
-) -> Iterator[_Micro]:
-    """Yields this rank's micro-batches; `grid` is micro-steps, ranks and rows of a global batch."""
+) -> Iterator[tuple[Tensor, Tensor, float, dict[str, list[int]] | None]]:
+    """Yields this rank's micro-batches: x, y, their share of the targets, and the state after them.
+
+    The last micro-batch of a global batch alone has a state.
+
+    Args:
+        grid: micro-steps, ranks and rows of a global batch.
+    """
     while True:
         taken = samples.take(math.prod(grid))
         if isinstance(corpora[0], Items):
@@ -316,4 +301,4 @@ def _micro_batches(
         for step, (rows, share) in enumerate(zip(mine, shares), start=1):
             state = samples.state() if step == len(mine) else None
             x, y = _gather(corpora, rows, (len(rows), context), pad_id, pinned=pinned)
-            yield _Micro(x, y, share, state)
+            yield x, y, share, state

@@ -162,10 +162,6 @@ class SampleOrder:
         return self.documents[np.frombuffer(chosen, np.int64)]
 
 
-def _is_int(number: object) -> bool:
-    return type(number) is int and abs(number) < 2**62
-
-
 class Mixture:
     """Stream of samples from several corpora, mixed by weight.
 
@@ -192,7 +188,10 @@ class Mixture:
         zeros = [0] * len(self.orders)
         state = state or {"sample": [0], "epoch": zeros, "index": zeros}
         numbers = [state.get(name) for name in ("sample", "epoch", "index")]
-        whole = all(isinstance(some, list) and all(map(_is_int, some)) for some in numbers)
+        whole = all(
+            isinstance(some, list) and all(type(n) is int and abs(n) < 2**62 for n in some)
+            for some in numbers
+        )
         if not whole or state["sample"] < [0]:
             raise UserError("the loader state is damaged: expected lists of counts")
         self._sample = state["sample"][0]

@@ -30,7 +30,7 @@ from fastgpt.data.corpus import (
 from fastgpt.data.reading import UTF_8, Source
 from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer
-from fastgpt.data.tokenizers.base import tokenizer_file
+from fastgpt.data.tokenizers.plain import tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
 from fastgpt.data.writing import Report, Settings, write_directory
 from fastgpt.errors import UserError, writing
@@ -46,7 +46,7 @@ def open_corpus(
     val_fraction: float,
     encoding: str = UTF_8,
     documents: str = "gpt2",
-    report: Report | None = None,
+    report: Report = lambda _: None,
 ) -> Corpus:
     """Opens a corpus, which is prepared in the cache the first time.
 
@@ -56,11 +56,8 @@ def open_corpus(
         tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with shards,
             else GPT-2's for shards; characters for shakespeare, `documents` for sets of documents,
             bytes for other text.
-        val_fraction: in (0, 1), fraction held out for validation; data that is split already keeps
-            its split.
+        val_fraction: in (0, 1); data that is split already keeps its split.
         encoding: encoding of text files, by Python's name.
-        documents: tokenizer of sets of documents, if `tokenizer` is `auto`.
-        report: see `write_directory`.
     Raises:
         UserError: there is nothing to read, it cannot be split or tokenized as asked, or a shard is
             damaged or holds an id that the tokenizer does not have.
@@ -103,7 +100,7 @@ def prepare(
     out: Path,
     *,
     workers: int | None = None,
-    report: Report | None = None,
+    report: Report = lambda _: None,
     **options: Any,
 ) -> Path:
     """Writes a prepared directory to `out`, and returns its path.
@@ -113,7 +110,6 @@ def prepare(
     Args:
         source: as for `open_corpus`, but not token shards.
         out: created, or filled if it is empty, only when everything has been written.
-        workers: see `write_directory`, as `report`.
         options: fields of `Settings`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
@@ -133,8 +129,9 @@ def prepare(
     of_hub = source in HUB or source.startswith(HUB_PREFIX)
     if settings.tokenizer == "gpt2" or (settings.tokenizer == "auto" and of_hub):
         make_tokenizer("gpt2", None)  # fails before a long download if its files are missing
-    how = {name: getattr(settings, name) for name in ("separator", "field", "encoding")}
-    found = find_source(source, **how)
+    found = find_source(
+        source, separator=settings.separator, field=settings.field, encoding=settings.encoding
+    )
     settings = settings.resolved(found)
     with writing(out), _locked(out, wait=False):
         if not (out / MANIFEST).is_file():

@@ -10,7 +10,6 @@ import codecs
 import gzip
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -92,8 +91,6 @@ class Piece:
     """True if a document begins with this piece."""
     split: str | None
     """Split of the text; None: chosen by the document's hash."""
-    done: float
-    """Share of the source that has been read with this piece, from 0 to 1."""
 
 
 def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
@@ -104,53 +101,38 @@ def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
     Raises:
         UserError: a file cannot be read or has the wrong format; the message names the file.
     """
-    raw, before = raw and source.plain, 0
+    raw = raw and source.plain
     newline: Any = b"\n" if raw else "\n"
-    is_hub = source.format == "hub"
-    sizes = [len(_rows(x)) if is_hub else os.path.getsize(x.path) for x in source.files]
-    total = sum(sizes)
-    for file, size in zip(source.files, sizes):
+    for file in source.files:
         last = None
-        for text, done in _texts(source, file, raw):
-            if text:
-                begins = last is None or not source.plain
-                yield Piece(text, begins, file.split, (before + done) / total)
-                last = text
-        before += size
+        for text in filter(None, _texts(source, file, raw)):
+            yield Piece(text, last is None or not source.plain, file.split)
+            last = text
         if source.plain and source.ends_lines and last and not last.endswith(newline):
-            yield Piece(newline, False, file.split, before / total)
+            yield Piece(newline, False, file.split)
 
 
-def _rows(file: File) -> Any:
-    return load_splits(file.path)[file.split or "train"]
-
-
-def _texts(source: Source, file: File, raw: bool) -> Iterator[tuple[Any, int]]:
-    """Yields the texts of a file, and the amount of the file that has been read with each."""
+def _texts(source: Source, file: File, raw: bool) -> Iterator[Any]:
     if source.format == "hub":
         yield from _hub(file, source.field)
     elif source.format == "parquet":
         yield from _parquet(file.path, source.field)
     else:
-        with opened(file.path) as (stream, on_disk):
+        with opened(file.path) as stream:
             if source.format == "jsonl":
-                texts: Iterator[Any] = _json_lines(stream, file.path, source.field)
-            else:
-                texts = _decoded(stream, file.path, source.encoding, raw)
-                if source.separator is not None:
-                    texts = _between(texts, source.separator, file.path)
-                elif not raw:
-                    texts = _cut(texts)
-            for text in texts:
-                yield text, on_disk.tell()
+                yield from _json_lines(stream, file.path, source.field)
+                return
+            texts = _decoded(stream, file.path, source.encoding, raw)
+            if source.separator is not None:
+                texts = _between(texts, source.separator, file.path)
+            elif not raw:
+                texts = _cut(texts)
+            yield from texts
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def opened(path: str) -> Iterator[BinaryIO]:
     """Opens a file for reading, and decompresses it if its name ends in .gz or .zst.
-
-    Yields:
-        The stream of its content, and the file itself, whose position shows the progress.
 
     Raises:
         UserError: it cannot be read, is not compressed as its name says, or pyarrow is missing.
@@ -164,7 +146,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 unpacked = _pyarrow().input_stream(raw, compression="zstd")
                 stream = io.BufferedReader(unpacked, CHUNK_BYTES)  # can read a line
             with stream:
-                yield stream, raw
+                yield stream
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
 
@@ -265,17 +247,15 @@ def _json_lines(stream: BinaryIO, path: str, field: str) -> Iterator[str]:
         yield text
 
 
-def _parquet(path: str, field: str) -> Iterator[tuple[str, int]]:
-    arrow, row, size = _pyarrow(), 0, os.path.getsize(path)
+def _parquet(path: str, field: str) -> Iterator[str | None]:
+    arrow = _pyarrow()
     try:
         # by default a whole row group, possibly the whole file, would be held in memory
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(path, **options) as table:
             _check_column({x.name: str(x.type) for x in table.schema_arrow}, field, path)
             for batch in table.iter_batches(ROWS, columns=[field], use_threads=False):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield text or "", size * row // table.metadata.num_rows
+                yield from batch.column(0).to_pylist()
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
@@ -312,14 +292,12 @@ def load_splits(source: str) -> dict[str, Any]:
     return {"train": found["train"]} | dict(zip(["val"], named))
 
 
-def _hub(file: File, field: str) -> Iterator[tuple[str, int]]:
-    rows, row = _rows(file), 0
+def _hub(file: File, field: str) -> Iterator[str | None]:
+    rows = load_splits(file.path)[file.split or "train"]
     kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
     _check_column(kinds, field, file.path)
     for batch in rows.select_columns([field]).iter(ROWS):
-        for text in batch[field]:
-            row += 1
-            yield text or "", row
+        yield from batch[field]
 
 
 def _check_column(kinds: dict[str, str], field: str, path: str) -> None:

@@ -49,7 +49,6 @@ def read_header(path: Path) -> tuple[int, np.dtype]:
     Raises:
         UserError: the file is missing, or its magic, version or length is wrong.
     """
-    path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such shard")
     size = path.stat().st_size

@@ -88,14 +88,12 @@ def find_source(
             f"encoding {encoding!r} is unknown: expected one of Python's text encodings, such as"
             " utf-8, utf-16 or cp1252"
         ) from error
-    given = f"encoding {encoding}" if separator is None else f"separator {separator!r}"
-    refusal = UserError(f"{given} is for text files only, not for {source}")
+    known = source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)
     for_text = separator is not None or encoding != UTF_8
-    if for_text and (source in ("builtin", "shakespeare") or source.startswith(HUB_PREFIX)):
-        raise refusal
-    found = _find(source)
-    if for_text and found.format != "text":
-        raise refusal
+    found = None if for_text and known else _find(source)
+    if found is None or (for_text and found.format != "text"):
+        given = f"encoding {encoding}" if separator is None else f"separator {separator!r}"
+        raise UserError(f"{given} is for text files only, not for {source}")
     if source in SEPARATORS and found.format == "text":
         separator = separator or SEPARATORS[source]
     return replace(found, separator=separator, field=field, encoding=encoding)
@@ -127,15 +125,13 @@ def stdlib_source(root: Path) -> Source:
     Raises:
         UserError: the library's source is missing (a zipped or an embedded Python).
     """
-    found: list[str] = []
+    kept: set[str] = set()
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [x for x in subfolders if x not in STDLIB_SKIPPED_FOLDERS]
-        subfolders[:] = [x for x in subfolders if not x.startswith(STDLIB_SKIPPED_PREFIXES)]
-        files = [
-            x for x in files if x.endswith(".py") and not x.startswith(STDLIB_SKIPPED_PREFIXES)
-        ]
-        found += [Path(folder, name).relative_to(root).as_posix() for name in files]
-    paths = [str(root / path) for path in sorted({*found} - STDLIB_SKIPPED_FILES)]
+        found = [Path(folder, x).relative_to(root) for x in files if x.endswith(".py")]
+        skipped = [x for x in found for part in x.parts if part.startswith(STDLIB_SKIPPED_PREFIXES)]
+        kept |= {path.as_posix() for path in found if path not in skipped}
+    paths = [str(root / path) for path in sorted(kept - STDLIB_SKIPPED_FILES)]
     size = sum(os.path.getsize(path) for path in paths)
     if size < STDLIB_MIN_BYTES:
         raise UserError(

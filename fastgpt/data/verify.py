@@ -30,7 +30,6 @@ def check_shard(path: Path, sha256: str | None, vocab_size: int) -> None:
 
     Args:
         sha256: recorded hash; None for another program's shard, which has none.
-        vocab_size: every id must be smaller.
 
     Raises:
         UserError: the shard is damaged; the message names the file.
@@ -48,13 +47,7 @@ def check_shard(path: Path, sha256: str | None, vocab_size: int) -> None:
 
 
 def check_once(shards: dict[Path, str | None], vocab_size: int) -> None:
-    """Runs `check_shard` on the shards that have not passed it unchanged with this vocabulary.
-
-    Args:
-        shards: path and recorded sha256 of each.
-    Raises:
-        UserError: as `check_shard`, for the first shard that fails.
-    """
+    """Runs `check_shard` on the shards that have not passed it unchanged with this vocabulary."""
     passed = {x: _cached("checked", [x], (sha256, vocab_size)) for x, sha256 in shards.items()}
     new = [path for path in shards if not passed[path].exists()]
     size = sum(path.stat().st_size for path in new)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from fastgpt.data.tokenizers import SIZED, TOKENIZER_FILE, ByteTokenizer, Tokeni
 from fastgpt.errors import UserError, counted
 from fastgpt.files import cores, sha256_of, sync, write_atomically
 
-Report = Callable[[int, float], None]
+Report = Callable[[int], None]
+"""Function that is called after each batch with the number of tokens so far."""
 BATCH_CHARACTERS = 2**19
 """Number of characters that one thread tokenizes at a time."""
 LEARNT_CHARACTERS = 10**8
@@ -80,17 +80,6 @@ class Settings:
 # --- batches -------------------------------------------------------------------------------------
 
 
-class Encoded(NamedTuple):
-    """Tokens of a batch that belong to one split."""
-
-    ids: np.ndarray
-    """(N,) uint16 or uint32."""
-    num_bytes: int
-    """Bytes of UTF-8 that the tokens stand for."""
-    documents: int
-    """Number of documents that begin."""
-
-
 def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
     """Yields lists of pieces of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
 
@@ -120,45 +109,35 @@ def _split(piece: Piece, cut: int) -> list[Piece]:
 
 def encode(
     batch: list[Piece], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
-) -> tuple[dict[str, Encoded], bytes]:
+) -> tuple[dict[str, tuple[np.ndarray, int, int]], bytes]:
     """Tokenizes a batch, with an end-of-text token before each document if the tokenizer has one.
 
     Args:
         val_fraction: fraction of documents held out, if their hash decides.
         ends_documents: without an end-of-text token, make each document end in a newline.
     Returns:
-        The tokens by split, and the sha256 of the texts.
+        What `ShardWriter.append` takes, by split, and the sha256 of the texts.
     """
-    found: dict[str, list[Piece]] = {split: [] for split in SPLITS}
-    num_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    dtype = token_dtype(tokenizer.vocab_size)
+    eot = np.array([x for x in [tokenizer.eot_id] if x is not None], dtype)
+    found = {split: [eot[:0]] for split in SPLITS}
+    num_bytes, documents = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for piece in batch:
-        text = piece.text
-        data = text if isinstance(text, bytes) else text.encode()
+        text = cast(Any, piece.text)  # bytes for the bytes tokenizer only
+        data = piece.text if isinstance(piece.text, bytes) else piece.text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
         split = piece.split or SPLITS[held_out(data, val_fraction)]
-        ends = not ends_documents or tokenizer.eot_id is not None or data.endswith(b"\n")
-        if isinstance(text, str) and not ends:
-            piece, data = replace(piece, text=text + "\n"), data + b"\n"
-        found[split].append(piece)
+        if ends_documents and not eot.size and not data.endswith(b"\n"):
+            text, data = text + "\n", data + b"\n"
+        found[split] += [eot[: int(piece.begins)], tokenizer.encode(text)]
         num_bytes[split] += len(data)
+        documents[split] += piece.begins
     encoded = {
-        split: Encoded(_ids(pieces, tokenizer), num_bytes[split], sum(x.begins for x in pieces))
-        for split, pieces in found.items()
+        split: (np.concatenate(ids), num_bytes[split], documents[split])
+        for split, ids in found.items()
     }
     return encoded, digest.digest()
-
-
-def _ids(pieces: list[Piece], tokenizer: Tokenizer) -> np.ndarray:
-    dtype = token_dtype(tokenizer.vocab_size)
-    arrays = [np.empty(0, dtype)]
-    for begins, group in groupby(pieces, lambda piece: piece.begins):
-        texts: list[Any] = [piece.text for piece in group]  # bytes for the bytes tokenizer only
-        if begins and tokenizer.eot_id is not None:
-            arrays.append(tokenizer.encode_documents(texts))
-        else:
-            arrays += [tokenizer.encode(text) for text in texts]
-    return np.concatenate(arrays).astype(dtype, copy=False)
 
 
 def held_out(document: bytes, fraction: float) -> bool:
@@ -183,11 +162,16 @@ class ShardWriter:
     def _path(self, number: int) -> Path:
         return self.out / f"{self.split}_{number:06d}.bin"
 
-    def append(self, part: Encoded) -> None:
-        """Writes tokens behind those so far."""
-        self.num_bytes += part.num_bytes
-        self.documents += part.documents
-        ids = part.ids
+    def append(self, ids: np.ndarray, num_bytes: int, documents: int) -> None:
+        """Writes tokens (N,) behind those so far.
+
+        Args:
+            ids: uint16 or uint32.
+            num_bytes: bytes of UTF-8 that they stand for.
+            documents: number of documents that begin.
+        """
+        self.num_bytes += num_bytes
+        self.documents += documents
         while ids.size:
             number, before = divmod(self.tokens, self.shard_tokens)
             now, ids = np.split(ids, [self.shard_tokens - before])
@@ -230,7 +214,7 @@ def write_directory(
     out: Path,
     *,
     workers: int | None = None,
-    report: Report | None = None,
+    report: Report = lambda _: None,
 ) -> None:
     """Tokenizes a source into the empty directory `out`.
 
@@ -238,8 +222,6 @@ def write_directory(
         settings: resolved for the source.
         workers: threads that tokenize; None: one for each core this process may use. The bytes
             written do not depend on it.
-        report: called after each batch with the number of tokens so far, and the share of the
-            source that has been read.
     Raises:
         UserError: the source, the tokenizer or the split cannot work.
     """
@@ -254,17 +236,17 @@ def write_directory(
     tokenizer.save(out)
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {x: ShardWriter(out, x, dtype, settings.shard_tokens) for x in SPLITS}
-    shown, digest = report or (lambda *_: None), ""
-    shown(0, 0.0)
+    digest = ""
     tokenize = partial(encode, tokenizer=tokenizer, val_fraction=fraction, ends_documents=not plain)
     todo = batches(source, raw=raw, tail_starts=tail_starts)
-    for (encoded, hashed), done in _in_order(tokenize, todo, workers or cores()):
+    total = 0
+    for encoded, hashed in _in_order(tokenize, todo, workers or cores()):
         for split, part in encoded.items():
-            writers[split].append(part)
+            writers[split].append(*part)
         # a chain of sha256 over the batches
         digest = hashlib.sha256(digest.encode() + hashed).hexdigest()
-        shown(sum(writer.tokens for writer in writers.values()), done)
-    total = sum(writer.tokens for writer in writers.values())
+        total = sum(writer.tokens for writer in writers.values())
+        report(total)
     for split, purpose, change in ("train", "train", "smaller"), ("val", "validate", "larger"):
         if writers[split].tokens < 2:
             raise UserError(
@@ -305,18 +287,17 @@ def _texts(source: Source, *, sized: bool) -> Iterator[str]:
 
 def _in_order(
     tokenize: Callable[[list[Piece]], Any], todo: Iterator[list[Piece]], workers: int
-) -> Iterator[tuple[Any, float]]:
-    """Yields what `tokenize` makes of the batches in order, and the share read with each.
+) -> Iterator[Any]:
+    """Yields what `tokenize` makes of the batches, in their order.
 
     Twice as many batches as threads are in work: enough that no thread waits for the reader, few
     enough to be held in memory.
     """
-    pending: deque[tuple[Future[Any], float]] = deque()
+    pending: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in todo:
-            pending.append((pool.submit(tokenize, batch), batch[-1].done))
+            pending.append(pool.submit(tokenize, batch))
             if len(pending) > 2 * workers:
-                encoded, done = pending.popleft()
-                yield encoded.result(), done
-        for encoded, done in pending:
-            yield encoded.result(), done
+                yield pending.popleft().result()
+        for encoded in pending:
+            yield encoded.result()

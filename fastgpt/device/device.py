@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sysconfig
 import time
 from collections.abc import Collection
@@ -91,7 +90,7 @@ def why_no_cuda() -> str | None:
         str | None: None if no NVIDIA driver runs, or CUDA_VISIBLE_DEVICES hides all GPUs.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if hidden or not _has_driver():
+    if hidden or not DRIVER.exists():
         return None
     here = f"this machine has an NVIDIA GPU, but torch {torch.__version__}"
     if torch.version.cuda is None:
@@ -102,15 +101,6 @@ def why_no_cuda() -> str | None:
     except (RuntimeError, AssertionError) as error:  # an old driver, or no GPU in the container
         said = str(error).split("\n")[0].strip().rstrip(".")
     return f"{here} is built for CUDA {torch.version.cuda} and cannot use it: {said}"
-
-
-def _has_driver() -> bool:
-    """Returns True if NVIDIA's driver runs; Windows and WSL have only nvidia-smi to tell."""
-    if DRIVER.exists():
-        return True
-    with suppress(OSError, subprocess.SubprocessError):
-        return not subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20).returncode
-    return False
 
 
 def device_name(device: str) -> str:
@@ -159,20 +149,6 @@ def reset_peak_memory(device: str) -> None:
     """Makes `peak_memory` begin anew, from the bytes that the tensors take now."""
     if device not in ("cpu", "mps"):
         torch.get_device_module(device).reset_peak_memory_stats()
-
-
-def check_free_memory(device: str, needed: int) -> None:
-    """Raises `UserError` if fewer than `needed` bytes of the device's memory are free."""
-    if device in ("cpu", "mps"):  # which do not tell
-        return
-    free, total = torch.get_device_module(device).mem_get_info()
-    if free < needed:
-        raise UserError(
-            f"{device_name(device)} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, but"
-            f" weights, gradients and optimizer state of this model alone need"
-            f" {needed / 2**30:.1f}: end other programs on it (nvidia-smi shows them), pick"
-            " another GPU with CUDA_VISIBLE_DEVICES, or train a smaller model"
-        )
 
 
 def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> str:
@@ -297,20 +273,10 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float | None = None)
     Args:
         seconds: time to spend; by default 0.1 on a CPU, where that is many products, else 0.5.
     """
-    seconds = (0.1 if device == "cpu" else 0.5) if seconds is None else seconds
-    n, found = 1024 if device == "cpu" else 8192, None
-    while found is None:
-        with suppress(torch.OutOfMemoryError):
-            found = _measured_with(n, device, dtype, seconds)
-        n //= 2
-    reset_peak_memory(device)
-    return found
-
-
-def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> float:
-    """Measures what `measured_peak` returns with matrices (n, n)."""
     from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
 
+    seconds = (0.1 if device == "cpu" else 0.5) if seconds is None else seconds
+    n = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
     times, end = [], 0.0
     while len(times) < 2 or time.perf_counter() < end:
@@ -319,5 +285,6 @@ def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> f
         synchronize(device)
         times.append(time.perf_counter() - start)
         end = end or time.perf_counter() + seconds
+    reset_peak_memory(device)
     # the first call initializes libraries; other programs only make the others slower
     return 2 * n**3 / min(times[1:])

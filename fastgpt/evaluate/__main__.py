@@ -1,4 +1,4 @@
-"""Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks lambada=lambada.jsonl`."""
+"""Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks hellaswag=hellaswag.jsonl`."""
 
 import json
 import math
@@ -10,8 +10,7 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.load import open_model
-from fastgpt.convert.source import OpenedModel
+from fastgpt.convert.source import OpenedModel, open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
@@ -34,8 +33,8 @@ class EvaluateConfig:
     model: Annotated[str, tyro.conf.Positional]
     """Model to evaluate: whatever fastgpt.load takes, such as a run or a folder of Hugging Face."""
     tasks: str = ""
-    """Tasks, separated by commas. hellaswag=PATH and lambada=PATH read a file of JSON lines; other
-    names are tasks of the lm-evaluation-harness, which needs the package lm-eval."""
+    """Tasks, separated by commas. hellaswag=PATH reads a file of JSON lines; other names are tasks
+    of the lm-evaluation-harness, which needs the package lm-eval."""
     text: str = ""
     """Text to compute bits per byte of: a file, a folder, or a prepared data set, whose validation
     tokens are used."""

@@ -39,7 +39,7 @@ def run_tasks(
     except ModuleNotFoundError as error:
         raise UserError(
             "tasks without a file need the package lm-eval: install the extra `eval`, make setup"
-            " EXTRAS=dev,eval; hellaswag=PATH.jsonl and lambada=PATH.jsonl need none"
+            " EXTRAS=dev,eval; hellaswag=PATH.jsonl needs none"
         ) from error
     try:
         manager = tasks.TaskManager(include_path=None if include is None else str(include))

@@ -35,19 +35,16 @@ class Scorer:
     """Ranks that meet in each forward, and so compute as many batches; None: they do not."""
 
     @torch.no_grad()
-    def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    def log_likelihoods(self, pairs: Sequence[Pair]) -> list[float]:
         """Computes log p(continuation | context) in nats of each pair, in batches of like length.
 
         Of a pair longer than the model's context, the first tokens are cut.
-
-        Returns:
-            The log-likelihoods, each with True if the continuation is the likeliest at each token.
 
         Raises:
             Stopped: `stop` was received.
         """
         order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
-        found, most = [(0.0, False)] * len(pairs), self.model.config.context + 1
+        found, most = [0.0] * len(pairs), self.model.config.context + 1
         starts = range(0, len(order), self.batch)
         if self.together is not None:  # the last ones may have no texts
             batches = int(self.together.gather(torch.tensor([len(starts)])).max())
@@ -66,8 +63,7 @@ class Scorer:
             for i, text, row in zip(rows, texts, logits):
                 targets = text[-len(pairs[i][1]) :]
                 log_p = row[: len(text) - 1][-len(targets) :].float().log_softmax(-1).cpu()
-                total = log_p.gather(-1, targets[:, None]).double().sum().item()
-                found[i] = total, bool((log_p.argmax(-1) == targets).all())
+                found[i] = log_p.gather(-1, targets[:, None]).double().sum().item()
         return found
 
     def encode_pair(self, context: str, continuation: str) -> Pair:

@@ -1,8 +1,7 @@
-"""HellaSwag and LAMBADA from files of JSON lines, scored as the lm-evaluation-harness does.
+"""HellaSwag from a file of JSON lines, scored as the lm-evaluation-harness does.
 
 Source
-    Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?"; Paperno et al.
-    2016, "The LAMBADA dataset", in OpenAI's version.
+    Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?"
 """
 
 import math
@@ -15,15 +14,11 @@ import torch
 
 from fastgpt.errors import UserError, brief, counted, reason, unknown_name
 from fastgpt.evaluate.score import Pair, Scorer
-from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import parse_json
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import Stopped
 
-FORMATS = {
-    "hellaswag": '{"ctx": ..., "endings": [...], "label": ...}',
-    "lambada": '{"text": ...}',
-}
+EXPECTED = 'expected {"ctx": ..., "endings": [...], "label": ...}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,12 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
     """Reads a task's file, and encodes its questions.
 
     Raises:
-        UserError: the name is unknown, or the file is missing or empty, or a line is not as
+        UserError: the name is not hellaswag, or the file is missing or empty, or a line is not as
             expected; the message names the line.
     """
-    if name not in FORMATS:
-        raise unknown_name("task", name, FORMATS)
-    expected, questions = f"expected {FORMATS[name]}", []
+    if name != "hellaswag":
+        raise unknown_name("task with a file", name, ["hellaswag"])
+    questions = []
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,17 +73,16 @@ def read_task(name: str, path: str, scorer: Scorer) -> Task:
             continue
         where = f"{path} line {number:,}"
         try:
-            read = _hellaswag if name == "hellaswag" else _lambada
-            context, choices, right = read(parse_json(line))
+            context, choices, right = _hellaswag(parse_json(line))
             "".join([context, *choices]).encode()  # JSON may hold half a character
             pairs = [scorer.encode_pair(context, f" {choice}") for choice in choices]
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{where} is no line of {name} ({brief(error)}): {expected}") from error
+            raise UserError(f"{where} is no line of {name} ({brief(error)}): {EXPECTED}") from error
         questions.append(Question(pairs, [*map(len, choices)], right))
     if not questions:
-        raise UserError(f"{path} has no line of {name}: {expected}")
+        raise UserError(f"{path} has no line of {name}: {EXPECTED}")
     return Task(name, questions)
 
 
@@ -112,13 +106,6 @@ def _cleaned(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _lambada(line: dict[str, Any]) -> tuple[str, list[str], int]:
-    context, _, word = line["text"].rpartition(" ")
-    if not word:
-        raise ValueError("the text ends in a space")
-    return context, [word], 0
-
-
 def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str, float]:
     """Computes a task's metrics; each rank, or group of peers, scores a part of the questions.
 
@@ -131,23 +118,17 @@ def run_task(task: Task, scorer: Scorer, world: World | None = None) -> dict[str
     try:
         scores = iter(scorer.log_likelihoods([pair for x in mine for pair in x.pairs]))
         for x in mine:
-            choices = [next(scores) for _ in x.pairs]
-            plain = [log_p for log_p, _ in choices]
+            plain = [next(scores) for _ in x.pairs]
             normed = [log_p / n if n else -math.inf for log_p, n in zip(plain, x.letters)]
-            if task.name == "lambada":
-                graded = float(choices[0][1]), plain[0]
-            else:
-                graded = [float(y.index(max(y)) == x.right) for y in (plain, normed)]
-            totals[:2] += torch.tensor(graded, dtype=torch.float64)
+            right = [float(y.index(max(y)) == x.right) for y in (plain, normed)]
+            totals[:2] += torch.tensor(right, dtype=torch.float64)
     except Stopped:
         totals[2] = 1
     count = len(task.questions) * world.non_dp_size
-    first, second, stopped = (world.sum(totals) / count).tolist()
+    plain, normed, stopped = (world.sum(totals) / count).tolist()
     if stopped:
         raise Stopped
-    if task.name == "lambada":
-        return {"acc": first, "perplexity": perplexity(-second)}
-    return {"acc": first, "acc_norm": second}
+    return {"acc": plain, "acc_norm": normed}
 
 
 def too_long(task: Task, context: int) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastgpt.data.corpus import MANIFEST, open_shards
+from fastgpt.data.corpus import has_shards, open_shards
 from fastgpt.data.loader import eval_batches
 from fastgpt.data.reading import read_pieces
 from fastgpt.data.shards import Tokens
@@ -29,7 +29,7 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
             another tokenizer.
     """
     tokenizer, folder = scorer.tokenizer, Path(path).expanduser()
-    if (folder / MANIFEST).is_file() or (folder.is_dir() and any(folder.glob("*train*.bin"))):
+    if has_shards(folder):
         corpus = open_shards(folder, tokenizer="auto")
         if not same_tokenizer(corpus.tokenizer, tokenizer):
             raise UserError(

@@ -1,8 +1,7 @@
 """Loss of a model on held-out text, and the batches of it, shared out among the ranks."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,12 +20,13 @@ from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
 @torch.no_grad()
 def mean_loss(
     model: Callable[[Tensor, Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: EvalBatches | list[tuple[Tensor, Tensor]],
     *,
     world: World,
     device: str,
     autocast: AbstractContextManager,
     stop: StopSignal | SyncedStop | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> tuple[float, int]:
     """Computes the mean loss in nats over the targets of all ranks, and counts the targets.
 
@@ -36,6 +36,7 @@ def mean_loss(
             recompiles.
         autocast: context of each forward pass.
         stop: checked before each batch.
+        report: called before each batch with the progress.
 
     Raises:
         Stopped: on all ranks, if one was asked to stop before its last batch.
@@ -43,7 +44,8 @@ def mean_loss(
     # without fp64 on the device they are on the CPU, at the price of a sync for each batch
     held, pins = device if kind_of(device).has_fp64 else "cpu", kind_of(device).pins
     totals, seen = torch.zeros(3, dtype=torch.float64, device=held), 0
-    for x, y in batches:
+    for number, (x, y) in enumerate(batches, start=1):
+        report(f"evaluating {number}/{len(batches)}")
         if stop is not None and stop.received:
             totals[2] = 1
             break
@@ -87,12 +89,8 @@ def validation_batches(
         step: the random batches are others at each step.
     """
     tokens, context = getattr(corpus, split), config.model.context
-    shared = {
-        "context": context,
-        "micro_batch": micro_batch,
-        "rank": world.dp_rank,
-        "world_size": world.dp_size,
-    }
+    shared = {"context": context, "micro_batch": micro_batch}
+    shared |= {"rank": world.dp_rank, "world_size": world.dp_size}
     if config.data.eval_batches:
         samples = config.data.eval_batches * config.global_batch
         seed = (config.seed & 0xFFFFFFFF, step, split == "train")
@@ -101,23 +99,3 @@ def validation_batches(
     return eval_batches(
         tokens, max_tokens=max_tokens, documents=documents, pad_id=data.pad_id, **shared
     )
-
-
-def as_many_on_all_ranks(batches: EvalBatches, world: World, shape: tuple[int, int]) -> EvalBatches:
-    """Adds batches of `shape` without targets, so that all ranks have as many: a collective.
-
-    Ranks that share weights gather them together, in each batch.
-    """
-    most = int(world.gather(torch.tensor([len(batches)])).max())
-    x = torch.zeros(shape, dtype=torch.int64)
-    empty = [(x, torch.full_like(x, IGNORED))] * (most - len(batches))
-    return EvalBatches(itertools.chain(batches, empty), most)
-
-
-def reported(
-    batches: EvalBatches, report: Callable[[str], None]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the batches, and reports each before it is used."""
-    for number, batch in enumerate(batches, start=1):
-        report(f"evaluating {number}/{len(batches)}")
-        yield batch

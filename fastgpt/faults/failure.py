@@ -52,7 +52,9 @@ class Lifeline:
         """The other ends of its connections: the main rank; on that one, all others."""
         self.loss = threading.Event()
         """Set when another rank has ended without being done."""
-        self._thread, self._orphaned, self._stopping, self._until = None, False, False, math.inf
+        self.stopping = False
+        """True once a signal has asked this rank to stop."""
+        self._thread, self._orphaned, self._until = None, False, math.inf
 
     def start(self) -> None:
         """Starts the thread, if it does not run."""
@@ -96,11 +98,6 @@ class Lifeline:
         self.links = links
         self._wake.send(True)
 
-    def stop_begins(self) -> bool:
-        """Notes that a signal asks this rank to stop; returns True if another one has ended."""
-        self._stopping = True
-        return self.loss.is_set()
-
     def say(self, word: str, about: int | None = None) -> None:
         """Tells the others how this rank ends, or another one, `about`."""
         for link, other in self.links.items():
@@ -137,7 +134,7 @@ class Lifeline:
         On one machine the rank saves first, as after SIGTERM. That would stop the ranks on all
         machines with status 0, and a job on several is to start again.
         """
-        if self._stopping or "TORCHELASTIC_RUN_ID" not in os.environ:
+        if self.stopping or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
         saves = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         if os.environ["LOCAL_RANK"] == "0":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastgpt.autotune import choose
-from fastgpt.autotune.trials import TRIALS, Sizes
+from fastgpt.autotune.trials import Sizes
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import ACTIVATIONS
 from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
@@ -97,7 +97,10 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
         (report.patched if passed else report.skipped)[op] = why
     setattr(model, STATE, report)
     if "attention" in report.patched:
-        _register()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(NAME, forwards.attend)
+        AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])  # its masks
         model.set_attn_implementation(NAME)
     for op in report.patched:
         for module, forward in _changes(model, op):
@@ -208,14 +211,6 @@ def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:
             yield module, forwards.swiglu
 
 
-def _register() -> None:
-    """Makes our attention known to transformers, with the masks of its own one."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, forwards.attend)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
-
-
 # --- trials ---------------------------------------------------------------------------------------
 
 
@@ -246,8 +241,7 @@ def _sizes(model: Any, batch: int, length: int | None) -> Sizes:
 def _trials(asked: list[str], sizes: Sizes, on: str, force: bool) -> dict[str, tuple[bool, str]]:
     """Tries ops: whether each passed, and what was found; with `force` they are not timed."""
     if force:
-        dtype = DTYPES[sizes.precision]
-        wrong = {op: choose.faults(TRIALS[op](sizes, on, dtype), sizes) for op in asked}
+        wrong = {op: choose.faults(op, sizes, on) for op in asked}
         return {op: (not x, x[0] if x else "correct, not timed") for op, x in wrong.items()}
     verdicts = choose.remembered_or_tried(asked, sizes, on, print_line)
     return {

@@ -1,11 +1,9 @@
 """Metrics of a run, written to metrics.jsonl, TensorBoard events and loss.png."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ class MetricsLog:
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-            self._open()
             self.board = SummaryWriter(
                 str(run_dir), purge_step=from_step + 1 if from_step else None
             )
@@ -46,10 +43,6 @@ class MetricsLog:
         """True if the last line of the file may be incomplete."""
         self.lost = 0
         """Number of writes that have failed."""
-
-    def _open(self) -> None:
-        self.file = FileIO(self.path, "a", opener=no_link)
-        self._opened = os.fstat(self.file.fileno())
 
     @contextmanager
     def _unfailing(self, path: Path) -> Iterator[None]:
@@ -68,8 +61,12 @@ class MetricsLog:
         The numbers of a list are the scalars `name/0`, `name/1`, ...
         """
         self.records.append(record)
-        with self._unfailing(self.path):
-            self._append(f"{json.dumps(record)}\n".encode())
+        line = f"{json.dumps(record)}\n"
+        with self._unfailing(self.path), open(self.path, "a", opener=no_link) as file:
+            begin, self.torn = "\n" if self.torn else "", True
+            file.write(begin + line)
+            file.flush()
+            self.torn = False
         with self._unfailing(self.path.parent):
             os.stat(self.path.parent)  # without it the board's own thread would print a traceback
             for name, value in record.items():
@@ -85,22 +82,8 @@ class MetricsLog:
         with self._unfailing(path), open(path, "a", encoding="utf-8", opener=no_link) as file:
             file.write(f"=== step {step} ===\n{text}\n\n")
 
-    def _append(self, line: bytes) -> None:
-        if not (self.path.exists() and os.path.samestat(self._opened, os.stat(self.path))):
-            self.file.close()
-            self._open()
-            self.torn = False
-            self.warn(f"{self.path} was removed or replaced: further records follow there")
-        line = b"\n" + line if self.torn else line
-        self.torn = True
-        while line:
-            line = line[self.file.write(line) :]
-        self.torn = False
-
     def close(self) -> None:
         """Flushes everything, draws loss.png, and says how many writes have failed."""
-        with self._unfailing(self.path):
-            self.file.close()
         with self._unfailing(self.path.parent):
             self.board.close()
         curves = self.path.with_name("loss.png")
@@ -120,16 +103,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(record: dict[str, Any]) -> bool:
-    """Returns True if a record is one that `MetricsLog` wrote: numbers of a step."""
-    kinds = {type(value) for value in record.values()}
+    """Returns True if a record has the step, tokens and losses that `MetricsLog` wrote."""
+    whole = [value for value in record.values() if type(value) is int]
     counts = {type(record.get(name)) for name in ("step", "tokens")}
-    figures = [record.get("val_loss", 1.0), record.get("tok_per_s", 1.0)]
-    fine = counts == {int} and {type(x) for x in figures} <= {int, float} and figures[1] > 0
-    fine = fine and all(abs(x) < 2**63 for x in record.values() if type(x) is int)
-    return fine and kinds <= {int, float, list, type(None)}
-
-
-# --- the plot -------------------------------------------------------------------------------------
+    losses = record.get("train_loss"), record.get("val_loss", 0.0)
+    fine = counts == {int} and all(abs(x) < 2**63 for x in whole)
+    return fine and isinstance(losses[1], float) and isinstance(losses[0], float | None)
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -139,43 +118,13 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    training = [r for r in records if r.get("train_loss") is not None]
-    if training:
-        tokens, losses = ([r[key] for r in training] for key in ("tokens", "train_loss"))
-        axes.plot(tokens, losses, color="C0", alpha=0.25, linewidth=1)
-        axes.plot(tokens, smoothed(losses), color="C0", label="training (smoothed)")
-    validation = [(r["tokens"], r["val_loss"]) for r in records if "val_loss" in r]
-    if validation:
-        axes.plot(*zip(*validation, strict=True), "o", color="C1", label="validation")
-    both = [r[key] for r in records for key in ("train_loss", "val_loss") if r.get(key) is not None]
-    bottom, top = interesting_range(both)
-    if bottom < top:
-        axes.set_ylim(bottom, top)
+    for name, key, style in (("training", "train_loss", "-"), ("validation", "val_loss", "o")):
+        points = [(r["tokens"], r[key]) for r in records if r.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name)
+            axes.legend()
+    axes.set_yscale("log")  # the steep fall of the first steps leaves room for the rest
     axes.set(title=title, xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, None))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    axes.grid(which="both", alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """Computes bias-corrected exponential moving averages over about a twentieth of the values."""
-    decay = 1 - 1 / max(4, len(values) / 20)
-    total = weight = 0.0
-    averages = []
-    for value in values:
-        total, weight = decay * total + value, decay * weight + 1
-        averages.append(total / weight)
-    return averages
-
-
-def interesting_range(losses: list[float]) -> tuple[float, float]:
-    """Returns the y-limits for a plot of losses in the order of training, without the steep fall of
-    the first tenth, so that the rest stays readable."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    later = finite[len(finite) // 10 :]
-    if not later:
-        return 0.0, 0.0
-    margin = 0.05 * (max(later) - min(later))
-    return min(finite) - margin, max(later) + margin

@@ -104,12 +104,6 @@ class World:
         return value
 
 
-def collectives_begun() -> int:
-    """Counts the collective operations that this rank has begun, in all of its groups."""
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
-
-
 def start(device_type: str) -> World:
     """Joins torchrun's process group, if any: gloo for CPU tensors, the device's for its own.
 

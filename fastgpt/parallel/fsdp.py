@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def shard(
     Args:
         model: on the device `meta`, so that no rank holds all of it; it goes to that of the mesh.
         build: called on the main rank, whose weights the model gets.
-        mesh: from `fastgpt.parallel.mesh.build_mesh`.
+        mesh: from `fastgpt.parallel.parallelize.build_mesh`.
         gradients: number format in which gradients are summed, fp32 or bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,24 +111,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         sharded.set_requires_gradient_sync(True)
-
-
-def forget_iteration(model: nn.Module) -> None:
-    """Drops what a failed forward or backward has left in a sharded model, gradients included.
-
-    `FSDPModule.reset_iter_state` keeps gradients of `no_sync`, and PyTorch 2.11 lacks it.
-    """
-    root = cast("Any", model)._get_fsdp_state()
-    if root._is_root is None:  # no forward has begun
-        return
-    for state in root._state_ctx.all_states:
-        for parameter in state._fsdp_param_group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-    root._state_ctx.iter_forward_root = None
-    with no_sync(model):  # ends a backward, here of blocks that have no gradients
-        root._root_post_backward_final_callback()
 
 
 def local_shard(x: Tensor) -> Tensor:

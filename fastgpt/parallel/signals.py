@@ -42,11 +42,11 @@ class StopSignal:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        others_ended = lifeline.stop_begins()
+        lifeline.stopping = True
         if number in self.DEFAULTS:
             self._set(self.DEFAULTS)
         self.requeue |= self.received.name == "SIGUSR1"
-        if others_ended:  # torchrun ends the other ranks
+        if lifeline.loss.is_set():  # torchrun ends the other ranks
             return
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
             again = "press Ctrl-C" if number == signal.SIGINT else "send it"

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fastgpt.config.config import Config
-from fastgpt.config.saved import saved_config
+from fastgpt.config.config import Config, saved_config
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
-from fastgpt.logs.metrics import is_whole, read_records, smoothed
+from fastgpt.logs.metrics import is_whole, read_records
 from fastgpt.run.directory import is_run
 
 POINTS = 2000
@@ -90,15 +89,21 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
         values = [record.get(name) for record in records]
         columns[name] = np.array([np.nan if isinstance(x, list) else x for x in values], float)
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
-    losses = columns["train_loss"][logged].tolist()
-    # the mean of both directions, as one alone lags behind
-    both = [smoothed(losses), smoothed(losses[::-1])[::-1]]
-    columns["smoothed"][logged] = np.mean(both, axis=0)
+    if logged.any():
+        columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])
     timed = np.isfinite(columns["tok_per_s"])
     ends = np.concatenate([[0.0], np.maximum.accumulate(columns["tokens"][timed])])
     spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])
     columns["seconds"] = np.interp(columns["tokens"], ends, [0.0, *spent])
     return columns
+
+
+def _smoothed(losses: np.ndarray) -> np.ndarray:
+    """Computes centered moving averages of losses (N,), each over about a twentieth of them."""
+    half = max(2, len(losses) // 40)
+    window = np.ones(2 * half + 1)
+    sums, counts = (np.convolve(x, window)[half:-half] for x in (losses, np.ones(len(losses))))
+    return sums / counts
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:

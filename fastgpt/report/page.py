@@ -11,8 +11,8 @@ import numpy as np
 
 from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.checks import flag
+from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
-from fastgpt.config.saved import flat
 from fastgpt.display import duration, short
 from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.validation import perplexity

@@ -1,5 +1,6 @@
 """Data of a run, opened by every rank: a corpus, conversations or a caller's data sets."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fastgpt.config.config import Config
@@ -8,7 +9,8 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import DataSet, open_data, open_own
 from fastgpt.data.items import Data, ItemCorpus
-from fastgpt.data.tokenizers import make_tokenizer
+from fastgpt.data.order import SampleOrder
+from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, counted
 from fastgpt.files import data_dir
@@ -85,11 +87,34 @@ def _conversations(config: Config, source: OpenedModel | None, world: World) -> 
     return opened()
 
 
-def check_splits(config: Config, data: DataSet, coverage: list[float], warn: Warn) -> None:
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """Fills in the size of the vocabulary, and the end-of-text token for a document mask.
+
+    The vocabulary has as many tokens as the tokenizer, unless `config` asks for more.
+
+    Raises:
+        UserError: `config` asks for fewer, or the mask needs an end-of-text token that is missing.
+    """
+    asked, needed = config.model.vocab_size, tokenizer.vocab_size
+    if asked is not None and asked < needed:
+        raise UserError(
+            f"--model.vocab-size is {asked}: the {tokenizer.kind} tokenizer needs at least {needed}"
+        )
+    eot_id = tokenizer.eot_id if config.model.document_mask else None
+    if config.model.document_mask and eot_id is None:
+        raise UserError(
+            f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token to"
+            " tell documents apart: use another tokenizer, for example gpt2"
+        )
+    model = replace(config.model, vocab_size=asked or needed, eot_id=eot_id)
+    return replace(config, model=model)
+
+
+def check_splits(config: Config, data: DataSet, orders: list[SampleOrder], warn: Warn) -> None:
     """Warns of corpora of which an epoch uses little; raises `UserError` for one too short."""
     least = config.model.context + 1 if config.data.eval_batches else 2
-    for corpus, covered in zip(data.corpora, coverage):
-        held = len(corpus.val)
+    for corpus, order in zip(data.corpora, orders):
+        held, covered = len(corpus.val), order.coverage()
         if held < least:
             raise UserError(
                 f"{corpus.name}: {counted(held, 'token')} held out, expected at least {least}:"

@@ -4,8 +4,10 @@ A step does not wait for the device: losses and norms stay there, and only `Engi
 syncs, once per log interval (with fp16, every step).
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,67 +16,86 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fastgpt.autotune import choose
+from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import Config
-from fastgpt.convert.source import OpenedModel
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.items import Data
 from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture
 from fastgpt.device import cpu, device
-from fastgpt.evaluate.validation import (
-    as_many_on_all_ranks,
-    mean_loss,
-    reported,
-    validation_batches,
-)
+from fastgpt.errors import UserError
+from fastgpt.evaluate.validation import mean_loss, validation_batches
 from fastgpt.faults import watchdog
 from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
-from fastgpt.model.gpt import GPT, VOCAB_TABLES
-from fastgpt.parallel import fsdp
-from fastgpt.parallel.parallelize import build_parallel_model, compile_blocks, replicate
+from fastgpt.model.gpt import VOCAB_TABLES
+from fastgpt.ops import tables
+from fastgpt.parallel import distributed, fsdp, parallelize
 from fastgpt.parallel.signals import StopSignal, SyncedStop
 from fastgpt.parallel.stragglers import Stopwatch
-from fastgpt.train import micro_batch
-from fastgpt.train.optim import Optimizers
-from fastgpt.train.plan import Plan, Warn, resolve
+from fastgpt.run.directory import resumes
+from fastgpt.run.manifest import precision_asked
+from fastgpt.train import init_from, micro_batch
+from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
+from fastgpt.train.init_from import Warn
+from fastgpt.train.optim import Optimizers, lr_ratio
 from fastgpt.train.resume import position, restore
-from fastgpt.train.schedule import lr_ratio
 
 
 class Engine:
     """Training step of one rank, with its model, optimizers and data; all ranks build it together.
 
+    It decides once what the settings leave open (vocabulary, steps, precision, ops, micro-batch).
+
+    Args:
+        data: own data sets, in place of what `config.data` names.
+        source: the model that `config.init_from` names, if it is open already.
+
     Raises:
-        UserError: the checkpoint to resume does not fit, or memory is too small.
+        UserError: the settings, the data, the model or checkpoint to start from and the device do
+            not fit together, or memory is too small.
     """
 
-    def __init__(self, plan: Plan, warn: Warn = print) -> None:
-        self.plan, self.config, self.world = plan, plan.config, plan.world
-        self.device, self.data = plan.device, plan.data
-        config, train = self.config, self.config.train
+    def __init__(
+        self,
+        config: Config,
+        warn: Warn = print,
+        data: Data | None = None,
+        source: OpenedModel | None = None,
+    ) -> None:
+        self._resolve(config, warn, data, source)
+        config, train, world = self.config, self.config.train, self.world
         if self.device == "cpu":
-            tokens, dtype = plan.micro_batch * config.model.context, device.DTYPES[plan.precision]
-            alone = self.world.size == 1
-            cpu.prepare(config.model.dim, tokens, dtype, compiled=plan.compiled, alone=alone)
+            cpu.prepare(compiled=self.compiled)
         if train.tf32:
             torch.set_float32_matmul_precision("high")
-        self.model = build_parallel_model(
-            config, plan.ops, self.world, self.device,
-            narrow_residual=plan.narrow_residual, compiled=plan.compiled,
+        self.model = parallelize.build_parallel_model(
+            config, self.ops, world, self.device,
+            narrow_residual=self.narrow_residual, compiled=self.compiled,
         )  # fmt: skip
         self.names = [name for name, _ in self.model.named_parameters()]
-        self.loss, self.replica = _compiled(plan, self.model)
-        scaler = torch.amp.GradScaler(self.device, enabled=plan.precision == "fp16")
-        self.optimizers = Optimizers(self.model, config.optim, scaler, self.world, plan.precision)
-        self.restored = restore(plan, self.model, self.optimizers, warn)
+        self.loss, self.replica = self._compiled()
+        scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
+        self.optimizers = Optimizers(self.model, config.optim, scaler, world, self.precision)
+        if self.source is not None:
+            init_from.load_weights(self.source, self.model)
+        tokenizer = self.data.tokenizer
+        self.restored = restore(config, world, tokenizer, self.model, self.optimizers, warn)
         self.step, self.lr = self.restored.step, 0.0
         if train.compile == "graphs":
             self.optimizers.keep_gradients()
-        self.micro_batch = self._fitting_micro_batch(warn)
+        if world.size == 1 and self.device in micro_batch.REHEARSED:
+            share = config.global_batch
+            self.micro_batch = micro_batch.fitting(self.micro_batch, share, self._rehearse, warn)
+            device.reset_peak_memory(self.device)
         self.loader = Loader(
             [corpus.train for corpus in self.data.corpora],
-            self.data.mixture(plan.orders, position(self.restored, self.data, warn)),
+            Mixture(
+                self.orders, self.data.weights, position(self.restored, self.data, warn)
+            ),
             context=config.model.context, global_batch=config.global_batch,
-            micro_batch=self.micro_batch, rank=self.world.dp_rank, world_size=self.world.dp_size,
+            micro_batch=self.micro_batch, rank=world.dp_rank, world_size=world.dp_size,
             pad_id=self.data.pad_id, device=self.device,
         )  # fmt: skip
         self.forwards = Stopwatch(self.device)
@@ -86,44 +107,111 @@ class Engine:
             if self.restored.state is not None:
                 self.spikes.load(self.step, self.restored.state.get("spikes", {}))
 
-    def _fitting_micro_batch(self, warn: Warn) -> int:
-        """Returns the plan's micro-batch, or the largest smaller one that fits into the memory."""
-        most, world = self.plan.micro_batch, self.world
-        if self.device not in micro_batch.REHEARSED:
-            return most
-        share = self.config.global_batch // world.dp_size
-        with micro_batch.equal_memory(self.device, world, self.config.train.ddp_bucket_mb * 2**20):
-            size = micro_batch.fitting(most, share, self._rehearse, world, warn)
-        device.reset_peak_memory(self.device)
-        return size
+    def _resolve(
+        self, config: Config, warn: Warn, data: Data | None, source: OpenedModel | None
+    ) -> None:
+        """Opens the data, and decides what the settings leave open; they do not change later.
+
+        A run saves the settings as config.json, and the other decisions in manifest.json.
+        """
+        self.device = on = device.pick_device(config.train.device)
+        world = distributed.start(on)
+        together = parallelize.non_dp_size(config.parallel, world)
+        self.world = world = replace(world, non_dp_size=together)
+        self.precision = precision = world.on_rank0(
+            lambda: device.pick_precision(precision_asked(config, on, warn), on)
+        )
+        self.sharded = parallelize.shards_weights(config.parallel, world)
+        """True if each rank holds a part of each weight."""
+        self.has_forward_collectives = self.sharded or world.non_dp_size > 1
+        """True if ranks exchange tensors in each forward."""
+        self.narrow_residual = device.pick_residual(config.train.residual, on, precision)
+        if self.sharded:
+            fsdp.check_combination(config, precision)
+        if config.ops.attention == "flash_attn" and precision == "fp32":
+            raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
+        choose.require_toolchain(config.ops, on)
+        self.compiled, note = device.pick_compile(config.train.compile, on, world.size)
+        if note:
+            warn(note)
+        self.source = None
+        """Model that a new run starts from; None: there is none, or a checkpoint is resumed."""
+        if config.init_from is not None and not resumes(config.resume):
+            self.source = source or read(config.init_from)
+            for warning in self.source.warnings:
+                warn(warning)
+        self.data = open_for_run(config, data, self.source, world, warn)
+        if data is not None:  # no text that a later run could find
+            own = replace(config.data, source=data.name)
+            size = config.model.vocab_size or data.vocab_size
+            config = replace(config, data=own, model=replace(config.model, vocab_size=size))
+        self.orders = self.data.orders(config.model.context, config.seed)
+        """Order of the samples of each corpus."""
+        self.epoch_sizes = [order.epoch_size(0) for order in self.orders]
+        """Number of samples of each corpus in an epoch."""
+        config = with_vocabulary(config, self.data.tokenizer)
+        if self.source is not None:
+            init_from.check_architecture(config, self.source.config)
+        samples, batch = sum(self.epoch_sizes), config.global_batch
+        if config.epochs is not None:
+            config = replace(config, steps=math.ceil(config.epochs * samples / batch))
+        if config.eval_epochs is not None:
+            config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
+        self.config = config
+        """Settings, of which vocabulary, steps and intervals are numbers now."""
+        check_splits(config, self.data, self.orders, warn)
+        self.micro_batch = micro_batch.largest_micro_batch(config, world, warn)
+        sizes = Sizes(
+            config.model, self.micro_batch, precision, self.compiled, self.narrow_residual
+        )
+        chosen, self.trials = world.on_rank0(
+            lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
+        )
+        self.ops = tables.select(chosen, on)
+
+    def _compiled(self) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
+        """Returns the model as evaluations call it, compiled if asked for, and its DDP replica.
+
+        Only several ranks that hold all weights have a replica, of which the blocks are compiled.
+        """
+        if self.sharded:
+            return self.model, None
+        if self.world.size == 1:
+            if not self.compiled:
+                return self.model, None
+            # training and evaluation batches have one shape, so each compiles a single graph
+            options = device.compile_options(self.device, self.config.train.compile)
+            return torch.compile(self.model, fullgraph=True, dynamic=False, options=options), None
+        if self.compiled:
+            torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
+            parallelize.compile_blocks(self.model, self.device)
+        return self.model, parallelize.replicate(self.model, self.config.train)
 
     def _rehearse(self, size: int) -> None:
         """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
 
-        Gradients of DDP stay on their rank, so that ranks need not run out of memory together.
-        Sharded weights sync in the last micro-step, before which they keep whole gradients.
+        They run beside a buffer as large as the optimizer's state, and the second has the gradients
+        of the first in memory, as with accumulation.
         """
-        if self.plan.compiled:  # each size has its own graphs, and 8 of a block are the most
+        if self.compiled:  # each size has its own graphs, and 8 of a block are the most
             torch._dynamo.reset_code_caches()
         tokens = torch.zeros(size, self.config.model.context, dtype=torch.int64, device=self.device)
         # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
         loaded = any(optimizer.state for optimizer in self.optimizers.all)
-        weights = self.optimizers.parameters
-        room = 0 if loaded else sum(8 * fsdp.local_shard(x).numel() for x in weights)
-        replicated = self.replica is not None
-        unsynced = [replicated or size * self.world.dp_size < self.config.global_batch, replicated]
-        micro_steps = [self._no_sync() if x else nullcontext() for x in unsynced]
-        loss = self.replica or self.loss
+        room = 0 if loaded else sum(8 * x.numel() for x in self.optimizers.parameters)
+        state = torch.empty(room, dtype=torch.uint8, device=self.device)
         try:
-            micro_batch.rehearse(loss, tokens, self.autocast(), room, micro_steps)
+            for _ in range(2):
+                with self.autocast():
+                    loss = self.loss(tokens, tokens)
+                loss.backward()
         finally:
+            del state
             self.optimizers.zero_grad()
-            if self.plan.sharded:
-                fsdp.forget_iteration(self.model)
 
     def _no_sync(self) -> AbstractContextManager:
         """Returns a context in which gradients stay on their rank."""
-        if self.plan.sharded:
+        if self.sharded:
             return fsdp.no_sync(self.model)
         return nullcontext() if self.replica is None else self.replica.no_sync()
 
@@ -154,7 +242,7 @@ class Engine:
             watchdog.progress(slow=self.step == self.restored.step)
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
-                stop.check(self.world, ranks_meet=last or self.plan.has_forward_collectives)
+                stop.check(self.world, ranks_meet=last or self.has_forward_collectives)
             x, y = self.loader.next()
             with nullcontext() if last else self._no_sync():
                 with self.autocast(), timed:
@@ -179,7 +267,7 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager:
         """Returns the autocast context of every forward pass."""
-        return device.autocast(self.device, self.plan.precision)
+        return device.autocast(self.device, self.precision)
 
     def evaluate(
         self,
@@ -199,19 +287,18 @@ class Engine:
         Raises:
             Stopped: `stop` was received.
         """
-        together, results = self.plan.has_forward_collectives, []
+        together, results = self.has_forward_collectives, []
         self.model.eval()
         for corpus in self.data.corpora:
             batches = validation_batches(
                 self.config, self.data, corpus, split, max_tokens=max_tokens, step=self.step,
                 micro_batch=self.micro_batch, world=self.world,
             )  # fmt: skip
-            if together:
-                shape = (self.micro_batch, self.config.model.context)
-                batches = as_many_on_all_ranks(batches, self.world, shape)
+            if together:  # ranks that share weights gather them in each batch
+                batches.count = int(self.world.gather(torch.tensor([len(batches)])).max())
             loss = mean_loss(
-                self.loss, reported(batches, report), world=self.world, device=self.device,
-                autocast=self.autocast(), stop=self.synced(stop),
+                self.loss, batches, world=self.world, device=self.device,
+                autocast=self.autocast(), stop=self.synced(stop), report=report,
             )  # fmt: skip
             results.append(loss)
         self.model.train()
@@ -219,13 +306,13 @@ class Engine:
 
     def synced(self, stop: StopSignal | None) -> StopSignal | SyncedStop | None:
         """Returns `stop`; where ranks meet in each forward, one that is the same on all of them."""
-        together = self.plan.has_forward_collectives
+        together = self.has_forward_collectives
         return SyncedStop(stop, self.world) if stop is not None and together else stop
 
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""
         state = self.loader.state()
-        places = zip(state["epoch"], state["index"], self.plan.epoch_sizes)
+        places = zip(state["epoch"], state["index"], self.epoch_sizes)
         return [epoch + index / size for epoch, index, size in places]
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -234,7 +321,7 @@ class Engine:
         Of sharded weights they are whole copies in host memory on the main rank, and the other
         ranks have none; it is a collective operation.
         """
-        if not self.plan.sharded:
+        if not self.sharded:
             return self.model.state_dict(), self.state()
         # not the model's own: FSDP puts whole weights in their place between two forwards
         own = zip(self.names, self.optimizers.parameters)
@@ -275,31 +362,3 @@ class Engine:
     def check_weights(self) -> None:
         """Raises `UserError` that names the first weight that is not finite, if there is one."""
         check_weights(self.optimizers.parameters, self.names, self.step)
-
-
-def build_engine(
-    config: Config, warn: Warn = print, data: Data | None = None, source: OpenedModel | None = None
-) -> Engine:
-    """Builds the engine of a run from its settings: see `resolve` and `Engine`."""
-    return Engine(resolve(config, warn, data, source), warn)
-
-
-def _compiled(
-    plan: Plan, model: GPT
-) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
-    """Returns the model as evaluations call it, compiled if the plan says so, and its DDP replica.
-
-    Only several ranks that hold all weights have a replica, of which the blocks are compiled.
-    """
-    if plan.sharded:
-        return model, None
-    if plan.world.size == 1:
-        if not plan.compiled:
-            return model, None
-        # training and evaluation batches have one shape, so each compiles a single graph
-        options = device.compile_options(plan.device, plan.config.train.compile)
-        return torch.compile(model, fullgraph=True, dynamic=False, options=options), None
-    if plan.compiled:
-        torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
-        compile_blocks(model, plan.device)
-    return model, replicate(model, plan.config.train)

@@ -16,21 +16,21 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
     Args:
         peak: FLOP/s of all ranks that MFU is relative to.
     """
-    plan, data = engine.plan, engine.data
+    data = engine.data
     return {
         "device": device.device_name(engine.device),
         "on": engine.device,
         "ranks": engine.world.size,
-        "precision": plan.precision,
-        "compile": plan.compiled,
+        "precision": engine.precision,
+        "compile": engine.compiled,
         "micro_batch": engine.micro_batch,
         "ops": engine.model.ops.names,
-        "trials": plan.trials,
+        "trials": engine.trials,
         "parameters": engine.model.num_params(),
         "peak_flops": peak,
         "mfu": MFU_CONVENTION,
         "resumed_from_step": engine.step or None,
-        "started_from": None if plan.source is None else str(plan.source.path),
+        "started_from": None if engine.source is None else str(engine.source.path),
         "data": {
             "name": data.name,
             "sha256": data.sha256,
@@ -40,7 +40,7 @@ def facts(engine: Engine, peak: float) -> dict[str, Any]:
             "val_tokens": sum(len(corpus.val) for corpus in data.corpora),
             "align": engine.config.data.align,
             "weights": data.weights,
-            "samples_per_epoch": plan.epoch_sizes,
+            "samples_per_epoch": engine.epoch_sizes,
         },
     }
 
@@ -51,35 +51,26 @@ def header(engine: Engine, known: dict[str, Any], run_dir: Path) -> dict[str, st
     Args:
         known: from `facts`.
     """
-    config, plan, data = engine.config, engine.plan, known["data"]
-    compiled = "on" if plan.compiled else "off"
+    config, data = engine.config, known["data"]
+    compiled = "on" if engine.compiled else "off"
     python = f" of Python {data['python']}" if data["python"] else ""
     parts = {"sequence": engine.micro_batch, "micro-step": engine.loader.accumulation,
              "rank": engine.world.size}  # fmt: skip
     batch = " x ".join(counted(number, noun) for noun, number in parts.items())
     left = counted(config.steps - engine.step, "more step" if engine.step else "step")
-    begun = {} if plan.source is None else {"weights": f"from {plan.source.path}"}
+    begun = {} if engine.source is None else {"weights": f"from {engine.source.path}"}
     if engine.restored.path is not None:
         begun["resumed"] = f"from {engine.restored.path}, step {engine.step}"
-        begun["changed"] = ", ".join(engine.restored.changes) or "no settings"
-    samples = config.steps * config.global_batch
-    corpora = zip(engine.data.corpora, data["weights"], plan.epoch_sizes, plan.coverage)
-    epochs = ", ".join(
-        f"{samples * weight / size:.3g} passes over {corpus.name} ({size:,} samples, which"
-        f" cover {f'{covered:.0%}'.replace('100%', 'all')} of its tokens)"
-        for corpus, weight, size, covered in corpora
-    )
     return {
         "recipe": config.recipe,
         **begun,
-        "device": f"{known['device']}, {plan.precision}, compile {compiled}",
+        "device": f"{known['device']}, {engine.precision}, compile {compiled}",
         "model": f"{known['parameters']:,} parameters, context {config.model.context}",
         "data": f"{data['name']}{python}: {short(data['train_tokens'])} training + "
         f"{short(data['val_tokens'])} validation tokens"
         f" ({data['tokenizer'].removesuffix('s')} tokenizer), sha256 {data['sha256'][:16]}",
         "training": f"{left} of {config.train.batch_tokens:,} tokens each ({batch}),"
         " " + {"adamw": "AdamW", "muon": "Muon"}[config.optim.kind],
-        "epochs": epochs,
         "ops": ", ".join(f"{op} {name}" for op, name in known["ops"].items()),
         "MFU": f"relative to {known['peak_flops'] / 1e12:.2f} TFLOP/s, the fastest matrix product"
         " measured here",

@@ -1,89 +1,25 @@
-"""Checks against silent corruption: replicas compare weights, a resumed run the loss of its own."""
+"""Loss of a checkpoint's weights on a fixed batch: a run that is resumed must have the same."""
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastgpt.commands import installed
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss
+from fastgpt.files import code_hash
 from fastgpt.kernels import parity
-from fastgpt.ops.dtensor import is_sharded
-from fastgpt.parallel.fsdp import local_shard
 from fastgpt.train.engine import Engine
 
+PACKAGE = Path(__file__).parents[1]
 MOST_COST = 0.01
 """Largest share of a run's computing that the losses of checkpoints take by default."""
-
-# --- replicas -------------------------------------------------------------------------------------
-
-
-def check_replicas(engine: Engine) -> int:
-    """Compares checksums of the weights that several ranks hold; a collective operation.
-
-    A checksum is the sum of a weight's bits, read as integers: any single bit changes it.
-
-    Returns:
-        int: the number of weights that some other rank holds as well.
-
-    Raises:
-        UserError: replicas differ; it names the ranks and the first such tensor.
-    """
-    weights = [x.detach() for x in engine.optimizers.parameters]
-    bits = [local_shard(x).view({2: torch.int16, 4: torch.int32}[x.itemsize]) for x in weights]
-    sums = torch.stack([x.sum(dtype=torch.int64) for x in bits]).tolist()
-    found = engine.world.all_gather_object(list(zip(map(_place, weights), sums)))
-
-    def compare() -> int:
-        shared = 0
-        for name, *ranks in zip(engine.names, *found, strict=True):
-            copies: dict[tuple[int, ...], dict[int, int]] = {}
-            for rank, (place, checksum) in enumerate(ranks):
-                copies.setdefault(place, {})[rank] = checksum
-            shared += any(len(same) > 1 for same in copies.values())
-            for complaint in filter(None, map(odd_ones, copies.values())):
-                raise UserError(
-                    f"step {engine.step}: the replicas of {name} differ, {complaint}: memory or a"
-                    " link of such a machine may be faulty"
-                )
-        return shared
-
-    return engine.world.on_rank0(compare)
-
-
-def _place(x: Tensor) -> tuple[int, ...]:
-    """Returns numbers that are equal on the ranks that hold the same shard of a tensor."""
-    if not is_sharded(x):
-        return ()
-    along = zip(x.device_mesh.get_coordinate() or (), x.placements)
-    return tuple(number for number, placement in along if not placement.is_replicate())
-
-
-def odd_ones(checksums: Mapping[int, int]) -> str:
-    """Describes which ranks differ from the most common checksum; empty if all agree.
-
-    Of equally common ones the first rank's counts as right.
-    """
-    [(usual, most), *others] = Counter(checksums.values()).most_common()
-    odd, rest = (
-        ", ".join(str(rank) for rank, x in checksums.items() if (x == usual) is same)
-        for same in (False, True)
-    )
-    tie = ", of which either may be wrong" if others and others[0][1] == most else ""
-    return f"rank {odd} against rank {rest}{tie}" if others else ""
-
-
-# --- the loss of a checkpoint's weights -----------------------------------------------------------
 
 
 def records_loss(engine: Engine) -> bool:
@@ -108,7 +44,7 @@ def own_loss(engine: Engine) -> dict[str, Any]:
         dict[str, Any]: the `loss`, the `precision` it was computed in, and the `setup`, a hash of
         all that its bits depend on besides the weights.
     """
-    config, plan = engine.config, engine.plan
+    config = engine.config
     drawn = np.random.RandomState(0).randint(0, config.model.vocab_size, config.model.context + 1)
     rows = torch.from_numpy(drawn.astype(np.int64)).repeat(engine.micro_batch, 1)
     engine.model.eval()
@@ -120,24 +56,13 @@ def own_loss(engine: Engine) -> dict[str, Any]:
     facts = [
         torch.__version__, torch.backends.cpu.get_cpu_capability(),
         device.device_name(engine.device), engine.world.size, asdict(config.parallel),
-        engine.micro_batch, plan.precision, config.train.tf32, plan.narrow_residual,
-        plan.compiled, engine.model.ops.names, installed("triton"), sources(),
+        engine.micro_batch, engine.precision, config.train.tf32, engine.narrow_residual,
+        engine.compiled, engine.model.ops.names, installed("triton"), code_hash(PACKAGE),
     ]  # fmt: skip
     setup = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     # TF32 rounds to as many bits as fp16
-    in_tf32 = config.train.tf32 and plan.precision == "fp32"
-    return {"loss": loss, "precision": "fp16" if in_tf32 else plan.precision, "setup": setup}
-
-
-@cache
-def sources() -> str:
-    """Returns a hash of the package's code and tables, as they are when this is first called."""
-    found, package = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted([*package.rglob("*"), *(package / "kernels").rglob("*")]):
-        # an editor's lock is a dangling link
-        if path.suffix in (".py", ".json") and path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
+    in_tf32 = config.train.tf32 and engine.precision == "fp32"
+    return {"loss": loss, "precision": "fp16" if in_tf32 else engine.precision, "setup": setup}
 
 
 def check_recorded_loss(engine: Engine) -> None:
@@ -147,7 +72,7 @@ def check_recorded_loss(engine: Engine) -> None:
         UserError: with the same setup their bits differ; with another one more than
             `fastgpt.kernels.parity` allows in the coarser of both precisions.
     """
-    sources()  # now: they may be edited while the run goes on
+    code_hash(PACKAGE)  # now: it may be edited while the run goes on
     recorded, path = (engine.restored.state or {}).get("own_loss"), engine.restored.path
     if recorded is None or engine.config.train.resume_check == "off":
         return

@@ -1,27 +1,18 @@
 """Choice of a micro-batch that fits into the GPU's memory, by a rehearsal before the first step."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from fastgpt.config.config import Config
 from fastgpt.errors import UserError
-from fastgpt.model.flops import matrix_weights
-from fastgpt.parallel.distributed import World, collectives_begun
+from fastgpt.parallel.distributed import World
 from fastgpt.train.init_from import Warn
 
 REHEARSED = {"cuda"}
 """Types of device with memory of their own, which a step may use up."""
-OUTSIDE = 3 * 2**29
-"""Bytes of a GPU that the rehearsal of several ranks leaves free, a sixteenth of it at most: NCCL
-and CUDA allocate memory besides PyTorch's, and fail without an OutOfMemoryError."""
-ALONE_S = 300.0
-"""Seconds that a rank without memory waits for the others, which may wait for it in the middle of a
-step, or still compile."""
 
 
 def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
@@ -49,25 +40,30 @@ def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
     return size
 
 
-def fitting(most: int, share: int, runs: Callable[[int], None], world: World, warn: Warn) -> int:
-    """Returns the first size that fits into the memory of every rank.
+def fitting(most: int, share: int, runs: Callable[[int], None], warn: Warn) -> int:
+    """Returns the first size that fits into memory.
 
     It tries `most`, then each time the largest divisor of `share` up to half of the one before.
 
     Args:
-        share: sequences of a rank in a global batch.
+        share: sequences of a global batch.
         runs: takes a micro-batch, and raises torch.OutOfMemoryError if that is too large.
 
     Raises:
-        UserError: not even one sequence fits; or ranks ran out of memory at different places, after
-            which their collective operations do not match.
+        UserError: not even one sequence fits.
     """
     size = most
-    while _any_rank_fails(size, runs, world):
+    while True:
+        with suppress(torch.OutOfMemoryError):
+            runs(size)
+            break
+        gc.collect()  # no longer in the handler, where the error holds the tensors of its frames
+        torch.cuda.empty_cache()
         if size == 1:
             raise UserError(
-                "no GPU memory left for a step with a micro-batch of 1: expected a smaller model, a"
-                " smaller --model.context or a GPU with more memory"
+                "no GPU memory left for a step with a micro-batch of 1: end other programs on the"
+                " GPU (nvidia-smi shows them), or train a smaller model or with a smaller"
+                " --model.context"
             )
         size = next(n for n in range(size // 2, 0, -1) if share % n == 0)
     if size != most:
@@ -76,77 +72,3 @@ def fitting(most: int, share: int, runs: Callable[[int], None], world: World, wa
             f" {share // size} at a time for the same batch (gradient accumulation)"
         )
     return size
-
-
-def _any_rank_fails(size: int, runs: Callable[[int], None], world: World) -> bool:
-    group = world.patient_group()  # the other groups of a rank that failed may be behind
-    failed, begun = False, collectives_begun()
-    try:
-        runs(size)
-    except torch.OutOfMemoryError:
-        failed = True
-    own = failed, collectives_begun() - begun
-    if failed:  # not in the handler, where the error still holds the tensors of its frames
-        gc.collect()
-        torch.cuda.empty_cache()
-        if group is not None:
-            backend = group._get_backend(torch.device("cpu"))
-            backend._set_default_timeout(timedelta(seconds=ALONE_S))
-    try:
-        found = world.all_gather_object(own, group)
-    except RuntimeError:  # a rank waits for this one
-        found = [own, (False, -1)]
-    failed = any(ran_out for ran_out, _ in found)
-    if failed and len({number for _, number in found}) > 1:
-        raise UserError(
-            f"no GPU memory left on some ranks with micro-batches of {size}, in the middle of a"
-            " step in which the others wait for them: pass a smaller --train.micro-batch (same"
-            " batch size), or end other programs on their GPUs"
-        )
-    return failed
-
-
-@contextmanager
-def equal_memory(device: str, world: World, exchanged: int) -> Iterator[None]:
-    """Context in which all ranks can allocate equally much, so that they run out of it together.
-
-    Args:
-        exchanged: bytes that ranks exchange at a time; they do once before, for which NCCL
-            allocates its buffers.
-    """
-    if world.size == 1 or device != "cuda":
-        yield
-        return
-    world.sum(torch.zeros(exchanged, dtype=torch.uint8, device=device))
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    least = max(0, min(world.all_gather_object(free - min(OUTSIDE, total // 16))))
-    share = (torch.cuda.memory_reserved() + least) / total
-    torch.cuda.set_per_process_memory_fraction(share)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def rehearse(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    tokens: Tensor,
-    autocast: AbstractContextManager,
-    state_bytes: int,
-    micro_steps: Sequence[AbstractContextManager],
-) -> None:
-    """Runs a micro-step on `tokens` in each context, beside a buffer as large as optimizer state.
-
-    A later one has the gradients of those before in memory, as with accumulation.
-    """
-    state = torch.empty(state_bytes, dtype=torch.uint8, device=tokens.device)
-    for micro_step in micro_steps:
-        with micro_step:
-            with autocast:
-                value = loss(tokens, tokens)
-            value.backward()
-    del state
-
-
-def least_bytes(config: Config) -> int:
-    """Counts the bytes of matrix weights, their gradients and their optimizer state, in fp32."""
-    return 4 * {"adamw": 4, "muon": 3}[config.optim.kind] * matrix_weights(config.model)

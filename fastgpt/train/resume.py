@@ -1,4 +1,4 @@
-"""Weights that a run begins with: those of a checkpoint that is resumed, or of `--init-from`."""
+"""Runs that are resumed: what they load from a checkpoint, and what must be the same."""
 
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -10,17 +10,17 @@ from torch.utils._pytree import tree_leaves
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
-from fastgpt.config.saved import changes, saved_config
+from fastgpt.config.config import Config, saved_config
 from fastgpt.data.dataset import DataSet
-from fastgpt.data.tokenizers import load_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
+from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import load_weights
 from fastgpt.run.directory import resumes
-from fastgpt.train import init_from
+from fastgpt.train.init_from import Warn
 from fastgpt.train.optim import Optimizers
-from fastgpt.train.plan import Plan, Warn
 
 
 @dataclass(slots=True)
@@ -32,33 +32,41 @@ class Restored:
     """Checkpoint that was resumed; None: there is none."""
     state: dict[str, Any] | None = None
     """State in the checkpoint, without weights and the state of the optimizers."""
-    changes: tuple[str, ...] = ()
-    """Settings that differ from those of the checkpoint, as `name old -> new`."""
 
 
-def restore(plan: Plan, model: GPT, optimizers: Optimizers, warn: Warn) -> Restored:
-    """Loads the checkpoint that `config.resume` names, or the model to start from, if any."""
-    config = plan.config
+def restore(
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer,
+    model: GPT,
+    optimizers: Optimizers,
+    warn: Warn,
+) -> Restored:
+    """Loads the checkpoint that `config.resume` names, if any; a collective operation.
+
+    Args:
+        tokenizer: that of the data.
+
+    Raises:
+        UserError: there is no valid checkpoint, or it does not fit.
+    """
     if config.resume is None or not resumes(config.resume):
-        if plan.source is not None:
-            init_from.load_weights(plan.source, model)
         return Restored()
-    found, complaints = checkpoint.find(config.resume, world=plan.world)
+    found, complaints = checkpoint.find(config.resume, world=world)
     for complaint in complaints:
         warn(f"{complaint}; the one before it is used")
-    _check_same(found, plan)
+    _check_same(found, config, tokenizer)
     try:
         state = dict(load(found, model, optimizers))
         del state["optimizers"]  # a copy of what the optimizers hold now
         _ = state["corpus"], dict(state["loader"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
-    _check_finite(found, model, optimizers, plan)
+    _check_finite(found, model, optimizers, world)
     if found.step > config.steps:
         asked = "--steps" if config.epochs is None else f"--epochs {config.epochs} in steps"
         raise UserError(f"{asked} is {config.steps}: {found.path} is already at step {found.step}")
-    differing = changes(saved_config(found.path), config)
-    return Restored(found.step, found.path, state, tuple(differing))
+    return Restored(found.step, found.path, state)
 
 
 def load(found: Checkpoint, model: GPT, optimizers: Optimizers) -> dict[str, Any]:
@@ -82,9 +90,9 @@ def position(restored: Restored, data: DataSet, warn: Warn) -> dict[str, list[in
     return None
 
 
-def _check_same(found: Checkpoint, plan: Plan) -> None:
+def _check_same(found: Checkpoint, config: Config, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ."""
-    kept, tokenizer = load_tokenizer(found.path / "tokenizer.json"), plan.data.tokenizer
+    kept = load_tokenizer(found.path / "tokenizer.json")
     if not same_tokenizer(kept, tokenizer):
         raise UserError(
             f"checkpoint {found.path} and the data have different vocabularies: {kept.kind} with "
@@ -93,13 +101,13 @@ def _check_same(found: Checkpoint, plan: Plan) -> None:
         )
     before = saved_config(found.path)
     fixed = ("optim.kind", "data.val_fraction", "data.sampling", "data.align", "seed")
-    for name in (*(f"model.{field}" for field in asdict(plan.config.model)), *fixed):
-        old, new = (attrgetter(name)(settings) for settings in (before, plan.config))
+    for name in (*(f"model.{field}" for field in asdict(config.model)), *fixed):
+        old, new = (attrgetter(name)(settings) for settings in (before, config))
         if old != new:
             raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {found.path}")
 
 
-def _check_finite(found: Checkpoint, model: GPT, optimizers: Optimizers, plan: Plan) -> None:
+def _check_finite(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World) -> None:
     """Raises `UserError` if a weight or a moment that was loaded is not finite."""
     states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
     moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
@@ -108,5 +116,5 @@ def _check_finite(found: Checkpoint, model: GPT, optimizers: Optimizers, plan: P
     try:
         check_weights([*optimizers.parameters, *moments], names, found.step)
     except UserError as error:
-        earlier = checkpoint.instead_of(found.path, True, plan.world)
+        earlier = checkpoint.instead_of(found.path, True, world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error

@@ -29,12 +29,11 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.parallel.stragglers import Pace
 from fastgpt.run import directory, manifest
-from fastgpt.run.lock import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.train.data import sample_prompt
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.header import facts, header
-from fastgpt.train.integrity import check_recorded_loss, check_replicas, own_loss, records_loss
+from fastgpt.train.integrity import check_recorded_loss, own_loss, records_loss
 
 
 class Trainer:
@@ -63,28 +62,23 @@ class Trainer:
     def __init__(
         self, config: Config, data: Data | None = None, source: OpenedModel | None = None
     ) -> None:
-        self.display = Display()
         self.world = distributed.start(device.pick_device(config.train.device))
-        if not self.world.is_main:
-            self.display.mute()
+        self.display = Display(quiet=not self.world.is_main)
         self.best, self.log, self.lock = math.inf, None, None
         self.requeue = False
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
-            cleanup.callback(self._unlock)
+            cleanup.callback(lambda: self.lock and self.lock.release())
             if config.train.report:
                 from fastgpt.report.page import require_bokeh
 
                 self.world.on_rank0(require_bokeh)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
-            self.engine = build_engine(config, self.display.warn, data, source)
+            self.engine = Engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
             check_recorded_loss(self.engine)
-            if self.config.train.verify_every and not check_replicas(self.engine):
-                said = "--train.verify-every: no two ranks hold the same weights to compare"
-                self.display.warn(said)
             self.prompt = self._encoded_prompt()
             self.tasks = self.world.on_rank0(self._read_tasks)
             self._open_run()
@@ -94,11 +88,7 @@ class Trainer:
         """Locks the directory of an existing run; that of a new one is created and locked later."""
         if config.run_dir is not None and directory.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
-            self.lock = RunLock(config.run_dir, instead)
-
-    def _unlock(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
+            self.lock = directory.RunLock(config.run_dir, instead)
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
@@ -120,7 +110,7 @@ class Trainer:
         return Scorer(
             model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
             device=engine.device, autocast=engine.autocast(), stop=engine.synced(stop),
-            together=self.world if engine.plan.has_forward_collectives else None,
+            together=self.world if engine.has_forward_collectives else None,
             doing=stop and (lambda _: watchdog.progress(slow=True)),
         )  # fmt: skip
 
@@ -146,10 +136,10 @@ class Trainer:
         """
         engine, config, warn = self.engine, self.config, self.display.warn
         path = config.run_dir or directory.new_run_dir(config.recipe)
-        self.lock = self.lock or RunLock(path)
+        self.lock = self.lock or directory.RunLock(path)
         if note := directory.open_run_dir(path, config, engine.step, self.world.size):
             warn(note)
-        on, dtype = engine.device, device.DTYPES[engine.plan.precision]
+        on, dtype = engine.device, device.DTYPES[engine.precision]
         peak = device.measured_peak(on, dtype) * device.shares(on, self.world.size)
         known = facts(engine, peak)
         title = f"{path.name}: {config.recipe}, {short(known['parameters'])} parameters"
@@ -189,7 +179,8 @@ class Trainer:
             self.engine.loader.close()
             if self.log is not None:
                 self._settle(self.log.close)
-            self._unlock()
+            if self.lock is not None:
+                self.lock.release()
             watchdog.close()
             self.stop.restore()
         for line in [*self._report(), *ending]:
@@ -251,8 +242,6 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if _due(engine.step, config.train.verify_every):
-                check_replicas(engine)
             last = engine.step == config.steps
             if last or engine.step == 1 or engine.step % config.log_every == 0:
                 self._log()
@@ -326,14 +315,12 @@ class Trainer:
         self._doing("saving")
         engine.finite_loss()
         engine.check_weights()
-        if self.config.train.verify_every:  # a checkpoint must not hold what the next one finds
-            check_replicas(engine)
         if engine.spikes is not None:  # a run that resumes here has the same
             engine.spikes.keep(engine.step)
         weights, state = engine.snapshot()
         if records_loss(engine):
             state["own_loss"] = own_loss(engine)
-        copied = engine.plan.sharded
+        copied = engine.sharded
         self._on_rank0(lambda: self.saver.save(engine.step, weights, state, copied=copied))
 
     def _publish(self) -> None:
@@ -385,7 +372,7 @@ class Trainer:
         self.engine.model.eval()
         for task in self.tasks:
             self._doing(f"evaluating {task.name}")
-            with device.eager(self.engine.plan.compiled):
+            with device.eager(self.engine.compiled):
                 scores = run_task(task, self._scorer(self.stop), self.world)
             found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
         self.engine.model.train()
@@ -405,11 +392,11 @@ class Trainer:
         engine = self.engine
         self._doing("sampling")
         # ranks that share weights agree on whether one was asked to stop
-        shares = engine.plan.sharded
+        shares = engine.sharded
         stops = self.stop.agreed(self.world) if shares else self.stop.received is not None
         if not stops and (shares or self.world.is_main):
             engine.model.eval()
-            with engine.autocast(), device.eager(engine.plan.compiled):
+            with engine.autocast(), device.eager(engine.compiled):
                 [text] = sample_text(
                     engine.model, engine.data.tokenizer, [self.prompt], temperature=0.8,
                     max_new_tokens=self.config.train.sample_tokens, seed=self.config.seed,

@@ -147,12 +147,12 @@ def _cross_entropy_fwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves th
             for start in range(whole if rest else 0, end, LANES if rest else ROWS * LANES):
                 cols = start + offs
                 if rest:
-                    x = tl.load(logits_ptr + cols, mask=(cols < V) & kept, other=0.0)
+                    x = tl.load(logits_ptr + cols, mask=cols < tl.where(kept, V, 0), other=0.0)
                 else:
                     x = tl.load(logits_ptr + cols, eviction_policy="evict_first")
                 g = _gradient(x.to(tl.float32), top, coefficient, evenly, SOFTCAP)
                 if rest:
-                    g = tl.where((cols < valid) & kept, g, 0.0)
+                    g = tl.where(cols < tl.where(kept, valid, 0), g, 0.0)
                     tl.store(dlogits_ptr + cols, g.to(kind), mask=cols < V)
                 else:
                     tl.store(dlogits_ptr + cols, g.to(kind), eviction_policy="evict_first")
@@ -180,9 +180,10 @@ def _cross_entropy_bwd_kernel(
     coefficient = scale * (1 + 2 * Z_LOSS * (top + logsum)) * tl.exp2(-logsum * LOG2E)
     taken = tl.where(cols == target, scale * (1 - LABEL_SMOOTHING), 0.0)
     taken += scale * (LABEL_SMOOTHING / valid)
-    x = tl.load(logits_ptr + row * stride_lm + cols, mask=(cols < V) & kept, other=0.0)
+    read = cols < tl.where(kept, V, 0)
+    x = tl.load(logits_ptr + row * stride_lm + cols, mask=read, other=0.0)
     g = _gradient(x.to(tl.float32), top, coefficient, taken, SOFTCAP)
-    g = tl.where((cols < valid) & kept, g, 0.0).to(dlogits_ptr.dtype.element_ty)
+    g = tl.where(cols < tl.where(kept, valid, 0), g, 0.0).to(dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + row * stride_dm + cols, g, mask=cols < V)
 
 

@@ -139,7 +139,8 @@ def _decode_attention_kernel(  # noqa: PLR0915 - a branch of constants
         lse = tl.where(nothing, float("-inf"), m_i + tl.log2(tl.where(nothing, 1.0, l_i)))
         tl.store(lse_ptr + out_row * num_splits + split, lse, mask=row)
         out_row = out_row * num_splits + split
-        seen = seen & (first < last)  # a split without keys needs only its lse, -inf
+        # a split without keys needs only its lse, -inf
+        seen = row[:, None] & (offs_d < tl.where(first < last, D, 0))[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], out, mask=seen)
 

@@ -8,18 +8,25 @@ import multiprocessing
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .. import fences
-from ..runtime import Launch, recording
-from .sass import Loop, disassemble, instructions, loops, tensor_core_instructions
+from ..runtime import EXPLICIT, Launch, recording
+from .sass import Loop, disassemble, instructions, loops, tensor_core_instructions, unit_of
 
 SETTINGS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
 )  # fmt: skip
 """Launch arguments that are free to choose, because they change no result."""
+
+FENCE = re.compile(
+    r"fence\.proxy\.async|cp\.async\.wait_group|wgmma\.wait_group|wgmma\.fence|tcgen05\.wait"
+    r"|tcgen05\.fence|mbarrier\.try_wait|bar(?:rier)?\.sync"
+)
+"""Instructions of PTX that order accesses to memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,10 @@ class Row:
     loops: list[Loop] = field(default_factory=list)
     instructions: int = 0
     """Number of instructions, without padding."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Number of instructions by the unit that runs them (`sass.UNITS`)."""
+    fences: dict[str, int] = field(default_factory=dict)
+    """Number of fences, waits and barriers in the PTX, each by its name."""
     fingerprint: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -145,9 +156,11 @@ def fingerprint(config: Config) -> str:
     """Hashes everything that decides the machine code, except the compiler.
 
     These are the sources and what they are compiled for; comments, docstrings and line numbers do
-    not count.
+    not count, nor do the options that every launch has.
     """
-    text = repr((config.declared, specialised(config.launch), sources(config.launch.kernel)))
+    *rest, options = specialised(config.launch)
+    chosen = {name: value for name, value in options.items() if name not in EXPLICIT}
+    text = repr((config.declared, (*rest, chosen), sources(config.launch.kernel)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -216,6 +229,7 @@ def compile_config(config: Config) -> Row:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Row(config.kernel, config.arch, config.label, error=message)
     text = disassemble(compiled.asm["cubin"])
+    code = instructions(text)
     usage = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     metadata: Any = compiled.metadata
     return Row(
@@ -231,5 +245,7 @@ def compile_config(config: Config) -> Row:
         mma=tensor_core_instructions(text),
         declared=config.declared,
         loops=loops(text),
-        instructions=len(instructions(text)),
+        instructions=len(code),
+        units=dict(sorted(Counter(unit_of(op) for _, op, _ in code).items())),
+        fences=dict(sorted(Counter(FENCE.findall(compiled.asm["ptx"])).items())),
     )

@@ -166,13 +166,14 @@ def loops(sass: str) -> list[Loop]:
     for start, end in sorted(inner) or [(0, code[-1][0])]:
         body = [op for address, op, _ in code if start <= address <= end]
         if len(body) >= 16:
-            units = dict(Counter(map(_unit, body)))
+            units = dict(Counter(map(unit_of, body)))
             sums = (sum(map(count, body)) for count in (_bytes, _flops, _wavefronts))
             found.append(Loop(start, units, *sums))
     return found
 
 
-def _unit(op: str) -> str:
+def unit_of(op: str) -> str:
+    """Returns the unit that runs an operation: a key of `UNITS`, "alu" or "uniform"."""
     other = "uniform" if op.startswith("U") else "alu"
     return next((unit for unit, prefixes in UNITS.items() if op.startswith(prefixes)), other)
 
@@ -193,7 +194,7 @@ def _flops(op: str) -> int:
 
 
 def _wavefronts(op: str) -> int:
-    if _unit(op) != "shared" and not op.startswith("LDGSTS"):
+    if unit_of(op) != "shared" and not op.startswith("LDGSTS"):
         return 0
     width = re.search(r"88\.([124])|\.(64|128)\b", op)  # 8 x 8 matrices of 128 bytes, or bits
     return int(width[1] or int(width[2]) // 32) if width else 1

@@ -8,11 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from fastgpt.autotune import choose
+from fastgpt.autotune import choose, trials
 from fastgpt.autotune.choose import judge
-from fastgpt.autotune.trials import ALL_TRIALS, TRIALS, Sizes, Trial
+from fastgpt.autotune.trials import Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
+from fastgpt.files import code_hash
+from fastgpt.kernels.spec import no_options
+from fastgpt.kernels.specs import SPECS
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from tests.parity import backward_only, launches
@@ -28,20 +31,23 @@ KERNELS = {
 }
 
 
-def timer_of(*seconds):
-    """Returns a fake timer that reports given times, ours first, and runs each step once."""
-    told = mock.Mock(side_effect=seconds)
+@pytest.fixture
+def takes(monkeypatch):
+    """Returns a function that sets how long each step takes, ours first; each runs once."""
 
-    def timer(step):
-        step()
-        return told()
+    def take(*seconds):
+        told = mock.Mock(side_effect=seconds)
+        monkeypatch.setattr(choose, "timer", lambda step: (step(), told())[1])
 
-    return timer
+    return take
 
 
 OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
-COSINE = Trial(OPS, lambda B, T: {"x": torch.randn(B, T)}, torch.cos)
-"""A trial of an op that is correct in any dtype, to be chosen by its times alone."""
+COSINE = replace(
+    SPECS["bias_act"], inputs=lambda s, make: {"x": make(s["B"], s["T"])}, options=no_options,
+    ref=torch.cos,
+)  # fmt: skip
+"""An op that is correct in any dtype, to be chosen by its times alone."""
 
 
 @pytest.mark.parametrize(
@@ -56,8 +62,11 @@ COSINE = Trial(OPS, lambda B, T: {"x": torch.randn(B, T)}, torch.cos)
         (torch.OutOfMemoryError, torch.OutOfMemoryError, 1.0, "plain"),
     ],
 )
-def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
-    verdict = judge(replace(COSINE, worth=worth), SIZES, "cpu", timer_of(ours, plain))
+def test_the_faster_one_is_chosen(monkeypatch, takes, plain, ours, worth, chosen):
+    monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, OPS))
+    monkeypatch.setitem(choose.WORTH, "cosine", worth)
+    takes(ours, plain)
+    verdict = judge("cosine", SIZES, "cpu")
     assert verdict["chosen"] == chosen
     assert verdict["complaints"] == []
 
@@ -69,9 +78,10 @@ def test_the_faster_one_is_chosen(plain, ours, worth, chosen):
         ("gradient", lambda x: backward_only(x, 1.01).cos()),
     ],
 )
-def test_what_is_wrong_is_never_chosen_nor_timed(wrong, ours):
-    broken = replace(COSINE, ops={**OPS, "ours": ours})
-    verdict = judge(broken, SIZES, "cpu", timer_of())
+def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, takes, wrong, ours):
+    monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, {**OPS, "ours": ours}))
+    takes()
+    verdict = judge("cosine", SIZES, "cpu")
     assert (verdict["chosen"], verdict["milliseconds"]) == ("plain", {})
     assert any(line.startswith(wrong) for line in verdict["complaints"])
 
@@ -85,48 +95,50 @@ def test_what_is_wrong_is_never_chosen_nor_timed(wrong, ours):
         {"bias": False, "document_mask": True, "eot_id": 0},
     ],
 )
-def test_our_kernels_pass_their_trials(name, kernel, options):
+def test_our_kernels_pass_their_trials(takes, name, kernel, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
+    takes(1.0, 2.0)
     with launches(kernel):
-        trial = TRIALS[name](sizes, "cpu", torch.float32)
-        verdict = judge(trial, sizes, "cpu", timer_of(1.0, 2.0))
-    ours, plain = trial.ops
+        verdict = judge(name, sizes, "cpu")
+    ours, plain = make_trial(name, sizes, "cpu", 2, 16).ops
     assert (verdict["chosen"], verdict["complaints"]) == (ours, [])
     assert verdict["milliseconds"] == {ours: 1000.0, plain: 2000.0}
     assert plain == choose.plain_name(name)
 
 
-def test_timed_as_the_run_calls_it():
+def test_timed_as_the_run_calls_it(takes):
     sizes = Sizes(TINY, 2, "bf16", True)
-    trial = TRIALS["loss"](sizes, "cpu", torch.bfloat16)
+    trial = make_trial("loss", sizes, "cpu", 2, 16)
+    takes(1.0)
     with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
-        choose.seconds(trial.ops["torch"], trial, sizes, "cpu", timer_of(1.0))
+        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu")
     assert compiled.called
 
 
 @pytest.mark.parametrize(
     ("options", "packed"), [({}, 1), ({"position": "rotary"}, 0), ({"qk_norm": True}, 0)]
 )
-def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, options, packed):
+def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes, options, packed):
     called = mock.Mock(side_effect=tables.PACKED_ATTENTION["triton"])
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
     sizes = replace(SIZES, model=replace(TINY, **options))
     chosen = tables.select(OpsConfig(attention="triton"), "cpu")
-    trial = TRIALS["attention"](sizes, "cpu", torch.float32)
-    choose.seconds(trial.ops["triton"], trial, sizes, "cpu", timer_of(1.0))
+    trial = make_trial("attention", sizes, "cpu", 2, 16)
+    takes(1.0)
+    choose.seconds(trial.ops["triton"], trial.inputs, sizes, "cpu")
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
     biases = [call.kwargs["input_bias"].shape for call in called.call_args_list]
     assert biases == [(96,)] * 2 * packed
     # its gradient is one tensor for PyTorch's op as well
-    assert trial.inputs(2, 16)["qkv"].shape == (2, 16, 6, 16)
+    assert trial.inputs["qkv"].shape == (2, 16, 6, 16)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     model = replace(TINY, residual_dropout=dropout)
-    tried = TRIALS["norm"](replace(SIZES, model=model), "cpu", torch.float32).inputs(2, 16)
+    tried = make_trial("norm", replace(SIZES, model=model), "cpu", 2, 16).inputs
     chosen = tables.select(OpsConfig(norm="triton"), "cpu")
     fused_bias = GPT(model, chosen).h[0].attn.c_proj.fused_bias
     assert ("input_bias" in tried) == (fused_bias is not None) == (dropout == 0)
@@ -134,26 +146,8 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
-    sets = {"torch": OpsConfig()}
-    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow, sets=sets)
-    for name in ("layer", "norm"):
-        trial = ALL_TRIALS[name](sizes, "cpu", torch.bfloat16)
-        assert trial.inputs(2, 16)["residual"].dtype == dtype
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"norm_position": "post", "position": "rotary", "norm": "rmsnorm"}]
-)
-def test_of_whole_layers_the_fastest_is_chosen(options):
-    ours = OpsConfig(attention="triton", norm="triton", activation="triton", rotary="triton")
-    sets = {"chosen": ours, "torch": OpsConfig()}
-    sizes = replace(SIZES, model=replace(TINY, **options), sets=sets)
-    trial = ALL_TRIALS["layer"](sizes, "cpu", torch.float32)
-    with launches(*(KERNELS[name] for name in ("attention", "norm", "activation"))):
-        verdict = judge(trial, sizes, "cpu", timer_of(3.0, 2.0))
-    assert verdict["milliseconds"] == {"chosen": 3000.0, "torch": 2000.0}
-    assert verdict["chosen"] == "torch"
-    assert judge(trial, sizes, "cpu", timer_of(1.0, 1.0))["chosen"] == "chosen"
+    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+    assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -177,8 +171,8 @@ def on_cuda(monkeypatch, tmp_path):
 # as it is, but that it has a CPU, and no clock for GPUs
 CHILD = """
 import io, sys
-from fastgpt.autotune import choose
-choose._do_bench = lambda step: 1.0
+from fastgpt.autotune import choose, trials
+choose.timer = lambda step: 1.0
 sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 {}
 choose.main()
@@ -188,9 +182,8 @@ VERDICT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
 ANSWERS = f"""
 import json, sys, time
 for name in sys.argv[1:]:
-    said = {VERDICT} | {{"chosen": "chosen" if name == "layer" else "triton"}}
     CASE
-    print(json.dumps({{name: said}}), 5, sep="\\n", flush=True)
+    print(json.dumps({{name: {VERDICT}}}), 5, sep="\\n", flush=True)
 """
 
 
@@ -198,7 +191,7 @@ def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     asked = OpsConfig(attention="sdpa")
     chosen, verdicts, said = on_cuda(CHILD.format(""), asked)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
-    assert verdicts.keys() == {"norm", "loss", "activation", "layer"}
+    assert verdicts.keys() == {"norm", "loss", "activation"}
     (line,) = said
     assert "once" in line
     assert on_cuda("raise SystemExit(1)", asked) == (chosen, verdicts, [])
@@ -210,6 +203,7 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
     for name in ("op/device.py", "op/tuning/sm_90.json", "op/notes.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
+        code_hash.cache_clear()
         keys.append(choose._key(SIZES, "cuda"))
     assert len(set(keys[:4])) == 4
     assert keys[4] == keys[3]
@@ -227,7 +221,7 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
     norm = json.dumps({"norm": VERDICT})
-    code = ANSWERS.replace("CASE", f"if name != 'layer': print({norm!r}, flush=True); {ending}")
+    code = ANSWERS.replace("CASE", f"print({norm!r}, flush=True); {ending}")
     chosen, _, said = on_cuda(code)
     names = tables.select(chosen, "cuda").names
     assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
@@ -251,24 +245,6 @@ def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
     assert (chosen.attention, chosen.norm, chosen.loss) == ("triton", "torch", "triton")
     assert [line for line in said if line.startswith("--ops.")] == said[1:2]
     assert "no such kernel" in said[1]
-
-
-@pytest.mark.parametrize("together", ["chosen", "torch"])
-def test_ops_that_win_alone_may_lose_together(on_cuda, together):
-    asked = OpsConfig(loss="torch", activation="torch")
-    case = f"said['chosen'] = {together!r} if name == 'layer' else 'triton'"
-    chosen, verdicts, said = on_cuda(ANSWERS.replace("CASE", case), asked)
-    expected = ("triton", "triton") if together == "chosen" else ("sdpa", "torch")
-    assert (chosen.attention, chosen.norm) == expected
-    assert verdicts["layer"]["chosen"] == together
-    assert len(said) == 1 + (together == "torch")
-    assert together == "chosen" or "PyTorch's ops, by the trial of a whole layer" in said[1]
-
-
-def test_a_layer_whose_trial_fails_leaves_pytorchs_ops(on_cuda):
-    chosen, _, said = on_cuda(ANSWERS.replace("CASE", "name == 'layer' and exit(3)"))
-    assert (chosen.attention, chosen.norm, chosen.activation) == ("sdpa", "torch", "torch")
-    assert said[-1].endswith("the trial ended with code 3")
 
 
 def test_on_a_cpu_nothing_is_tried():

@@ -11,9 +11,8 @@ from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
 from fastgpt.cli import parse
 from fastgpt.config.recipes import RECIPES
-from fastgpt.display import duration
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from tests.warm import warm
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
@@ -35,7 +34,7 @@ SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their 
 )
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
-    engine = build_engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
     with closing(engine.loader):
         for _ in range(steps):
             engine.train_step()
@@ -52,14 +51,6 @@ def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
             every = config.eval_every if target.key == "val_loss" else config.log_every
             assert target.step % every == 0 or target.step == config.steps
     assert {s.letter for s in SYSTEMS} == {*"ABCDEFGH", "G'"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.25, "0.25 s"), (119, "119 s"), (120, "2.0 min"), (9000, "2.5 h"), (2e5, "2.3 days")],
-)
-def test_durations(seconds, said):
-    assert duration(seconds) == said
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -216,7 +215,7 @@ def cut(path):
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("name", [*WEIGHT_FILES, *SIDE_FILES])
-def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, damage):
+def test_damaged_newest_gives_way_to_the_one_before(folder, name, damage):
     save(folder, 1)
     newest = save(folder, 2)
     damage(newest / name)
@@ -227,10 +226,7 @@ def test_damaged_newest_gives_way_to_the_one_before(folder, monkeypatch, name, d
     earlier = f"the valid one before it is {found.path}"
     with pytest.raises(UserError, match=rf"{name}.*; {earlier}; .* --resume {found.path}$"):
         checkpoint.find(str(newest))
-    monkeypatch.setattr(
-        sys, "orig_argv", ["python", "-m", "fastgpt.sample", str(newest), "--top-k"]
-    )
-    with pytest.raises(UserError, match=rf"{earlier}: python -m fastgpt.sample {found.path} --top"):
+    with pytest.raises(UserError, match=rf"{name}.*; {earlier}$"):
         checkpoint.find(str(newest), state=False)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import pty
 import re
 import shlex
@@ -18,12 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import parse
-from fastgpt.convert.load import load
+from fastgpt.convert.source import load
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
-from fastgpt.run.lock import RunLock
+from fastgpt.run.directory import RunLock
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
@@ -83,9 +82,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     assert len(list(run.glob("events.out.*"))) == 1
 
 
-def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manifest(
-    fit, monkeypatch, capfd
-):
+def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["first"])
     run = fit("--steps 4")
     first = json.loads((run / "manifest.json").read_text())
@@ -94,11 +91,9 @@ def test_resume_shows_where_it_starts_and_what_changed_and_is_kept_in_the_manife
     fit("--steps 6 --optim.lr 0.1 --resume auto")
     out = capfd.readouterr().out
     assert f"\nresumed     from {run}/checkpoints/step_00000004, step 4\n" in out
-    assert "\nchanged     steps 4 -> 6, optim.lr 0.004 -> 0.1\n" in out
     assert "finished" not in out
     Trainer(parse(["--resume", str(run)])).fit()
     out = capfd.readouterr().out
-    assert "\nchanged     no settings\n" in out
     assert "\nthis run is finished: it has taken its 6 steps\n" in out
     assert out.endswith(f" --resume {run} --steps 12\n")
     manifest = json.loads((run / "manifest.json").read_text())
@@ -218,7 +213,7 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     with metrics.open("ab") as file:
         file.write(b'[1]\n7\n{"train_loss": 1}\n{"step": 2, "tokens": 9, "val_loss": "\xff"}\n')
         file.write(b'{"step": 4, "tokens": 9, "val_loss": null}\n{"step": 3, "val_loss": 1.0}\n')
-        file.write(b'{"step": 3, "tokens": 9, "tok_per_s": 0}\n{"step": 8, "tr')
+        file.write(b'{"step": 3, "tokens": 9, "train_loss": "1"}\n{"step": 8, "tr')
     (tmp_path / "run" / "manifest.json").write_text("[1]")
     time.sleep(1 - time.time() % 1)  # TensorBoard sorts event files by the second in their names
     run = fit(STEPS, "--resume auto")
@@ -307,12 +302,12 @@ def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit,
     run = fit("--steps 4")
     before = (run / "metrics.jsonl").read_bytes()
     first = Trainer(parse(tiny("--resume auto --steps 8")))
-    holder = rf"another process \({os.getpid()} on {re.escape(platform.node())}\) is training"
-    with pytest.raises(UserError, match=rf"{holder} .* ends, or stop it$"):
+    used = "is in use: another process is training in this folder"
+    with pytest.raises(UserError, match=rf"{used}: .* ends, or stop it$"):
         Trainer(parse(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
-    with pytest.raises(UserError, match=rf"{holder} .* or pass another --run-dir$"):
+    with pytest.raises(UserError, match=rf"{used}: .* or pass another --run-dir$"):
         Trainer(parse(tiny()))
-    with pytest.raises(UserError, match=holder):  # of a run that has no directory yet, say
+    with pytest.raises(UserError, match=used):  # of a run that has no directory yet, say
         RunLock(run)
     assert (run / "metrics.jsonl").read_bytes() == before
     load(run)
@@ -326,9 +321,8 @@ def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit,
         (lambda run: run.rename(f"{run}2"), r"moved .*run2/.*step_00000004; .* --resume \S*/run2$"),
         (lambda run: shutil.rmtree(run.rename(f"{run}2")), r"moved or removed.*; nothing is left"),
         (lambda run: (run / ".lock").unlink(), r"may be training there: this run ends; .*step_0"),
-        (lambda run: (run / ".holder").write_text("process 1 on b"), r"lost its \.lock or \.hold"),
     ],
-    ids=["moved", "removed", "unlocked", "taken"],
+    ids=["moved", "removed", "unlocked"],
 )
 def test_run_whose_folder_or_lock_is_lost_ends_at_its_next_save(
     tiny, tmp_path, unbroken, monkeypatch, damage, said

@@ -13,7 +13,7 @@ from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.files import sha256_of
 from fastgpt.parallel.distributed import World
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from tests.runs import finish, outcome, series, torchrun, torchrun_in_turn
 
 
@@ -124,7 +124,7 @@ def test_rank_without_its_file_is_noticed(parts):
 
 def test_parts_of_another_model_are_refused(parts, tiny):
     with pytest.raises(UserError, match=r"model.dim|do not fit|does not fit"):
-        build_engine(parse(tiny(f"--resume {parts} --model.dim 16")))
+        Engine(parse(tiny(f"--resume {parts} --model.dim 16")))
 
 
 def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):

@@ -261,8 +261,11 @@ def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
 def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
     function, name, fit, monkeypatch, capsys
 ):
-    no_space = OSError(28, "No space left on device")
-    fails = mock.Mock(side_effect=no_space)
+    def fails(*args, **options):
+        if name in [getattr(path, "name", None) for path in args]:
+            raise OSError(28, "No space left on device")
+        return open(*args, **options)
+
     monkeypatch.setattr(f"fastgpt.logs.metrics.{function}", fails, raising=False)
     path = fit() / name
     out = capsys.readouterr().out

@@ -79,31 +79,14 @@ def test_no_control_character_reaches_a_terminal(act, said, monkeypatch):
     assert screen.getvalue().replace(" \n", "\n") == said
 
 
-def test_generated_text_is_exact_in_a_file_and_its_broken_bytes_are_explained(capsys):
+def test_generated_text_is_exact_in_a_file_and_harmless_on_a_terminal(capsys):
     terminal.print_text("\x1b[1m\r\n")
     assert capsys.readouterr().out == "\x1b[1m\r\n\n"
-    display.Display().sample("ab�\x00" * 10)
-    assert "\n20 of 40 characters are shown as �: " in capsys.readouterr().out
-    assert terminal.replaced_note("a" * 99 + "�") == ""
+    display.Display().sample("ab�\x00")
+    assert "\nab��\n" in capsys.readouterr().out
 
 
 # --- loss.png -------------------------------------------------------------------------------------
-
-
-def test_the_range_of_the_plot_leaves_the_first_fall_out():
-    losses = [11.0, 9.0, *(3 - 0.01 * i for i in range(18))]
-    bottom, top = metrics.interesting_range(losses)
-    assert losses[-1] - 0.1 < bottom < losses[-1]
-    assert losses[2] < top < losses[2] + 0.1
-    assert metrics.interesting_range([float("nan")]) == (0, 0)
-
-
-def test_smoothing_follows_the_mean_of_the_last_values():
-    values = [1.0] * 100 + [2.0] * 100
-    averages = metrics.smoothed(values)
-    assert averages[:100] == pytest.approx([1.0] * 100)
-    assert averages[109] == pytest.approx(2 - 0.9**10, abs=0.01)  # decays over 200 / 20 values
-    assert averages[-1] == pytest.approx(2, abs=1e-3)
 
 
 @pytest.mark.parametrize("points", [0, 1, 2, 50])

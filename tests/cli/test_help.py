@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt import cli, explain, prepare, sample
+from fastgpt import cli, prepare, sample
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
@@ -20,10 +20,9 @@ COMMANDS = {
     "python train.py": (cli.parse, "--data.source STR"),
     "python -m fastgpt.sample": (sample.main, "--prompt STR"),
     "python -m fastgpt.prepare": (prepare.main, "--out PATH"),
-    "python -m fastgpt.data": (data.main, "--excerpts INT"),
+    "python -m fastgpt.data": (data.main, "--tokenizer STR"),
     "python -m fastgpt.evaluate": (evaluate.main, "--tasks STR"),
     "python -m fastgpt.convert": (convert.main, "--dtype "),
-    "python -m fastgpt.explain": (explain.main, "--png PATH"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgpt.convert.load import load
+from fastgpt.convert.source import load
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.device.device import DTYPES
 from fastgpt.errors import UserError, shown_in_one_line

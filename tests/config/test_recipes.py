@@ -20,7 +20,7 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared
 from tests.models import each_attention, initial, on_cpu, plain_logits, shrunk
@@ -228,7 +228,7 @@ def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypa
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
     command = f"python -m fastgpt.prepare {named} --tokenizer .*--out {tmp_path / recipe}"
     with pytest.raises(UserError, match=rf"^[^\n]*{command}[^\n]*$"):
-        build_engine(parse([recipe, "--train.device", "cpu"]))
+        Engine(parse([recipe, "--train.device", "cpu"]))
 
 
 # --- any checkpoint, one command ------------------------------------------------------------------

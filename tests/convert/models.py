@@ -26,7 +26,7 @@ from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 
 V, CONTEXT = 100, 40
 LLAMA3 = {
@@ -137,7 +137,7 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
 def refused(argv: list[str], said: str) -> None:
     """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
-        build_engine(parse(argv))
+        Engine(parse(argv))
 
 
 def weights(path: Path) -> Weights:

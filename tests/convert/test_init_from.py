@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fastgpt.convert import vocabulary
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests import runs
 from tests.convert.models import CONTEXT, V, converted, foreign, refused, saved, saved_run, theirs
@@ -51,7 +52,7 @@ def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
         times.append(source)
         return read(source)
 
-    for place in ("fastgpt.cli.read", "fastgpt.train.plan.read"):
+    for place in ("fastgpt.cli.read", "fastgpt.train.engine.read"):
         monkeypatch.setattr(place, counted)
     monkeypatch.setattr("sys.argv", ["train.py", *argv(hf, "--steps 1")])
     main()
@@ -65,7 +66,7 @@ def test_the_loss_begins_at_the_models_own_and_falls(context, hf, argv, tmp_path
     model = AutoModelForCausalLM.from_pretrained(hf)
     run = saved_run(tmp_path / "llama", ByteTokenizer(), vocab_size=BYTES, **LLAMA)
     for source, logits in ((hf, lambda x: model(x).logits), (run, fastgpt.load(run)[0])):
-        engine = build_engine(parse(argv(source, f"--model.context {context}", "finetune-gpt2")))
+        engine = Engine(parse(argv(source, f"--model.context {context}", "finetune-gpt2")))
         assert engine.config.model.dropout_at("residual") == 0
         begins_with_the_loss_of(engine, logits)
         [(before, _)] = engine.evaluate("val")
@@ -81,7 +82,7 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
         run = saved_run(tmp_path / kind, vocab_size=BYTES, activation=activation)
         source = foreign(run, kind, tmp_path / file)
         refused(argv(source), rf"{file} has no tokenizer: pass .*tokenizer gpt2")
-        engine = build_engine(parse(argv(source, "--data.tokenizer bytes")))
+        engine = Engine(parse(argv(source, "--data.tokenizer bytes")))
         begins_with_the_loss_of(engine, fastgpt.load(run)[0])
 
 
@@ -125,14 +126,14 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bpe \(256")
     other = replace(parse(argv(hf)), model=ModelConfig(num_layers=2, context=16))
     with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
-        build_engine(other)
+        Engine(other)
 
 
 def test_data_of_another_tokenizer_is_refused(hf, argv, tmp_path):
     other, same = (prepared(tmp_path / kind, texts(50), kind) for kind in ("bpe", "bytes"))
     said = r"bpe was prepared with tokenizer 'bpe', not .*tiny-gpt2-\w+\.json'"
     refused(argv(hf, f"--data.source {other}"), said)
-    build_engine(parse(argv(hf, f"--data.source {same}"))).loader.close()
+    Engine(parse(argv(hf, f"--data.source {same}"))).loader.close()
     run = saved_run(tmp_path / "no-tokenizer")
     refused(argv(run, "--data.tokenizer bytes"), rf"\(256 tokens\): .*step_0+ needs at most {V}")
 
@@ -149,9 +150,20 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
         assert said in runs.one_line_error(capfd, main)
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
+def test_weights_that_vanish_after_they_were_opened_are_one_line(damage, hf, argv, tmp_path):
+    config, source = parse(argv(hf)), read(str(hf))
+    for path in hf.glob("*.safetensors"):
+        damage(path)
+    with pytest.raises(UserError, match=r"\.safetensors cannot be read: [^\n]+$"):
+        Engine(config, source=source)
+
+
 def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
     run = converted(hf, tmp_path / "converted", "run")
     refused(["--resume", str(run)], r"no optimizer state: start a new run .*--init-from .*ed$")
-    saved = (run / "config.json").read_text()  # earlier versions had one setting more
-    assert from_json(json.dumps(json.loads(saved) | {"take_over": False})) == from_json(saved)
-    build_engine(parse(argv(run))).loader.close()
+    saved = (run / "config.json").read_text()
+    older = json.loads(saved) | {"take_over": False}  # earlier versions had two settings more
+    older["train"]["verify_every"] = 5
+    assert from_json(json.dumps(older)) == from_json(saved)
+    Engine(parse(argv(run))).loader.close()

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fastgpt
 from fastgpt.config.recipes import RECIPES
+from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, tensor_maps
+from fastgpt.convert.source import read
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,
@@ -27,6 +30,7 @@ from tests.convert.models import (
     theirs,
     weights,
 )
+from tests.data.sets import tokenizer_of
 from tests.processes import ROOT, python
 
 FAMILIES = {
@@ -108,6 +112,41 @@ def test_weights_are_rounded(tmp_path):
     rounded = {name: x.bfloat16() for name, x in weights(run).items()}
     assert same(weights(half), rounded)
     assert json.loads((half / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_names_of_tensors_may_lack_the_prefix(family, tmp_path):
+    folder = saved(theirs(family), tmp_path / "with")
+    stripped = {name.removeprefix("model."): x for name, x in files(folder).items()}
+    assert stripped.keys() != files(folder).keys()
+    without = tmp_path / "without"
+    without.mkdir()
+    save_file(stripped, without / "model.safetensors")
+    (without / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert same(weights(without), weights(folder))
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"bos_token_id": 3, "eos_token_id": [4, 5]}, (3, [4, 5])),
+    ({"bos_token_id": None, "eos_token_id": 7}, (0, 7)),  # the tokenizer's in place of none
+])  # fmt: skip
+def test_ids_of_begin_and_end_are_the_models_own(given, expected, tmp_path):
+    folder = saved(theirs("llama", vocab_size=500), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | given))
+    vocabulary.write(tokenizer_of("bpe"), folder, context=CONTEXT)
+    back = converted(converted(folder, tmp_path / "run", "run"), tmp_path / "back", "hf")
+    config = json.loads((back / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == expected
+
+
+def test_a_config_of_qwen3_has_the_fields_of_transformers(tmp_path):
+    folder = converted(saved_run(tmp_path / "run", **OURS["qwen3"]), tmp_path / "hf", "hf")
+    ours = json.loads((folder / "config.json").read_text())
+    known = {*Qwen3Config().to_dict(), "torch_dtype", "rope_theta", "rope_scaling", "fastgpt"}
+    assert ours.keys() <= known
+    (folder / "config.json").write_text(json.dumps(ours | {"mlp_bias": False}))  # as earlier ones
+    assert read(str(folder)).warnings == []
 
 
 def test_hidden_files_of_the_user_stay(tmp_path):

@@ -38,7 +38,7 @@ def preparing(source, tmp_path):
     def run(out="out", given=source, stop_after=None, **options):
         run.reports = []
 
-        def report(tokens, _):
+        def report(tokens):
             run.reports.append(tokens)
             if len(run.reports) == stop_after:
                 raise KeyboardInterrupt
@@ -103,7 +103,7 @@ def test_bad_document_is_named_by_its_line_and_can_be_mended(source, preparing, 
 def test_second_process_for_the_same_place_is_refused_at_once(preparing):
     refused = []
 
-    def report(tokens, _):
+    def report(tokens):
         if len(refused) < 3:
             with pytest.raises(UserError, match=r"another process is preparing .*out: wait"):
                 preparing()

@@ -40,13 +40,12 @@ def test_prints_what_it_wrote(text_file, main, capsys):
     out = main(text_file, "--val-fraction", "0.5")
     corpus = open_corpus(str(out), tokenizer="auto", val_fraction=0.1)
     assert (len(corpus.train), len(corpus.val)) == (300, 300)
-    first, second, *rest = capsys.readouterr().out.splitlines()
+    first, *rest = capsys.readouterr().out.splitlines()
     assert first == "text: 300 training + 300 validation tokens (bytes tokenizer, vocabulary 256)"
-    assert re.fullmatch(r"documents: 1; shards: 2; seconds: \d+\.\d", second)
     assert rest == [f"sha256 {corpus.sha256}", f"wrote {out}"]
 
 
-def test_every_flag_reaches_the_preparation(tmp_path, main, capsys):
+def test_every_flag_reaches_the_preparation(tmp_path, main):
     documents = [f"document {i}" for i in range(1500)]
     source = write_documents(tmp_path / "x.jsonl", documents, field="body")
     out = main(source, "--field", "body", "--val-fraction", "0.25", "--shard-tokens", "900",
@@ -55,7 +54,6 @@ def test_every_flag_reaches_the_preparation(tmp_path, main, capsys):
     assert (manifest["tokenizer"], manifest["val_fraction"]) == ("chars", 0.25)
     assert manifest["splits"]["train"]["shards"][0]["tokens"] == 900
     assert manifest["splits"]["val"]["documents"] == pytest.approx(375, abs=60)
-    assert "documents: 1,500;" in capsys.readouterr().out
     out = main(source, "--field", "body", "--tokenizer", "bpe", "--vocab-size", "270", out="bpe")
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["vocab_size"], manifest["val_fraction"]) == (270, 0.005)

@@ -28,7 +28,6 @@ HARD = [
     "x" * 5000 + "=" * 300 + "ab" * 300,
 ]  # fmt: skip
 PIECES = [*" \n\tAb7½!é東", "  ", "'s", "'", "<|endoftext|>", FAMILY]
-SHORT = ["", " a", "a ", "\n", "<|endoftext|>", "\ud800"]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 PIECED = st.lists(st.sampled_from(PIECES)).map("".join)
 
@@ -102,9 +101,3 @@ def test_merges_are_the_published_ones(gpt2, tmp_path, monkeypatch):
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
     with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's"):
         make_tokenizer("gpt2", None)
-
-
-@given(st.lists(st.text() | st.sampled_from(SHORT), min_size=1))
-def test_documents_in_one_call_are_the_documents_one_by_one(gpt2, texts):
-    expected = [id for text in texts for id in (50_256, *gpt2.encode(text).tolist())]
-    assert gpt2.encode_documents(texts).tolist() == expected

@@ -1,15 +1,16 @@
 """GPUs that torch cannot use, or not for this run, are errors that say what to do."""
 
 import re
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from fastgpt.autotune import choose
+from fastgpt.autotune.trials import Sizes
 from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
@@ -21,18 +22,14 @@ OLD = "The NVIDIA driver on your system is too old (found version 11040)"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Simulates a machine's NVIDIA driver, nvidia-smi and build of torch."""
+    """Simulates a machine's NVIDIA driver and build of torch."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
 
-    def make(loaded=False, smi="", built: str | None = "13.0"):
+    def make(loaded=False, built: str | None = "13.0"):
         if loaded:
             (tmp_path / "version").touch()
-        if smi:
-            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
-            (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError(f"{OLD}.")))
 
@@ -44,7 +41,6 @@ def machine(monkeypatch, tmp_path):
     [
         ({"loaded": True}, f"is built for CUDA 13.0 and cannot use it: {OLD}; or pass"),
         ({"loaded": True, "built": None}, "without CUDA: install a CUDA build of torch"),
-        ({"smi": "exit 0", "built": None}, "without CUDA: install a CUDA build of torch"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, said):
@@ -61,7 +57,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, s
 
 @pytest.mark.parametrize(
     ("facts", "visible"),
-    [({"smi": "exit 9"}, "0"), ({}, "0"), ({"loaded": True}, ""), ({"loaded": True}, "-1")],
+    [({}, "0"), ({"loaded": True}, ""), ({"loaded": True}, "-1")],
 )
 def test_without_a_gpu_or_with_hidden_ones_the_cpu_is_right(machine, facts, visible, monkeypatch):
     machine(**facts)
@@ -77,14 +73,6 @@ def test_more_processes_than_gpus(monkeypatch):
         distributed._take_device("cuda", World(rank=5, local_rank=5, size=8, local_size=8))
     with pytest.raises(UserError, match="2 processes were started: expected one on MPS"):
         distributed._take_device("mps", World(size=2))
-
-
-def test_a_gpu_in_use_by_others(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30))
-    device.check_free_memory("cuda", 2 << 30)
-    with pytest.raises(UserError, match=r"^H100 has 3\.0 of 80\.0 GiB free, .* need 20\.0: end"):
-        device.check_free_memory("cuda", 20 << 30)
 
 
 # --- what Triton needs to build its launchers -----------------------------------------------------
@@ -107,9 +95,6 @@ def toolchain(monkeypatch, tmp_path):
     return install
 
 
-PLAIN = OpsConfig(norm="torch", loss="torch", rotary="torch", activation="torch")
-
-
 @pytest.mark.parametrize(
     ("installed", "cc", "missing"),
     [
@@ -119,27 +104,34 @@ PLAIN = OpsConfig(norm="torch", loss="torch", rotary="torch", activation="torch"
         (["clang", "Python.h"], "", None),
     ],
 )
-@pytest.mark.parametrize("ops", [PLAIN, replace(PLAIN, attention="triton")])
 def test_what_kernels_need_is_checked_before_any_trial(
-    toolchain, monkeypatch, installed, cc, missing, ops
+    toolchain, monkeypatch, installed, cc, missing
 ):
     toolchain(*installed)
     if cc:
         monkeypatch.setenv("CC", cc)
-    choose.require_toolchain(replace(ops, attention="sdpa"), "cuda")
-    choose.require_toolchain(OpsConfig(), "cuda", undecided=())
-    choose.require_toolchain(OpsConfig(), "cpu")
+    said, asked = [], OpsConfig(attention="triton")
+    tried = mock.Mock(return_value={})
+    monkeypatch.setattr(choose, "remembered_or_tried", tried)
+    sizes = Sizes(ModelConfig(), 1, "bf16", True)
+    assert choose.choose(OpsConfig(), sizes, "cuda", said.append) == (OpsConfig(), {})
+    choose.require_toolchain(OpsConfig(), "cuda")
+    choose.require_toolchain(asked, "cpu")
     if missing is None:
-        return choose.require_toolchain(ops, "cuda")
-    with pytest.raises(UserError, match=rf"{missing}.*--train.compile off --ops.attention sdpa$"):
-        choose.require_toolchain(ops, "cuda")
+        assert tried.called
+        return choose.require_toolchain(asked, "cuda")
+    [line] = said
+    assert re.search(rf"{missing}.*; PyTorch's ops are used instead of our kernels$", line)
+    with pytest.raises(UserError, match=rf"^--ops.attention is triton: .*{missing}"):
+        choose.require_toolchain(asked, "cuda")
     monkeypatch.setattr(device, "has_compiler", lambda: True)
     compiled, note = device.pick_compile("auto", "cuda")
     assert (compiled, note[-22:]) == (False, "; torch.compile is off"), note
     return None
 
 
-def test_a_run_without_a_compiler_ends_before_it_reads_its_data(toolchain, monkeypatch, tiny):
+def test_kernels_without_a_compiler_are_an_error_before_data_is_read(toolchain, monkeypatch, tiny):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="no C compiler was found"):
-        Trainer(parse(tiny("--train.device cuda --data.source nowhere")))
+    flags = "--train.device cuda --ops.norm triton --data.source nowhere"
+    with pytest.raises(UserError, match=r"--ops.norm is triton: no C compiler was found"):
+        Trainer(parse(tiny(flags)))

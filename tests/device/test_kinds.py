@@ -106,7 +106,6 @@ def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_pat
         ("mps", "mps", "--ops.loss chunked", "loss is chunked: expected torch on MPS"),
         ("xpu", "xpu", "--ops.norm triton", "norm is triton: it runs on CUDA, not on XPU"),
         ("rocm", "cuda", "--ops.norm triton", "norm is triton: it runs on CUDA, not on ROCm"),
-        ("rocm", "cuda", "--model.dim 32768", r"has 1\.0 of 2\.0 GiB free, .* need 1[0-9]{2}"),
     ],
     indirect=["seen"],
 )

@@ -1,4 +1,4 @@
-"""A tiny random model as a run and as an export, and files of both tasks.
+"""A tiny random model as a run and as an export, and a file of a task.
 
 Fixtures import what they need: nothing may import triton before the tests are configured.
 """
@@ -39,8 +39,8 @@ def scorer(folders):
 
 
 @pytest.fixture
-def files(tmp_path) -> dict[str, Path]:
-    """Task -> file; some questions are longer than the context, some have marks of WikiHow."""
+def file(tmp_path) -> Path:
+    """HellaSwag; some questions are longer than the context, some have marks of WikiHow."""
     from tests.data.sets import WORDS
 
     draw, words = random.Random(0), WORDS.split()
@@ -53,8 +53,4 @@ def files(tmp_path) -> dict[str, Path]:
         context = {"activity_label": "Cats", "ctx_a": f"{text(30)}. [header]", "ctx_b": text(3)}
         return {**context, "ctx": "unused", "endings": endings, "label": draw.randrange(4)}
 
-    rows = {
-        "hellaswag": [question() for _ in range(LINES)],
-        "lambada": [{"text": text(40)} for _ in range(LINES)],
-    }
-    return {name: write(tmp_path / f"{name}.jsonl", *rows[name]) for name in rows}
+    return write(tmp_path / "hellaswag.jsonl", *(question() for _ in range(LINES)))

@@ -31,10 +31,8 @@ import tyro
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
-from fastgpt.config.config import Config, DataConfig
-from fastgpt.config.saved import saved_config
-from fastgpt.convert.load import open_model
-from fastgpt.convert.source import SIDECARS
+from fastgpt.config.config import Config, DataConfig, saved_config
+from fastgpt.convert.source import SIDECARS, open_model
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
 from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from fastgpt.cli import parse
 from fastgpt.config.config import TrainConfig
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from tests.runs import finish, series, torchrun
 
 FLAGS = "--train.skip-nonfinite 2 --eval-every 0"
@@ -23,7 +23,7 @@ def poison(engine, at, value):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
-    skipping, without = (build_engine(parse(tiny(FLAGS, f"--optim.kind {kind}"))) for _ in range(2))
+    skipping, without = (Engine(parse(tiny(FLAGS, f"--optim.kind {kind}"))) for _ in range(2))
     poison(skipping, (1, 4), value)
     for step in range(1, 7):
         skipping.train_step()
@@ -96,7 +96,7 @@ def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
 
 
 def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny, capfd):
-    engine = build_engine(parse(tiny(FLAGS)))
+    engine = Engine(parse(tiny(FLAGS)))
     poison(engine, (2, 4, 5), torch.nan)
     for _ in range(4):
         engine.train_step()

@@ -9,7 +9,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.guards import spikes
-from fastgpt.train.engine import Engine, build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.guards.test_skips import poison
 from tests.runs import finish, outcome, series, torchrun
@@ -31,7 +31,7 @@ def short(monkeypatch):
 def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
     plain = "--optim.grad-clip 0 --optim.weight-decay 0 --optim.beta2 0.95"
     said, batches = [], []
-    engine = build_engine(parse(tiny(FLAGS, plain)), said.append)
+    engine = Engine(parse(tiny(FLAGS, plain)), said.append)
     said.clear()
     read = engine.loader.next
     engine.loader.next = lambda: batches.append(read()) or batches[-1]

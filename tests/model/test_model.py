@@ -18,7 +18,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.model.positions import LearnedPositions
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
-from fastgpt.train.plan import with_vocabulary
+from fastgpt.train.data import with_vocabulary
 from tests.models import (
     OPTIONS,
     TINY,

@@ -12,7 +12,7 @@ from fastgpt.errors import UserError
 from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import check_combination
-from fastgpt.parallel.mesh import check_context, model_ranks, non_dp_size
+from fastgpt.parallel.parallelize import check_context, model_ranks, non_dp_size
 from fastgpt.parallel.tensor import check_tensor
 from fastgpt.train.micro_batch import largest_micro_batch
 
@@ -57,7 +57,7 @@ def check(flags: list[str], ranks: int) -> None:
         ("--train.batch-tokens 48", "is 48: 3 sequences of 16, expected a multiple of the 8 ranks"),
         ("--parallel.cp 3", "x --parallel.tp is 3: expected a divisor of the number of ranks, 8"),
         (f"{CP} --model.context 18 --train.batch-tokens 144", "multiple of 4, not 18"),
-        (f"{CP} --train.eval-tasks lambada=x", "expected model.architecture gpt, and no --train.e"),
+        (f"{CP} --train.eval-tasks hellaswag=x", "expected model.architecture gpt, and no --train"),
         (f"{CP} --model.architecture residual --model.activation relu", "model.architecture gpt, "),
         (f"{FSDP} --parallel.shards 2", "--parallel.shards is 2: expected None, because"),
         (f"{HSDP} --parallel.shards 3", "groups of 3 ranks: expected a divisor of the number"),

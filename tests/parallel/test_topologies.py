@@ -68,7 +68,7 @@ def test_losses_do_not_depend_on_the_ranks(ranks, count, steps, fit, tiny, tmp_p
     always = f"--data.source {prepared(tmp_path / 'data', texts(60))} "
     always += f"--steps {steps} --eval-every {steps // 2}"
     always += " --optim.lr 1e-3 --train.sample-tokens 20 --train.batch-tokens 192"
-    always += " --model.num-heads 4 --train.verify-every 5"
+    always += " --model.num-heads 4"
     drawn = examples(ranks, count)
     jobs = [tiny(always, *both, f"--run-dir {tmp_path / str(i)}") for i, both in enumerate(drawn)]
     process = torchrun_in_turn(ranks, tmp_path / "jobs", jobs)

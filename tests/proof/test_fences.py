@@ -37,7 +37,7 @@ class Kernel:
     def __getitem__(self, grid):
         return self.launched
 
-    def launched(self, *args):
+    def launched(self, *args, **options):
         from triton import knobs
 
         stages = {"ptx": lambda source, metadata: self.ptx}

@@ -14,7 +14,7 @@ from fastgpt.convert.source import read
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from tests.runs import outcome
 
 TALK = [
@@ -90,7 +90,7 @@ def test_text_and_mask_are_those_of_transformers(text, tokenizer):
 
 def test_the_loss_is_that_of_the_answers(tiny, chats):
     rows = [{"messages": TALK[:2]}, {"prompt": "why", "completion": "because"}, {"messages": TALK}]
-    engine = build_engine(parse(tiny(FLAGS, chats(*rows))))
+    engine = Engine(parse(tiny(FLAGS, chats(*rows))))
     x, y = engine.loader.next()
     logits = engine.model(x)[..., :256]
     losses = []
@@ -175,13 +175,13 @@ def test_bad_conversations_are_named(kind, tiny, chats):
     bad, said = BAD[kind]
     source = chats({"messages": TALK}, bad)
     with pytest.raises(UserError, match=rf"chats.jsonl, line 2: (the conversation )?{said}"):
-        build_engine(parse(tiny(FLAGS, source)))
+        Engine(parse(tiny(FLAGS, source)))
 
 
 def test_bad_files_and_templates_are_named(tiny, chats, tokenizer, tmp_path):
     def refused(source, said, *flags):
         with pytest.raises(UserError, match=said):
-            build_engine(parse(tiny(FLAGS, source, *flags)))
+            Engine(parse(tiny(FLAGS, source, *flags)))
 
     refused(chats(text="{"), r"chats.jsonl, line 1: not JSON \(")
     refused(chats({"messages": TALK}), r"has 1 conversations: expected two or more")

@@ -14,7 +14,7 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, series, torchrun
 
@@ -69,7 +69,7 @@ def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
 
 
 def test_a_step_waits_for_nothing(tiny):
-    engine = build_engine(parse(on_cuda(tiny, "--train.compile off")))
+    engine = Engine(parse(on_cuda(tiny, "--train.compile off")))
     for _ in range(2):
         engine.train_step()
     torch.cuda.set_sync_debug_mode("error")
@@ -117,10 +117,9 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     said = []
     sizes = Sizes(model, 4, precision, True)
     _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() - {"layer"} == TRIALS.keys()
+    assert verdicts.keys() == TRIALS.keys()
     for verdict in verdicts.values():
         assert verdict["complaints"] == []
         assert len(verdict["milliseconds"]) >= 2
-    assert "once" in said[0]
-    # which ops win together is the GPU's affair
-    assert all("by the trial of a whole layer" in line for line in said[1:])
+    [line] = said
+    assert "once" in line

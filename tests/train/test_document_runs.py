@@ -10,7 +10,7 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts, write_documents
 from tests.runs import (
@@ -48,7 +48,7 @@ def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch,
     with (
         nullcontext() if not flags else pytest.raises(UserError, match=r"; --data.tokenizer bytes")
     ):
-        assert build_engine(parse(argv)).data.tokenizer.kind == "bytes"
+        assert Engine(parse(argv)).data.tokenizer.kind == "bytes"
 
 
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(

@@ -8,8 +8,9 @@ import torch
 from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import UserError
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
+from tests.runs import torchrun
 
 
 @pytest.mark.cpu
@@ -17,15 +18,15 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
     events = []
 
-    def rehearse(_, tokens, *rest):
-        events.append(len(tokens))
-        if len(tokens) > 4:
+    def rehearse(_, size):
+        events.append(size)
+        if size > 4:
             raise torch.OutOfMemoryError
 
     monkeypatch.setattr(device, "reset_peak_memory", lambda _: events.append("reset"))
     monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
-    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", rehearse)
-    build_engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    monkeypatch.setattr(Engine, "_rehearse", rehearse)
+    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
     assert events == [8, 4, "reset"]
 
 
@@ -39,13 +40,37 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     trainer.engine.loss = run_out
     with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
         trainer.fit()
-    monkeypatch.setattr("fastgpt.train.micro_batch.rehearse", run_out)
+    monkeypatch.setattr(Engine, "_rehearse", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
-        build_engine(parse(tiny()))
+        Engine(parse(tiny()))
+
+
+RUN_OUT = """
+import os, torch, train
+from fastgpt.train.engine import Engine
+
+step = Engine.train_step
+
+def run_out(engine, stop=None):
+    if engine.step == 2 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    step(engine, stop)
+
+Engine.train_step = run_out
+train.main()
+"""
+
+
+def test_one_rank_without_memory_ends_all(tiny, tmp_path):
+    (tmp_path / "run_out.py").write_text(RUN_OUT)
+    process = torchrun(2, str(tmp_path / "run_out.py"), *tiny(), forks=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "[rank 1] error: step 2: no GPU memory left with micro-batches of 4: pass a " in err
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
-    engine = build_engine(parse(tiny("--optim.kind adamw --steps 20")))
+    engine = Engine(parse(tiny("--optim.kind adamw --steps 20")))
     engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = dict(engine.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpt.config.config import OptimConfig
-from fastgpt.train.schedule import lr_ratio
+from fastgpt.train.optim import lr_ratio
 
 SHAPES = {
     "cosine": lambda x: math.cos(math.pi * x / 2) ** 2,

@@ -31,7 +31,7 @@ from fastgpt.logs.metrics import MetricsLog, plot_losses, read_records
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel import signals
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.runs import ROOT, assert_shows_two_curves, before_each, series
 
@@ -141,7 +141,7 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
     flags = "--train.label-smoothing 0.1 --train.z-loss 0.01 --steps 1"
     plain, run = fit(f"--steps 1 --run-dir {tmp_path / 'plain'}"), fit(flags)
     assert series(run, "val_loss")[0] == series(plain, "val_loss")[0]
-    engine = build_engine(parse(tiny("--steps 1")))
+    engine = Engine(parse(tiny("--steps 1")))
     engine.model.label_smoothing, engine.model.z_loss = 0.1, 0.01
     loss = engine.model(*engine.loader.next())
     engine.loader.close()
@@ -346,8 +346,8 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     train.main()
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    heads = "recipe device model data training epochs ops MFU run"
-    assert [line.split("  ")[0] for line in lines[:9]] == heads.split()
+    heads = "recipe device model data training ops MFU run"
+    assert [line.split("  ")[0] for line in lines[:8]] == heads.split()
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]
     assert data["sha256"][:16] in lines[3]
     assert "655 training + 73 validation tokens (byte tokenizer)" in lines[3]

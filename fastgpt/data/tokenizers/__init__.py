@@ -10,8 +10,14 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from fastgpt.data.tokenizers.base import TOKENIZER_FILE, Tokenizer, tokenizer_file
-from fastgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer, IdTokenizer
+from fastgpt.data.tokenizers.plain import (
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    Tokenizer,
+    tokenizer_file,
+)
 from fastgpt.errors import UserError, brief, unknown_name
 from fastgpt.files import parse_json
 

@@ -10,7 +10,7 @@ import numpy as np
 import tiktoken
 
 from fastgpt.data.download import published_file
-from fastgpt.data.tokenizers.base import Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 
 EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"
@@ -89,19 +89,6 @@ class GPT2Tokenizer(Tokenizer):
             if len(parts) == 1:
                 raise
             return np.concatenate([self.encode(part) for part in parts])
-        return ids.astype(np.uint16)
-
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes all documents in one call, because each return to Python waits for the GIL."""
-        if any(EOT in text for text in texts):
-            return super().encode_documents(texts)
-        joined = "".join(part for text in texts for part in (EOT, text))
-        try:
-            ids = self._encoding.encode_to_numpy(
-                joined, allowed_special={EOT}, disallowed_special=()
-            )
-        except (UnicodeEncodeError, ValueError):
-            return super().encode_documents(texts)
         return ids.astype(np.uint16)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:

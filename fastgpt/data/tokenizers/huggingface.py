@@ -7,11 +7,12 @@ thread, without the GIL. Calls from several threads thus run in parallel, and no
 compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 
 import numpy as np
 import tokenizers
@@ -19,9 +20,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fastgpt import sandbox
 from fastgpt.data.shards import token_dtype
-from fastgpt.data.tokenizers.base import REPLACEMENT, Tokenizer, id_array, replace_surrogates
-from fastgpt.data.tokenizers.trial import opened, try_out
+from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError, reason
+from fastgpt.terminal import REPLACEMENT
 
 EOT_TOKENS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Qwen
@@ -33,6 +34,10 @@ EOT_TOKENS = (
     "[SEP]",  # BERT
 )
 """Usual names of the token that ends a text; the first that a vocabulary has is its `eot_id`."""
+EVERY = "".join(map(chr, (*range(0xD800), *range(0xE000, 2**16))))
+"""All characters of two bytes in UTF-16."""
+GROWTH, PROBE = 64, 2000
+"""Most characters that one may become (18 in Unicode's normal forms), and length of most probes."""
 
 
 @contextmanager
@@ -48,14 +53,38 @@ def refusing(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {reason(error)}") from error
 
 
-UNREADABLE = "not a tokenizer that the tokenizers package can read"
+def opened(content: str) -> tokenizers.Tokenizer:
+    """Parses a tokenizer.json, without truncation and padding; special tokens in texts are text."""
+    tokenizer = tokenizers.Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
-@lru_cache(maxsize=8)
-def _try_once(content: str) -> None:
-    """Reads and uses a foreign tokenizer in a process with limits of time and memory."""
-    with refusing(UNREADABLE):
-        sandbox.call("the tokenizer", try_out, content)
+def try_out(content: str) -> None:
+    """Reads a foreign tokenizer, encodes probes and decodes tokens, in a process with limits.
+
+    Probes are every character once, the file's own steps as text, and repetitions of each character
+    in them, as regular expressions may take time without end for those.
+
+    Raises:
+        ValueError: a step makes texts much longer.
+        Exception: it cannot be read.
+    """
+    tokenizer, steps = opened(content), json.loads(content) | {"model": None}
+    named = json.dumps(steps, ensure_ascii=False)[: len(EVERY)]
+    for probe in (EVERY, named, *(char * PROBE + "!" for char in set(named))):
+        change = tokenizer.normalizer
+        if change is not None and len(change.normalize_str(probe)) > GROWTH * len(probe):
+            raise ValueError(f"it makes a text over {GROWTH} times as long")
+        with suppress(Exception):  # a vocabulary may lack a character; a panic is no Exception
+            tokenizer.encode(probe, add_special_tokens=False)
+    with suppress(Exception):
+        tokenizer.decode([*tokenizer.get_vocab().values()][:PROBE], skip_special_tokens=False)
+
+
+_try_once = lru_cache(maxsize=8)(partial(sandbox.call, "the tokenizer", try_out))
 
 
 class JsonTokenizer(Tokenizer):
@@ -75,9 +104,9 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, content: str, *, own: bool = False) -> None:
         self._content = content
-        if not own:
-            _try_once(content)
-        with refusing(UNREADABLE):
+        with refusing("not a tokenizer that the tokenizers package can read"):
+            if not own:
+                _try_once(content)
             self._tokenizer = opened(content)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:

@@ -74,9 +74,9 @@ import os, sys, threading
 sys.path.insert(0, os.getcwd())
 import simgpu
 from fastgpt.cli import parse
-from fastgpt.train.engine import build_engine
+from fastgpt.train.engine import Engine
 
-engine = build_engine(parse(sys.argv[1:]))
+engine = Engine(parse(sys.argv[1:]))
 for _ in range(2):
     engine.train_step()
 with simgpu.trace() as works:

@@ -125,6 +125,12 @@ FAULTS = {
         f"{COLUMNS} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41];",
         "tcgen05.ld reads tensor memory before tcgen05.wait::st",
     ),
+    "a store to tensor memory that is still read": (
+        f"""{COLUMNS} tcgen05.wait::st.sync.aligned;
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41]; add.u32 %r42, %r42, 1;
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r41], {{%r42}};""",
+        "tcgen05.st writes what a tcgen05.ld reads, before tcgen05.wait::ld",
+    ),
     "tensor memory that others may still use": (
         f"{COLUMNS} tcgen05.wait::st.sync.aligned; {FREED}",
         "tcgen05.dealloc of what another warp uses, without a barrier",
@@ -168,8 +174,9 @@ SOUND = {
         {POLLED} bar.sync 0; @%p2 mbarrier.inval.shared::cta.b64 [%r21]; mov.b32 %r10, %r0;""",
     "tensor memory at its end": f"""
         {COLUMNS} tcgen05.wait::st.sync.aligned;
-        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41]; tcgen05.wait::ld.sync.aligned;
-        bar.sync 0; {FREED} sub.u32 %r10, %r42, %r30; add.u32 %r10, %r10, %r0;""",
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r42}}, [%r41]; sub.u32 %r10, %r42, %r30;
+        tcgen05.wait::ld.sync.aligned; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r41], {{%r42}};
+        bar.sync 0; {FREED} add.u32 %r10, %r10, %r0;""",
     "a copy, a wait and a barrier": """
         cp.async.ca.shared.global [%r20], [%rd21], 4; cp.async.commit_group;
         cp.async.wait_group 0; bar.sync 0; xor.b32 %r22, %r20, 128; ld.shared.b32 %r10, [%r22];

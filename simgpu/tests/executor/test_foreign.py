@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from executor.ptx import aligned, apply, run
+from executor.ptx import aligned, apply, placed, run
 from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.launch import Compiled, run_ptx
 
@@ -144,3 +144,20 @@ def test_an_assertion_says_what_failed_and_where():
 def test_another_function_is_not_known():
     with pytest.raises(UnknownPtxError, match=r"does not know: call\.uni"):
         run_ptx(Compiled(ASSERTION.replace("__assertfail", "printf"), 1, 0), (1,), [32])
+
+
+def test_the_address_of_a_parameter_may_have_32_bits():
+    """Triton chooses between parameters by their address, which has 32 bits since 3.9."""
+    for bits in (32, 64):
+        first, out = placed(np.zeros(1, np.uint64)), placed(np.zeros(32, np.uint64))
+        register = {32: "%r10", 64: "%rd20"}[bits]
+        run(
+            f"""setp.eq.u32 %p1, %r0, 7; mov.b{bits} {register}, p0;
+            @%p1 mov.b{bits} {register}, p1; ld.param.b64 %rd21, [{register}];
+            mul.wide.u32 %rd22, %r0, 8; add.s64 %rd22, %rd22, %rd1;
+            st.global.b64 [%rd22], %rd21;""",
+            first,
+            out,
+        )
+        addresses = [x.__array_interface__["data"][0] for x in (first, out)]
+        assert out.tolist() == [addresses[n == 7] for n in range(32)]

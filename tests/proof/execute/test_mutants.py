@@ -52,9 +52,13 @@ def deleted(m: re.Match[str]) -> str:
 
 
 PLANTED = {
-    "tcgen05.wait deleted": Bug(
-        100, "_attention_fwd_kernel", r"tcgen05\.wait::\w+\.sync\.aligned;", deleted, 1,
-        "attention", FULL,
+    "tcgen05.wait::st deleted": Bug(
+        100, "_attention_bwd_dq_kernel", r"tcgen05\.wait::st\.sync\.aligned;", deleted, 1,
+        "attention", {**FULL, "T": 256},
+    ),
+    "tcgen05.wait::ld deleted": Bug(
+        100, "_attention_bwd_dq_kernel", r"tcgen05\.wait::ld\.sync\.aligned;", deleted, 1,
+        "attention", {**FULL, "T": 256},
     ),
     "wgmma waited for one group late": Bug(
         90, "_attention_bwd_dq_kernel", r"(wgmma\.wait_group\.sync\.aligned\s+)(\d+);", one_more, 1,

@@ -25,7 +25,7 @@ Builder = Callable[["Build", Instruction], Step]
 TABLE: dict[str, Builder] = {}
 """Opcode, or its first parts, -> what makes a step of it; the longest that fits counts."""
 
-NAMED = 1 << 62
+NAMED = (1 << 62) + (1 << 30)
 """Address of the first of a program's strings and parameters, the next one further each: no memory
 is there."""
 

@@ -4,9 +4,7 @@ Nothing asynchronous happens before something waits for it, as late as the ISA a
 waits too little meets memory that is still being copied to, or registers that hold NaN.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -130,24 +128,6 @@ class LateRegisters:
                 late.group[done] = -1
             if (late.group < 0).all():
                 del self.slots[slot]
-
-    def follow(self, to: int, slots: list[int], f: Callable[..., Any], lanes: Array) -> None:
-        """Moves registers under way by f to `to`, which is written when they are.
-
-        By the ISA nothing may read them before the wait (9.7.16.8.3). LLVM packs pairs of them
-        ahead of it; ptxas makes one register of both, so that no instruction reads them there.
-        """
-        parts, group = [], np.full(self.m.size, -1)
-        for slot in slots:
-            part, late = self.m.full(slot), self.slots.get(slot)
-            if late is not None:
-                part = np.where(late.group >= 0, late.value, part)
-                group = np.maximum(group, late.group)
-            parts.append(part)
-        value = f(*parts)
-        group[np.isin(self.m.lanes, lanes, invert=True)] = -1
-        self.slots[to] = Late(value, group)
-        self.m.R[to] = np.where(group >= 0, value.dtype.type(2**63 - 1), value)
 
 
 # --- products -------------------------------------------------------------------------------------

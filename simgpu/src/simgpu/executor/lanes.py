@@ -16,9 +16,6 @@ TYPES = {"pred": BOOL, "b16": U16, "u16": U16, "s16": np.dtype("i2"), "b32": U32
          "s32": np.dtype("i4"), "f32": F32, "b64": U64, "u64": U64, "s64": np.dtype("i8"),
          "f64": F64, "f16": F16, "bf16": U16, "s8": np.dtype("i1"), "u8": U8}  # fmt: skip
 
-PACKING = ("cvt.u64.u32", "shl.b64", "or.b64")
-"""Opcodes by which Triton 3.6 packs two registers into one, where Triton 3.7 has a mov."""
-
 
 def plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
     """Builder: destination, then sources, each seen as one of `dtypes`."""
@@ -32,8 +29,6 @@ def plain(dtypes: tuple[Any, ...], result: Any, f: Callable[..., Any]) -> Any:
         if out.itemsize != result.itemsize:  # 9.4.1: a destination that is wider is extended
             widen, f_ = np.dtype(f"{result.kind}{out.itemsize}"), f
             return plain(dtypes, widen, lambda *x: f_(*x).astype(widen))(b, instruction)
-        if instruction.op in PACKING:
-            return moving(to, slots, f)
         cast = None if result == out else out
 
         def step(m: Machine, mask: Mask) -> None:
@@ -57,15 +52,3 @@ def _view(slot: np.dtype, dtype: np.dtype) -> Callable[[Any], Any] | None:
     if slot.itemsize < dtype.itemsize:
         raise UnknownPtxError(f"a register of {slot.itemsize} bytes read as {dtype}")
     return lambda x: x.view(dtype)
-
-
-def moving(to: int, slots: list[int], f: Callable[..., Any]) -> Step:
-    """A move of bits, which registers under way may take part in: see `LateRegisters.follow`."""
-
-    def step(m: Machine, mask: Mask) -> None:
-        if m.late.slots and not m.late.slots.keys().isdisjoint(slots):
-            m.late.follow(to, slots, f, m.index(mask))
-        else:
-            m.put(to, f(*(m.R[slot] for slot in slots)), mask)
-
-    return step

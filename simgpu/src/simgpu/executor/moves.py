@@ -9,7 +9,7 @@ import numpy as np
 
 from simgpu.executor.build import NAMED, Build, address_of, opcode, unknown
 from simgpu.executor.formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
-from simgpu.executor.lanes import TYPES, moving, plain
+from simgpu.executor.lanes import TYPES, plain
 from simgpu.executor.machine import Machine, Step
 from simgpu.executor.ptx import CLASSES, U32, Address, Instruction, Name, Vector
 from simgpu.executor.state import Mask
@@ -43,10 +43,11 @@ def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
     slots = [b.slot(item, part) for item in source.items]
     shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
 
-    def packed(*x: Any) -> Any:
-        return functools.reduce(or_, (y.astype(dtype) << shift for y, shift in zip(x, shifts)))
+    def step(m: Machine, mask: Mask) -> None:
+        parts = (m.R[slot].astype(dtype) << shift for slot, shift in zip(slots, shifts))
+        m.put(to, functools.reduce(or_, parts), mask)
 
-    return moving(to, slots, packed)
+    return step
 
 
 def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
@@ -118,7 +119,9 @@ def _ld_param(b: Build, instruction: Instruction) -> Step:
 def _ld_chosen(b: Build, to: int, operand: Address, kind: np.dtype) -> Step:
     slot, offset = address_of(b, operand, np.uint64)
     params = enumerate(b.program.params, NAMED + len(b.program.strings))
-    names = {at: name for at, (name, dtype) in params if dtype.itemsize == kind.itemsize}
+    # since Triton 3.9 the register has 32 bits
+    fit = {at % (1 << 8 * offset.itemsize): (name, dtype) for at, (name, dtype) in params}
+    names = {at: name for at, (name, dtype) in fit.items() if dtype.itemsize == kind.itemsize}
 
     def step(m: Machine, mask: Mask) -> None:
         chosen = [m.params[names[at]] for at in m.addresses(slot, offset, mask).tolist()]

@@ -102,6 +102,11 @@ def _cells(
         yield mine, m.tensor.blocks[block], ((row + own)[mine], where[:, mine])
 
 
+def _bit(warp: Array) -> Array:
+    """Returns the bit of a warp among those that access the same lanes, in `loading`."""
+    return np.left_shift(np.uint8(1), (warp // 4).astype(np.uint8))
+
+
 @opcode("tcgen05.ld.sync.aligned")
 def _ld(b: Build, i: Instruction) -> Step:
     slots, slot, offset, half = _operands(b, i, load=True)
@@ -113,7 +118,8 @@ def _ld(b: Build, i: Instruction) -> Step:
         for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
             memory.reads(lanes[mine][0], "tcgen05.ld", cells)
             values[:, mine] = memory.cells[cells]
-        m.late.defer(slots, values, lanes, np.zeros(len(lanes), np.int64))
+            memory.loading[cells] |= _bit(m.warp[lanes[mine]])
+        m.put_rows(slots, values, mask)  # a register is ready when it is read (9.7.16.6.4.5)
 
     return step
 
@@ -121,8 +127,11 @@ def _ld(b: Build, i: Instruction) -> Step:
 @opcode("tcgen05.wait::ld.sync.aligned")
 def _wait_ld(b: Build, i: Instruction) -> Step:
     def step(m: Machine, mask: Mask) -> None:
-        lanes = m.index(mask)
-        m.late.settle(lanes, np.ones(len(lanes), np.int64))
+        m.whole_warps(mask, "tcgen05.wait::ld")
+        for lane in m.index(mask)[::WARP]:
+            warp = m.warp[lane]
+            rows = slice(warp % 4 * WARP, (warp % 4 + 1) * WARP)
+            m.tensor.of(lane).loading[rows] &= ~_bit(warp)
 
     return step
 
@@ -135,6 +144,7 @@ def _st(b: Build, i: Instruction) -> Step:
         m.whole_warps(mask, "tcgen05.st")
         lanes, values = m.index(mask), m.rows(slots, mask)
         for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
+            memory.writes(lanes[mine][0], "tcgen05.st", cells)
             memory.cells[cells] = values[:, mine]
             memory.storing[cells] = m.warp[lanes[mine]] + 1
 
@@ -216,6 +226,7 @@ def _mma(b: Build, i: Instruction) -> Step:
             to = int(m.full(d)[lane] + d_offset)
             memory, first = m.tensor.of(lane), to & 0xFFFF
             memory.check(lane, first, first + shape.columns)
+            memory.writes(lane, "tcgen05.mma", shape.cells(to, shape.columns))
             if isinstance(left, int):
                 memory.reads(lane, "tcgen05.mma", shape.cells(left, 8))
             if kept:

@@ -22,6 +22,8 @@ class TensorMemory:
     cells: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     storing: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint8))
     """Cells that a tcgen05.st under way writes: number of its warp, from 1."""
+    loading: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint8))
+    """Cells that a tcgen05.ld under way reads: a bit for each warp that may access the lane."""
     allocated: dict[int, int] = field(default_factory=dict)
     """First column -> number of columns."""
     queue: list[Callable[[], None] | int] = field(default_factory=list)
@@ -41,6 +43,11 @@ class TensorMemory:
         """A fault if a tcgen05.st to cells that are read is still under way (9.7.16.8.5)."""
         if self.storing[cells].any():
             raise LaneError(lane, f"{who} reads tensor memory before tcgen05.wait::st")
+
+    def writes(self, lane: np.integer, who: str, cells: Cells) -> None:
+        """A fault if a tcgen05.ld of cells that are written is still under way (9.7.16.8.5)."""
+        if self.loading[cells].any():
+            raise LaneError(lane, f"{who} writes what a tcgen05.ld reads, before tcgen05.wait::ld")
 
 
 class TensorMemories:

@@ -1,40 +1,21 @@
-"""Explains attention with small examples in numbers: `python -m fastgpt.explain attention`.
+"""Explains attention with small examples in numbers.
 
-Each part prints small tensors, then lines that begin with `->` and say what they show. The numbers
-in those lines are computed on the spot.
+    python examples/explain_attention.py [--png attention.png] [--seed 0]
+
+Each part prints small tensors, then lines that begin with `->` and say what they show, with numbers
+computed on the spot. They hold for every seed. The attention maps are drawn into the PNG.
 """
 
+import argparse
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-import tyro
 from torch import Tensor
 
-from fastgpt import flags
-from fastgpt.config.checks import INT64, check_fields
-from fastgpt.errors import run_command, writing
 from fastgpt.kernels import attention
 
 T, D = 6, 16
 """Number of tokens and head size in the examples."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explain:
-    """Explains attention with small examples in numbers."""
-
-    topic: Annotated[Literal["attention"], tyro.conf.Positional] = "attention"
-    """Topic to explain."""
-    png: Path = Path("attention.png")
-    """File to draw the attention maps into, as a PNG."""
-    seed: Annotated[int, INT64] = 0
-    """Random seed for the examples; the statements hold for every seed."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def show(name: str, tensor: Tensor) -> None:
@@ -147,7 +128,7 @@ def saturation() -> None:
     say(f"its gradient with respect to its own score, w (1 - w), goes from {slopes}")
 
 
-def draw(weights: dict[str, Tensor], path: Path) -> None:
+def draw(weights: dict[str, Tensor], path: str) -> None:
     """Draws attention maps side by side into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for
 
@@ -159,23 +140,23 @@ def draw(weights: dict[str, Tensor], path: Path) -> None:
     for axes, name in zip(figure.axes, weights):
         axes.set(title=name, xlabel="key", ylabel="query")
     figure.colorbar(images[0], ax=figure.axes)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png")
 
 
-def main(argv: list[str]) -> None:
-    """Runs the command line `argv`."""
-    config = flags.parse(Explain, argv, prog="python -m fastgpt.explain")
-    torch.manual_seed(config.seed)
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--png", default="attention.png")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    torch.manual_seed(arguments.seed)
     running_averages()
     one_head()
     weights = maps()
     scaling()
     saturation()
-    draw(weights, config.png)
-    print(f"\nthe attention maps of part 3 are drawn in {config.png}")
+    draw(weights, arguments.png)
+    print(f"\nthe attention maps of part 3 are drawn in {arguments.png}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    main()
