@@ -10,7 +10,6 @@ from bokeh.models import ColumnDataSource, CrosshairTool, NumeralTickFormatter, 
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from fastgpt.logs.metrics import interesting_range
 from fastgpt.report.data import Run, thinned
 
 COLOURS = ("#4c8dd6", "#e08a3c", "#3fa67a", "#c46bb5", "#b8963a", "#7c79d8", "#d1605e", "#3fa3b5")
@@ -58,7 +57,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
         plot.legend.update(click_policy="hide", background_fill_alpha=0, border_line_alpha=0,
                            label_text_color=GREY)  # fmt: skip
     both = [np.stack([r.columns[x] for x in ("train_loss", "val_loss")], 1).ravel() for r in runs]
-    lows, highs = zip(*(interesting_range(losses.tolist()) for losses in both))
+    lows, highs = zip(*map(_readable, both))
     if min(lows) < max(highs):
         plots["loss"].y_range = Range1d(start=min(lows), end=max(highs))
     # it escapes what a run may be called
@@ -79,6 +78,16 @@ def _figure(name: str, log: bool) -> figure:
     plot.yaxis.formatter = NumeralTickFormatter(format=TICKS.get(name, "0.[00000]"))
     plot.xgrid.visible = False
     return plot
+
+
+def _readable(losses: np.ndarray) -> tuple[float, float]:
+    """Returns limits for losses (N,) in order, without the steep fall of the first tenth."""
+    finite = losses[np.isfinite(losses)]
+    later = finite[len(finite) // 10 :]
+    if not len(later):
+        return 0.0, 0.0
+    margin = 0.05 * np.ptp(later)
+    return float(finite.min() - margin), float(later.max() + margin)
 
 
 def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) -> None:

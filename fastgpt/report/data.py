@@ -87,11 +87,13 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
     columns = dict[str, np.ndarray]()
     for name in LOGGED:
         values = [record.get(name) for record in records]
-        columns[name] = np.array([np.nan if isinstance(x, list) else x for x in values], float)
+        columns[name] = np.array(
+            [x if isinstance(x, int | float) else np.nan for x in values], float
+        )
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     if logged.any():
         columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])
-    timed = np.isfinite(columns["tok_per_s"])
+    timed = columns["tok_per_s"] > 0
     ends = np.concatenate([[0.0], np.maximum.accumulate(columns["tokens"][timed])])
     spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])
     columns["seconds"] = np.interp(columns["tokens"], ends, [0.0, *spent])

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
-from fastgpt.display import duration, short
+from fastgpt.display import short
 from fastgpt.errors import UserError, counted, writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
@@ -54,7 +55,7 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,  # a manifest may lack anything
     )  # fmt: skip
-    env.filters |= {"short": short, "duration": duration, "perplexity": perplexity}
+    env.filters |= {"short": short, "elapsed": _elapsed, "perplexity": perplexity}
     html = env.get_template("template.html").render(
         facts=facts, script=script, figures=figures, title=" · ".join(labels), points=POINTS,
         differences={name: x for name, x in settings.items() if any(y != x[0] for y in x)},
@@ -107,3 +108,8 @@ def finding(run: Run) -> str:
     if loss[-1] > loss[best] * (1 + RISEN):
         return f"{said}. The model has overfitted since step {step[best]:,.0f}."
     return f"{said}, about the same: no clear sign of overfitting."
+
+
+def _elapsed(seconds: float) -> str:
+    """Writes a duration as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastgpt.convert.load import load
+from fastgpt.convert.source import load
 from fastgpt.errors import UserError, run_command
 from fastgpt.logs.metrics import MetricsLog
 from fastgpt.report import __main__ as command
@@ -118,7 +118,7 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
 )
 def test_the_finding_tells_overfitting_from_another_text(fit, losses, sizes, said):
     run = fit("--steps 1")
-    log(run, *({"step": i, "val_loss": loss, "val_tokens": size, "tokens": i}
+    log(run, *({"step": i, "val_loss": float(loss), "val_tokens": size, "tokens": i}
                for i, (loss, size) in enumerate(zip(losses, sizes))))  # fmt: skip
     assert re.search(said, finding(read_run(run, "a")))
 
