@@ -69,11 +69,12 @@ class DataSet:
         Raises:
             UserError: a corpus is too short, or its documents cannot be told apart.
         """
-        return [self._order(corpus, "train", context, seed) for corpus in self.corpora]
+        return [self.order(corpus, "train", context, seed) for corpus in self.corpora]
 
-    def _order(
+    def order(
         self, corpus: Corpus | ItemCorpus, split: str, context: int, seed: int
     ) -> SampleOrder:
+        """Returns the order of samples in a split of a corpus."""
         align, documents = self.config.align, None
         if isinstance(corpus, ItemCorpus):  # each item as a document of one token
             size = getattr(corpus, split).size
@@ -84,12 +85,6 @@ class DataSet:
                 documents = corpus.document_starts(split)
         how = {"sampling": self.config.sampling, "align": align, "documents": documents}
         return SampleOrder(size, context=context, seed=seed, **how)
-
-    def validation_documents(self, corpus: Corpus | ItemCorpus, context: int) -> SampleOrder | None:
-        """Returns the order of the held-out documents; None unless samples are documents."""
-        if self.config.align != "document" or isinstance(corpus, ItemCorpus):
-            return None
-        return self._order(corpus, "val", context, 0)
 
 
 def _hash_of(*parts: object) -> str:
@@ -126,17 +121,8 @@ def open_data(
             different tokenizers.
     """
     parts = _parts(source)
-    corpora = [
-        open_corpus(
-            name,
-            tokenizer=config.tokenizer,
-            val_fraction=config.val_fraction,
-            encoding=config.encoding,
-            documents=documents,
-            report=report,
-        )
-        for name, _ in parts
-    ]
+    options = {name: getattr(config, name) for name in ("tokenizer", "val_fraction", "encoding")}
+    corpora = [open_corpus(x, documents=documents, report=report, **options) for x, _ in parts]
     for corpus in corpora[1:]:
         if not same_tokenizer(corpora[0].tokenizer, corpus.tokenizer):
             kinds = [f"{c.name} ({c.tokenizer.kind}, {c.tokenizer.vocab_size} tokens)"

@@ -253,7 +253,7 @@ def _parquet(path: str, field: str) -> Iterator[str | None]:
         # by default a whole row group, possibly the whole file, would be held in memory
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(path, **options) as table:
-            _check_column({x.name: str(x.type) for x in table.schema_arrow}, field, path)
+            _check_column(table.schema_arrow, field, path)
             for batch in table.iter_batches(ROWS, columns=[field], use_threads=False):
                 yield from batch.column(0).to_pylist()
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -294,13 +294,13 @@ def load_splits(source: str) -> dict[str, Any]:
 
 def _hub(file: File, field: str) -> Iterator[str | None]:
     rows = load_splits(file.path)[file.split or "train"]
-    kinds = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
-    _check_column(kinds, field, file.path)
+    _check_column(rows.features.arrow_schema, field, file.path)
     for batch in rows.select_columns([field]).iter(ROWS):
         yield from batch[field]
 
 
-def _check_column(kinds: dict[str, str], field: str, path: str) -> None:
+def _check_column(schema: Any, field: str, path: str) -> None:
+    kinds = {column.name: str(column.type) for column in schema}
     if kinds.get(field) not in ("string", "large_string", "string_view"):
         found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         raise UserError(

@@ -95,7 +95,9 @@ def validation_batches(
         samples = config.data.eval_batches * config.global_batch
         seed = (config.seed & 0xFFFFFFFF, step, split == "train")
         return random_batches(tokens, samples=samples, seed=seed, **shared)
-    documents = data.validation_documents(corpus, context)
+    documents = None
+    if config.data.align == "document" and isinstance(corpus, Corpus):
+        documents = data.order(corpus, "val", context, 0)
     return eval_batches(
         tokens, max_tokens=max_tokens, documents=documents, pad_id=data.pad_id, **shared
     )

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastgpt.convert import vocabulary
-from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer
+from fastgpt.data.tokenizers import gpt2, load_tokenizer, make_tokenizer
 from tests.convert.models import converted, saved, theirs
 from tests.data.sets import gpt2_files, tokenizer_of
 
@@ -34,9 +34,9 @@ def test_other_programs_give_the_same_ids(kind, tmp_path):
 
 def test_gpt2s_merges_follow_from_its_tokens():
     files = gpt2_files()
-    merges = vocabulary.merges(make_tokenizer("gpt2", None).tokens)
+    merges = gpt2.merges(make_tokenizer("gpt2", None).tokens)
     published = (files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    spelled = (" ".join(map(vocabulary._spelled, pair)) for pair in merges)
+    spelled = (" ".join(map(gpt2._spelled, pair)) for pair in merges)
     assert list(spelled) == published
 
 

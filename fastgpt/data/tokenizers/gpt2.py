@@ -3,14 +3,16 @@
 import base64
 import itertools
 import json
-import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import tiktoken
+from tokenizers import AddedToken, models
 
 from fastgpt.data.download import published_file
-from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
+from fastgpt.data.tokenizers.huggingface import JsonTokenizer, byte_level
+from fastgpt.data.tokenizers.plain import Tokenizer, id_array
 
 EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"
@@ -26,9 +28,6 @@ LETTERS = {byte: chr(byte) for byte in _PLAIN} | {
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-# White space of Unicode; Python's \s has four more control characters.
-_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LONG_RUN = re.compile(f"[{_SPACE}]{{10000,}}(?=[{_SPACE}][^{_SPACE}])")
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -80,16 +79,18 @@ class GPT2Tokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,) uint16, without holding the GIL."""
         try:
-            ids = self._encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:
-            return self.encode(replace_surrogates(text))
-        except ValueError:
-            # the pattern cannot backtrack over a million spaces before a word
-            parts = _cut_long_runs(text)
-            if len(parts) == 1:
-                raise
-            return np.concatenate([self.encode(part) for part in parts])
-        return ids.astype(np.uint16)
+            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        except ValueError:  # lone surrogates, or a million spaces before a word
+            return self.slower.encode(text)
+
+    @cached_property
+    def slower(self) -> JsonTokenizer:
+        """The same tokenizer of the package `tokenizers`, which takes every text."""
+        ids = {word: i for i, word in enumerate((*map(_spelled, self.tokens), EOT))}
+        pairs = [(_spelled(a), _spelled(b)) for a, b in merges(self.tokens)]
+        made = byte_level(models.BPE(ids, pairs))
+        made.add_special_tokens([AddedToken(EOT, normalized=False)])
+        return JsonTokenizer(made.to_str(), own=True)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""
@@ -104,10 +105,23 @@ class GPT2Tokenizer(Tokenizer):
         return json.dumps({"kind": self.kind, "tokens": tokens})
 
 
-def _cut_long_runs(text: str) -> list[str]:
-    """Cuts before the last character of each long run of white space that a word follows.
+def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """Returns the pair that each token of BPE was merged from, in the order of the tokens.
 
-    The pattern always ends a token there, so the parts have the same tokens as the whole.
+    Single bytes have none. A token's pair is what merging its bytes with the earlier ones leaves.
     """
-    cuts = (match.end() for match in _LONG_RUN.finditer(text))
-    return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text)))]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = []
+    for token in tokens:
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [a + b for a, b in itertools.pairwise(parts)]
+            best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
+            parts[best : best + 2] = [pairs[best]]
+        if len(parts) == 2:
+            found.append((parts[0], parts[1]))
+    return found
+
+
+def _spelled(token: bytes) -> str:
+    return "".join(LETTERS[byte] for byte in token)

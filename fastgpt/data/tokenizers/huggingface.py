@@ -151,6 +151,14 @@ class JsonTokenizer(Tokenizer):
         return self._content
 
 
+def byte_level(model: models.BPE, *, use_regex: bool = True) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that merges bytes, within GPT-2's words unless `use_regex` is false."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer like GPT-2's on `texts()`: the same texts, the same file.
 
@@ -158,9 +166,7 @@ def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokeni
     until there are `vocab_size` tokens or no more pairs. Round trip: every text without lone
     surrogates. Memory: the distinct words of the texts, as the package stores them.
     """
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
