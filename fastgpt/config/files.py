@@ -39,7 +39,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         UserError: it cannot be read, or holds no settings.
     """
     try:
-        found = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
+        found = _Loader(file.read_text(encoding="utf-8")).get_single_data() or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--config {file} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):

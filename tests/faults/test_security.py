@@ -17,7 +17,7 @@ from tests.faults.mutations import Evil
 from tests.processes import ROOT
 
 DANGER = re.compile(
-    r"(?<![\w.])(eval|exec)\(|\b(pickle|dill|marshal|shelve|joblib|yaml)\.(?!dump)\w+\("
+    r"(?<![\w.])(eval|exec)\(|\b(pickle|dill|marshal|shelve|joblib|yaml)\.(?!dump|safe_dump)\w+\("
     r"|torch\.load\((?!.*weights_only=True)|allow_pickle=True|trust_remote_code=True"
 )
 """A call that could run code from a file; of torch.load also one that goes on in the next line."""
