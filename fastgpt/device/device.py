@@ -273,10 +273,20 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float | None = None)
     Args:
         seconds: time to spend; by default 0.1 on a CPU, where that is many products, else 0.5.
     """
+    seconds = (0.1 if device == "cpu" else 0.5) if seconds is None else seconds
+    n, found = 1024 if device == "cpu" else 8192, None
+    while found is None:
+        with suppress(torch.OutOfMemoryError):
+            found = _measured_with(n, device, dtype, seconds)
+        n //= 2
+    reset_peak_memory(device)
+    return found
+
+
+def _measured_with(n: int, device: str, dtype: torch.dtype, seconds: float) -> float:
+    """Measures what `measured_peak` returns with matrices (n, n)."""
     from fastgpt.kernels import linear  # imports Triton, for which --help need not wait
 
-    seconds = (0.1 if device == "cpu" else 0.5) if seconds is None else seconds
-    n = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
     times, end = [], 0.0
     while len(times) < 2 or time.perf_counter() < end:
@@ -285,6 +295,5 @@ def measured_peak(device: str, dtype: torch.dtype, seconds: float | None = None)
         synchronize(device)
         times.append(time.perf_counter() - start)
         end = end or time.perf_counter() + seconds
-    reset_peak_memory(device)
     # the first call initializes libraries; other programs only make the others slower
     return 2 * n**3 / min(times[1:])
