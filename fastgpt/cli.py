@@ -66,16 +66,16 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     named = given.pop(0) if given and not given[0].startswith("-") else None
     file, given = _config_file(given)
     settings = {} if file is None else read_settings(file)
-    if named and settings.setdefault("recipe", named) != named:
-        raise UserError(f"{file} is of recipe {settings['recipe']}: expected that, not {named}")
-    named = settings.pop("recipe", named)
+    in_file = settings.pop("recipe", named)
+    if named not in (None, in_file):
+        raise UserError(f"{file} is of recipe {in_file}: expected that, not {named}")
+    named = in_file
     recipe = named or ("gpt2-124m" if torch.cuda.is_available() else "baby")
-    if recipe not in RECIPES:
+    if str(recipe) not in RECIPES:
         raise unknown_name("recipe", str(recipe), RECIPES)
-    about, default = RECIPES[recipe]
-    about = f"recipe {recipe}: {about}"
-    if file is not None:
-        about, default = f"{file}, which is of {about}", with_settings(default, settings, file)
+    about, plain = RECIPES[recipe]
+    about = f"recipe {recipe}: {about}" if file is None else f"{file}, of recipe {recipe}"
+    default = with_settings(plain, settings, file)
     early = _early_flags(given)
     if file is not None and early.resume is not None:
         raise UserError(f"--config is {file}: a resumed run has its settings: expected flags alone")
@@ -88,7 +88,8 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     if init_from in (None, "None") or asked:
         return _flags(default, [*asked, *given], about), None
     source = read(init_from)
-    config = _flags(with_architecture(default, init_from, source.config), given, about)
+    plain = with_architecture(plain, init_from, source.config)
+    config = _flags(with_settings(plain, settings, file), given, about)
     check_architecture(config, source.config)
     return config, source
 
@@ -96,7 +97,7 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
 def _config_file(given: list[str]) -> tuple[Path | None, list[str]]:
     """Returns the file that --config names, and the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, nargs="?", const=Path("''"))
+    parser.add_argument("--config", type=Path, nargs="?", const=Path("(none given)"))
     found, others = parser.parse_known_args(given)
     return found.config, others
 

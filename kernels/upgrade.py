@@ -53,7 +53,7 @@ Report = Mapping[str, Any]
 
 
 class BadUsageError(Exception):
-    """What was asked for cannot be compared."""
+    """Two versions cannot be compared, for a reason that the message gives."""
 
 
 @dataclass(frozen=True, slots=True)

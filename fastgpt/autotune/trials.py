@@ -24,8 +24,8 @@ from fastgpt.ops import tables
 WEIGHTS = ("weight", "bias", "input_bias")
 """Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
 Tried = tuple[Spec, dict[str, Any], dict[str, Callable[..., Any]]]
-"""What is tried: an op, its problem but for the number of tokens, and implementations by name:
-ours, which is chosen if both are equally fast, and PyTorch's."""
+"""A trial's op, its problem but for the number of tokens, and its implementations by name: ours,
+which is chosen if both are equally fast, and PyTorch's."""
 
 
 @dataclass(frozen=True, slots=True)

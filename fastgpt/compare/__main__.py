@@ -12,6 +12,7 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
+from fastgpt.config.checks import NOT_NEGATIVE, POSITIVE, check_fields
 from fastgpt.config.config import saved_config
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
@@ -40,12 +41,15 @@ class Arguments:
     """Print JSON, with what is equal, too."""
     diverge: bool = False
     """Step both side by side, and name the first tensor that differs."""
-    start: int | None = None
+    start: Annotated[int | None, NOT_NEGATIVE] = None
     """Step to begin at: one of which both have a checkpoint, or 0. By default it is the last."""
-    steps: int = 100
+    steps: Annotated[int, POSITIVE] = 100
     """Largest number of steps to take."""
-    bound: float = 0.0
+    bound: Annotated[float, NOT_NEGATIVE] = 0.0
     """Largest absolute difference of two numbers that is none; at 0 they have the same bits."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Run:

@@ -47,8 +47,8 @@ def read_settings(file: Path) -> dict[str, Any]:
     return found
 
 
-def with_settings(config: Config, settings: dict[str, Any], file: Path) -> Config:
-    """Replaces settings by those of a file; its steps replace a recipe's epochs.
+def with_settings(config: Config, settings: dict[str, Any], file: Path | None) -> Config:
+    """Replaces settings by those of a file, if there is one; its steps replace a recipe's epochs.
 
     Raises:
         UserError: a setting is unknown, or has a wrong value.

@@ -53,6 +53,7 @@ def test_what_is_printed_is_yaml(written, capsys):
         ("[1]", [], r"holds \[1\]: expected settings by name"),
         ("a: [", [], r"--config .*run\.yaml cannot be read: "),
         ("recipe: nope", [], "unknown recipe 'nope'"),
+        ("recipe: [baby]", [], r"unknown recipe \"\['baby'\]\""),
         ("steps: 3\nepochs: 2", [], "steps and epochs are both in .*: expected one of them"),
         ("recipe: baby", ["gpt2-124m"], "is of recipe baby: expected that, not gpt2-124m"),
         ("steps: 3", ["--resume", "auto"], "a resumed run has its settings"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import fastgpt
 from fastgpt.cli import main, parse
 from fastgpt.config.config import from_json
+from fastgpt.config.files import to_yaml
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
 from fastgpt.convert.source import read
@@ -148,6 +149,18 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
     }.items():
         monkeypatch.setattr("sys.argv", ["train.py", *argv(name)])
         assert said in runs.one_line_error(capfd, main)
+
+
+def test_settings_in_a_file_are_held_to_the_architecture(hf, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"recipe: baby\ninit_from: {hf}\nmodel: {{dropout: 0.25}}")
+    config = parse(["--config", str(file)])
+    assert (config.model.dropout, config.init_from) == (0.25, str(hf))
+    file.write_text(to_yaml(config))
+    assert parse(["--config", str(file)]) == config
+    file.write_text(f"recipe: baby\ninit_from: {hf}\nmodel: {{num_layers: 9}}")
+    with pytest.raises(UserError, match=r"--model.num-layers is 9: expected \d+, as in"):
+        parse(["--config", str(file)])
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])

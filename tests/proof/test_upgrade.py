@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.kernels import upgrade
+from fastgpt.kernels import fences, upgrade
 from tests.processes import python
 
 FORM = {
@@ -105,7 +105,7 @@ def planted(tmp_path_factory):
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7.1", reason="Triton 3.6 forgets the fence of the planted kernel itself"
+    fences.forgotten(90), reason="this Triton forgets the fence of the planted kernel itself"
 )
 @pytest.mark.parametrize("flaw", PLANTED)
 def test_a_planted_change_is_found_end_to_end(planted, flaw):
