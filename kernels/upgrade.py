@@ -36,7 +36,7 @@ from .runtime import family
 GROWTH = 0.1
 """Share by which a resource may grow; a change of speed shows in the ceiling."""
 KINDS = {
-    "compile": "forms compile in one version alone",
+    "compile": "forms that compile with one version alone",
     "fault": "faults of executed problems",
     "tolerance": "errors beyond the tolerance",
     "bits": "results that differ in their bits",
@@ -46,7 +46,15 @@ KINDS = {
     "instructions": "instructions",
     "ceiling": "static ceiling: thread blocks on a multiprocessor, clocks of the main loops",
 }
-WRITTEN = "Written by `python -m kernels.upgrade --to 3.9 --record`; do not edit."
+HEAD = """# Upgrades of Triton
+
+Written by `python -m kernels.upgrade --to 3.9 --record`; do not edit.
+
+Each section compares what two versions make of the kernels. A form is a kernel with the dtypes,
+sizes and options of one launch, compiled for one GPU architecture. Which differences count as
+worse, `python -m kernels.upgrade --help` says.
+"""
+"""What stands above the sections of `docs/upgrades.md`."""
 RECORD = Path(__file__).parent / "proof" / "upgrades.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "upgrades.md"
 Report = Mapping[str, Any]
@@ -216,11 +224,7 @@ def verdict(record: Mapping[str, Any]) -> str:
 
 def page(records: Mapping[str, Any]) -> str:
     """Returns docs/upgrades.md: what each recorded comparison found."""
-    lines = [
-        "# Upgrades of Triton",
-        "",
-        WRITTEN,
-    ]
+    lines = [HEAD.rstrip()]
     for pair, record in records.items():
         lines += ["", f"## {pair}", ""]
         said = f"**Upgrade? {verdict(record)[0].upper()}{verdict(record)[1:]}.**"
