@@ -36,7 +36,7 @@ ROOMS = (
     "kernels",
     "commands files require_torch terminal",
     "errors",
-    "config device display flags sandbox",
+    "config device display flags",
     "data faults logs ops",
     "model prepare",
     "autotune parallel sampling",

@@ -170,10 +170,6 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    resume_check: Literal["auto", "on", "off"] = "auto"
-    """Loss on a fixed batch, kept with each checkpoint and computed again when a run is resumed: it
-    must be the same bit for bit with the same software and devices, else within rounding. `auto`
-    keeps it where that takes less than 1 % of a run, and compares it where it was kept."""
     stall_s: Annotated[float, NOT_NEGATIVE] = 1800
     """Seconds without a micro-step after which a run ends, with the Python stacks of the rank that
     stalled on stderr; 0: never. Compiling, evaluating, saving and sampling always get half an
@@ -183,8 +179,6 @@ class TrainConfig:
     sample_prompt: str | None = None
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
     baby, else a newline), and on other data the first words of the validation text."""
-    eval_tasks: str = ""
-    """Task scored with each evaluation, from a file of JSON lines: hellaswag=PATH."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")

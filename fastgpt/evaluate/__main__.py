@@ -1,4 +1,4 @@
-"""Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks hellaswag=hellaswag.jsonl`."""
+"""Evaluates a model: `python -m fastgpt.evaluate MODEL --tasks hellaswag`."""
 
 import json
 import math
@@ -15,9 +15,7 @@ from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
-from fastgpt.evaluate.score import Scorer
-from fastgpt.evaluate.tasks import read_task, run_task, split_tasks, too_long
-from fastgpt.evaluate.text import read_text, score_text
+from fastgpt.evaluate.text import Scorer, read_text, score_text
 from fastgpt.files import write_atomically
 from fastgpt.terminal import print_text
 
@@ -33,8 +31,7 @@ class EvaluateConfig:
     model: Annotated[str, tyro.conf.Positional]
     """Model to evaluate: whatever fastgpt.load takes, such as a run or a folder of Hugging Face."""
     tasks: str = ""
-    """Tasks, separated by commas. hellaswag=PATH reads a file of JSON lines; other names are tasks
-    of the lm-evaluation-harness, which needs the package lm-eval."""
+    """Tasks of the lm-evaluation-harness, separated by commas. They need the package lm-eval."""
     text: str = ""
     """Text to compute bits per byte of: a file, a folder, or a prepared data set, whose validation
     tokens are used."""
@@ -66,36 +63,29 @@ def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Score
 
 
 def evaluate(config: EvaluateConfig) -> list[Row]:
-    """Runs the tasks and the text, files before the harness's own tasks.
+    """Scores the text, and runs the tasks.
 
     Raises:
         UserError: a task, a file or the model cannot be used.
     """
-    asked, rows, theirs = split_tasks(config.tasks, "--tasks"), [], []
-    names = [name for name, path in asked.items() if not path]
+    names = [name.strip() for name in config.tasks.split(",") if name.strip()]
     if config.include and not (names and config.include.is_dir()):
-        raise UserError(f"--include is {config.include}: expected a folder, for tasks by name")
+        raise UserError(f"--include is {config.include}: expected a folder, with --tasks")
     if config.json is not None and not config.json.absolute().parent.is_dir():
         raise UserError(f"--json is {config.json}: expected a file in a folder that exists")
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     source = open_model(config.model)
     scorer = scorer_of(source, config.batch, on, precision)
-    # all that can be refused comes before the work
-    local = [read_task(name, path, scorer) for name, path in asked.items() if path]
     text = read_text(config.text, scorer) if config.text else None
+    rows = []
     if names:
         options = {"device": on, "precision": precision, "batch": config.batch}
-        theirs = _rows(run_tasks(names, source, config.include, **options))
-    for task in local:
-        if cut := too_long(task, scorer.model.config.context):
-            print_text(f"{task.name}: {cut:,} longer than the context, cut from the left")
-        count = len(task.questions)
-        rows += [(task.name, *score, count) for score in run_task(task, scorer).items()]
+        rows = _rows(run_tasks(names, source, config.include, **options))
     if text is not None:
         found, count = score_text(*text, scorer)
         rows += [(config.text, *score, count) for score in found.items()]
-    return rows + theirs
+    return rows
 
 
 def _rows(results: dict) -> list[Row]:

@@ -37,10 +37,7 @@ def run_tasks(
     try:
         lm_eval, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
     except ModuleNotFoundError as error:
-        raise UserError(
-            "tasks without a file need the package lm-eval: install the extra `eval`, make setup"
-            " EXTRAS=dev,eval; hellaswag=PATH.jsonl needs none"
-        ) from error
+        raise UserError("--tasks needs the package lm-eval: make setup EXTRAS=dev,eval") from error
     try:
         manager = tasks.TaskManager(include_path=None if include is None else str(include))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,8 @@
 """Loss and bits per byte of a text or of a prepared data set."""
 
 import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,23 @@ from fastgpt.data.loader import eval_batches
 from fastgpt.data.reading import read_pieces
 from fastgpt.data.shards import Tokens
 from fastgpt.data.sources import find_source
-from fastgpt.data.tokenizers import same_tokenizer
+from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
 from fastgpt.errors import UserError, counted
-from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.validation import mean_loss, perplexity
+from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """A model in evaluation mode, and how it computes."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    batch: int
+    """Number of texts computed at once."""
+    device: str
+    autocast: AbstractContextManager
 
 
 def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:

@@ -23,7 +23,6 @@ from fastgpt.model.generation import generate
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
 from fastgpt.sampling.templating import CHATML, Messages
-from fastgpt.sandbox import call
 from fastgpt.terminal import print_text
 
 Piece = tuple[str, bool]
@@ -35,10 +34,10 @@ CHUNK = 16
 
 
 class Template:
-    """Chat template, which runs in a process with limits of time and memory unless it is ours.
+    """Chat template in Jinja, which runs in Jinja's sandbox.
 
     Raises:
-        UserError: it is no template, or to read it takes too much time or memory.
+        UserError: it is no template.
     """
 
     def __init__(self, text: str = CHATML) -> None:
@@ -48,11 +47,7 @@ class Template:
     def render(self, messages: Messages | None, *, answering: bool = False) -> str:
         """Returns the text of messages, with `answering` up to where the next answer begins."""
         try:
-            if self.text == CHATML:
-                return templating.render(self.text, messages, answering)
-            return call("the chat template", templating.render, self.text, messages, answering)
-        except UserError:
-            raise
+            return templating.render(self.text, messages, answering)
         except Exception as error:  # a template may do anything
             refusal = "cannot be read" if messages is None else "refuses the messages"
             raise UserError(f"the chat template {refusal}: {reason(error)}") from error

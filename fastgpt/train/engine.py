@@ -33,7 +33,6 @@ from fastgpt.model.gpt import VOCAB_TABLES
 from fastgpt.ops import tables
 from fastgpt.parallel import distributed, fsdp, parallelize
 from fastgpt.parallel.signals import StopSignal, SyncedStop
-from fastgpt.parallel.stragglers import Stopwatch
 from fastgpt.run.directory import resumes
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train import init_from, micro_batch
@@ -98,7 +97,6 @@ class Engine:
             micro_batch=self.micro_batch, rank=world.dp_rank, world_size=world.dp_size,
             pad_id=self.data.pad_id, device=self.device,
         )  # fmt: skip
-        self.forwards = Stopwatch(self.device)
         self.train_loss = self.grad_norm = torch.zeros((), device=self.device)
         self.finite = Finite(train.skip_nonfinite, self.optimizers.norms)
         self.spikes = None
@@ -232,7 +230,6 @@ class Engine:
         self.optimizers.zero_grad()
         micro_steps = self.loader.accumulation
         total = torch.zeros((), device=self.device)
-        timed = self.forwards if self.world.size > 1 else nullcontext()
         for micro_step in range(micro_steps):
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
@@ -244,7 +241,7 @@ class Engine:
                 stop.check(self.world, ranks_meet=last or self.has_forward_collectives)
             x, y = self.loader.next()
             with nullcontext() if last else self._no_sync():
-                with self.autocast(), timed:
+                with self.autocast():
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
                     weight = self.loader.share / micro_steps

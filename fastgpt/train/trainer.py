@@ -19,21 +19,17 @@ from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, short
 from fastgpt.errors import UserError, counted
-from fastgpt.evaluate.score import Scorer
-from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import MetricsLog
 from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
-from fastgpt.parallel.stragglers import Pace
 from fastgpt.run import directory, manifest
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import Engine
 from fastgpt.train.header import facts, header
-from fastgpt.train.integrity import check_recorded_loss, own_loss, records_loss
 
 
 class Trainer:
@@ -74,9 +70,7 @@ class Trainer:
             self.engine = Engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
-            check_recorded_loss(self.engine)
             self.prompt = self._encoded_prompt()
-            self.tasks = self.world.on_rank0(self._read_tasks)
             self._open_run()
             cleanup.pop_all()
 
@@ -93,22 +87,6 @@ class Trainer:
             context = self.config.model.context
             warn_if_cut(ids, context, "--train.sample-prompt", self.display.warn)
         return ids
-
-    def _read_tasks(self) -> list[Task]:
-        given = split_tasks(self.config.train.eval_tasks, "--train.eval-tasks")
-        try:
-            return [read_task(name, path, self._scorer()) for name, path in given.items()]
-        except UserError as error:
-            raise UserError(f"--train.eval-tasks: {error}") from error
-
-    def _scorer(self, stop: StopSignal | None = None) -> Scorer:
-        engine = self.engine
-        return Scorer(
-            model=engine.model, tokenizer=engine.data.tokenizer, batch=engine.micro_batch,
-            device=engine.device, autocast=engine.autocast(), stop=engine.synced(stop),
-            together=self.world if engine.has_forward_collectives else None,
-            doing=stop and (lambda _: watchdog.progress(slow=True)),
-        )  # fmt: skip
 
     def _open_run(self) -> None:
         engine, config = self.engine, self.config
@@ -218,7 +196,7 @@ class Trainer:
             self._evaluate()
             self._doing()
         self.clock, self.logged, self.skipped = time.perf_counter(), engine.step, 0
-        self.waited_s, self.pace = engine.loader.waited_s, Pace()
+        self.waited_s = engine.loader.waited_s
         while engine.step < config.steps:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
@@ -272,12 +250,6 @@ class Trainer:
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
         }
-        if self.world.size > 1:
-            own = torch.tensor([[engine.forwards.read(), waited]]) / steps
-            figures, warnings = self.pace.compare(self.world.gather(own))
-            record |= figures
-            for warning in warnings:
-                self.display.warn(warning)
         if engine.spikes is not None:
             record["rollbacks"] = engine.spikes.total
         if engine.finite.most:
@@ -299,8 +271,6 @@ class Trainer:
         if engine.spikes is not None:  # a run that resumes here has the same
             engine.spikes.keep(engine.step)
         weights, state = engine.snapshot()
-        if records_loss(engine):
-            state["own_loss"] = own_loss(engine)
         copied = engine.sharded
         self._on_rank0(lambda: self.saver.save(engine.step, weights, state, copied=copied))
 
@@ -338,7 +308,6 @@ class Trainer:
             f"step {step:>6}  epoch {max(engine.epochs()):.2f}  val loss {loss:.4f}  "
             f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
         )
-        record |= self._run_tasks()
         if self.log is not None:
             self.log.write(record)
         if step and self.config.train.sample_tokens:
@@ -346,22 +315,6 @@ class Trainer:
         if self.log is not None and loss < self.best and self.saver.has(step):
             self.saver.mark_best(step)
             self.best = loss
-
-    def _run_tasks(self) -> dict[str, float | None]:
-        """Scores the tasks on all ranks, prints one line, and returns what to log."""
-        found = {}
-        self.engine.model.eval()
-        for task in self.tasks:
-            self._doing(f"evaluating {task.name}")
-            with device.eager(self.engine.compiled):
-                scores = run_task(task, self._scorer(self.stop), self.world)
-            found |= {f"{task.name}_{metric}": value for metric, value in scores.items()}
-        self.engine.model.train()
-        if found:
-            said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-            self.display.line(f"step {self.engine.step:>6}  {said}")
-        # JSON has no infinity
-        return {name: x if math.isfinite(x) else None for name, x in found.items()}
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
         """Returns the weighted mean of the corpora's losses."""

@@ -94,49 +94,19 @@ def change_json(data: bytes, draw: random.Random) -> bytes:
     if depth:
         return b'{"a":' * depth + data + b"}" * depth
     tree = json.loads(data)
-    if "pre_tokenizer" in tree and draw.random() < 0.5:
-        change_tokenizer(tree, draw)
     return json.dumps(change_tree(tree, draw) if draw.random() < 0.8 else tree).encode()
 
 
-def change_tokenizer(tree: dict[str, Any], draw: random.Random) -> None:
-    """Gives a tokenizer a step whose pattern is damaged, takes long or multiplies the text."""
-    given = {draw.choice(("Regex", "String")): draw.choice(PATTERNS)}
-    text = draw.choice(("", "aa", "tt", "x" * 5000))
-    step = {"type": "Replace", "pattern": given, "content": text}
-    cut = {"type": "Split", "pattern": given, "behavior": "Isolated", "invert": False}
-    every = {"normalizers": step, "decoders": step, "pretokenizers": cut}
-    name, one = draw.choice([*every.items()])
-    place = {"pretokenizers": "pre_tokenizer"}.get(name, name[:-1])
-    tree[place] = {"type": "Sequence", name: [one] * draw.choice((1, 3, 40))}
-    if draw.random() < 0.3:
-        place, tree[place] = draw.choice(STEPS)
-
-
-PATTERNS = (
-    "(", "", "a", " ", "(a+)+$", "(t|th)*!", "(" * 9000 + "a" + ")" * 9000, "[^a]", "x*",
-)  # fmt: skip
-STEPS = (
-    ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
-    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    ("padding", {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_token": "x",
-                 "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}),
-)  # fmt: skip
-
-
 def change_template(data: bytes, draw: random.Random) -> bytes:
-    """Inserts a piece into a chat template: an error, or what takes time or memory without end."""
+    """Inserts a piece into a chat template: an error, or what the sandbox refuses."""
     at, piece = draw.randrange(len(data) + 1), draw.choice(PIECES).encode()
     return data[:at] + piece + data[at:]
 
 
 PIECES = (
-    "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "{% if 1 %}", "{{ 'a' * 3000000000 }}",
-    "{% if 1 %}" * 5000 + "{% endif %}" * 5000, "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
-    "{{ 'a' * 30000000 }}", "{{ 2 ** 10 ** 9 }}", "{% set n = namespace(x='a') %}"
-    + "{% set n.x = n.x ~ n.x %}" * 60, "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
-    "{{ raise_exception('no\\nno') }}", "{{ messages.__class__.__mro__ }}", "{% include 'x' %}",
-    "{{ messages | tojson }}", "{{ 0 / 0 }}", "\0",
+    "{% if 1 %}", "{% for a in range(99999999) %}{% endfor %}", "{{ raise_exception('no\\nno') }}",
+    "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "{{ messages.__class__.__mro__ }}",
+    "{% include 'x' %}", "{{ messages | tojson }}", "{{ 0 / 0 }}", "\0",
 )  # fmt: skip
 
 

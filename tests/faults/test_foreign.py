@@ -1,6 +1,5 @@
-"""Foreign files take neither much memory nor time, and what is wrong with them is one line."""
+"""What is wrong with files from elsewhere is one line."""
 
-import faulthandler
 import json
 
 import pytest
@@ -10,18 +9,8 @@ from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import Template, template_of
 from tests.data.sets import tokenizer_of
-from tests.faults.hostile import TALK, cpu_s
+from tests.faults.hostile import TALK
 from tests.faults.mutations import PIECES
-
-
-@pytest.fixture(autouse=True)
-def cheap():
-    """Ends everything after a minute, in loops of C, too; fails after 5 s of CPU time."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    began = cpu_s()
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    assert cpu_s() - began < 5
 
 
 def test_counts_have_limits():
@@ -29,16 +18,18 @@ def test_counts_have_limits():
         ModelConfig(num_layers=257)
 
 
-LIMIT, TOO_DEEP = r"takes more than 1 s or 256 MiB of memory", r"\w+ .*: .*maximum recursion"
+REFUSED = (
+    r"cannot be read: .*Unexpected end of template", r"refuses the messages: .*Range too big",
+    r"refuses the messages: no", r"refuses the messages: .*maximum recursion",
+    r"refuses the messages: .*unsafe",
+)  # fmt: skip
+"""What is said about the first pieces."""
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(0, LIMIT), (2, LIMIT), (3, TOO_DEEP), (4, TOO_DEEP), (5, LIMIT)],
-)
-def test_a_foreign_template_has_limits(number, said):
+@pytest.mark.parametrize(("piece", "said"), [*zip(PIECES, REFUSED)])
+def test_a_template_that_fails_is_one_line(piece, said):
     with pytest.raises(UserError, match=rf"^the chat template {said}[^\n]*$"):
-        Template(PIECES[number]).render(TALK)
+        Template(piece).render(TALK)
     assert Template("{{ messages[1].content }}").render(TALK) == "on a mat"
 
 
@@ -48,27 +39,18 @@ def test_a_damaged_file_with_a_template_is_named(text):
         template_of({"tokenizer_config.json": text})
 
 
-def normalizing(pattern, text, times=1):
-    """The file of a tokenizer that first replaces a pattern in the text."""
-    step = {"type": "Replace", "pattern": {"Regex": pattern}, "content": text}
-    steps = {"normalizer": {"type": "Sequence", "normalizers": [step] * times}}
-    return json.dumps(json.loads(tokenizer_of("bpe").to_json()) | steps)
+def normalizing(pattern):
+    """The file of a tokenizer that first removes a pattern from the text."""
+    step = {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}
+    return json.dumps(json.loads(tokenizer_of("bpe").to_json()) | {"normalizer": step})
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "times", "said"),
-    [("(", "", 1, "unmatched paren"), ("(a+)+$", "", 1, "retry-limit"),
-     ("q", 100 * "q", 1, "over 64 times as long"), ("q", "qq", 40, "takes more than 1 s")],
-)  # fmt: skip
-def test_a_foreign_tokenizer_is_tried_within_limits(pattern, text, times, said, capfd):
-    content = normalizing(pattern, text, times)
-    capfd.readouterr()
-    with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*$"):
-        JsonTokenizer(content)
-    assert capfd.readouterr() == ("", "")
+def test_a_tokenizer_that_cannot_be_read_is_one_line():
+    with pytest.raises(UserError, match=r"^not a tokenizer [^\n]*: [^\n]*unmatched paren[^\n]*$"):
+        JsonTokenizer(normalizing("("))
 
 
 def test_a_panic_over_a_later_text_is_one_line():
-    tokenizer = JsonTokenizer(normalizing("(a+)+$", ""), own=True)
+    tokenizer = JsonTokenizer(normalizing("(a+)+$"))
     with pytest.raises(UserError, match=r"^the bpe tokenizer cannot encode a text: [^\n]*$"):
         tokenizer.encode("a" * 40 + "!")

@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
 
     The checkpoint of step 4 is damaged in a file that the second rank verifies.
     """
-    flags = f"--optim.kind adamw --optim.schedule constant --train.resume-check on {more}"
+    flags = f"--optim.kind adamw --optim.schedule constant {more}"
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
     saved = fit(flags, "--steps 4 --save-every 3") / "checkpoints"
     with (saved / "step_00000004" / "state.pt").open("r+b") as file:

@@ -50,7 +50,6 @@ def check(flags: list[str], ranks: int) -> None:
         ("--train.batch-tokens 48", "is 48: 3 sequences of 16, expected a multiple of the 8 ranks"),
         ("--parallel.cp 3", "x --parallel.tp is 3: expected a divisor of the number of ranks, 8"),
         (f"{CP} --model.context 18 --train.batch-tokens 144", "multiple of 4, not 18"),
-        (f"{CP} --train.eval-tasks hellaswag=x", "--model.architecture gpt, and no --train"),
         (f"{CP} --model.architecture residual --model.activation relu", "model.architecture gpt, "),
         (f"{FSDP} --parallel.shards 2", "--parallel.shards is 2: expected None, because"),
         (f"{HSDP} --parallel.shards 3", "groups of 3 ranks: expected a divisor of the number"),

@@ -90,7 +90,7 @@ class GPT2Tokenizer(Tokenizer):
         pairs = [(_spelled(a), _spelled(b)) for a, b in merges(self.tokens)]
         made = byte_level(models.BPE(ids, pairs))
         made.add_special_tokens([AddedToken(EOT, normalized=False)])
-        return JsonTokenizer(made.to_str(), own=True)
+        return JsonTokenizer(made.to_str())
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""

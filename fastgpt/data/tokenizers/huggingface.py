@@ -7,18 +7,15 @@ thread, without the GIL. Calls from several threads thus run in parallel, and no
 compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from contextlib import contextmanager
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from fastgpt import sandbox
 from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError, reason
@@ -34,10 +31,6 @@ EOT_TOKENS = (
     "[SEP]",  # BERT
 )
 """Usual names of the token that ends a text; the first that a vocabulary has is its `eot_id`."""
-EVERY = "".join(map(chr, (*range(0xD800), *range(0xE000, 2**16))))
-"""All characters of two bytes in UTF-16."""
-GROWTH, PROBE = 64, 2000
-"""Most characters that one may become (18 in Unicode's normal forms), and length of most probes."""
 
 
 @contextmanager
@@ -53,40 +46,6 @@ def refusing(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {reason(error)}") from error
 
 
-def opened(content: str) -> tokenizers.Tokenizer:
-    """Parses a tokenizer.json, without truncation and padding; special tokens in texts are text."""
-    tokenizer = tokenizers.Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def try_out(content: str) -> None:
-    """Reads a foreign tokenizer, encodes probes and decodes tokens, in a process with limits.
-
-    Probes are every character once, the file's own steps as text, and repetitions of each character
-    in them, as regular expressions may take time without end for those.
-
-    Raises:
-        ValueError: a step makes texts much longer.
-        Exception: it cannot be read.
-    """
-    tokenizer, steps = opened(content), json.loads(content) | {"model": None}
-    named = json.dumps(steps, ensure_ascii=False)[: len(EVERY)]
-    for probe in (EVERY, named, *(char * PROBE + "!" for char in set(named))):
-        change = tokenizer.normalizer
-        if change is not None and len(change.normalize_str(probe)) > GROWTH * len(probe):
-            raise ValueError(f"it makes a text over {GROWTH} times as long")
-        with suppress(Exception):  # a vocabulary may lack a character; a panic is no Exception
-            tokenizer.encode(probe, add_special_tokens=False)
-    with suppress(Exception):
-        tokenizer.decode([*tokenizer.get_vocab().values()][:PROBE], skip_special_tokens=False)
-
-
-_try_once = lru_cache(maxsize=8)(partial(sandbox.call, "the tokenizer", try_out))
-
-
 class JsonTokenizer(Tokenizer):
     """Tokenizer that a Hugging Face `tokenizer.json` describes.
 
@@ -96,18 +55,18 @@ class JsonTokenizer(Tokenizer):
 
     Args:
         content: the text of the file, which `to_json` and `save` return unchanged.
-        own: it was made here; others are first tried in a process with limits.
+
     Raises:
-        UserError: the `tokenizers` package cannot read it, it takes too much time or memory, or the
-            vocabulary is empty.
+        UserError: the `tokenizers` package cannot read it, or the vocabulary is empty.
     """
 
-    def __init__(self, content: str, *, own: bool = False) -> None:
+    def __init__(self, content: str) -> None:
         self._content = content
         with refusing("not a tokenizer that the tokenizers package can read"):
-            if not own:
-                _try_once(content)
-            self._tokenizer = opened(content)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError("the vocabulary of the tokenizer is empty")
@@ -175,7 +134,7 @@ def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokeni
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(replace_surrogates, texts()), trainer)
-    return JsonTokenizer(tokenizer.to_str(), own=True)
+    return JsonTokenizer(tokenizer.to_str())
 
 
 def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> JsonTokenizer:
@@ -206,7 +165,7 @@ def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int) -> Json
     draft.train_from_iterator(map(replace_surrogates, texts()), trainer)
     tokenizer = _wordpiece(draft.get_vocab())
     tokenizer.add_special_tokens(special)
-    return JsonTokenizer(tokenizer.to_str(), own=True)
+    return JsonTokenizer(tokenizer.to_str())
 
 
 def _wordpiece(vocabulary: dict[str, int] | None) -> tokenizers.Tokenizer:

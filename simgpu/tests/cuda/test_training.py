@@ -105,7 +105,7 @@ def test_all_that_a_run_may_do(train):
     """In bf16 with Muon and recomputation: evaluations, samples by our decode kernel, saves."""
     flags = split(
         "--train.precision bf16 --optim.kind muon --train.recompute full --eval-every 1"
-        " --save-every 1 --train.sample-tokens 8 --train.resume-check on"
+        " --save-every 1 --train.sample-tokens 8"
     )
     found = train(*EAGER, *TORCH, *flags, "--ops.decode", "triton")
     assert train.said.count("--- sample ---") >= 3
