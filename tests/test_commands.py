@@ -61,6 +61,7 @@ SHORTER = [
     (r"--tokens \d+", "--tokens 2"),
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
     (r"(fastgpt\.compare) \S+ \S+(.*)$", rf"\1 {RUN} {RUN}\2 --steps 1"),
+    (r"runs/wider\b", RUN),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),
     (r"^python -m kernels\.aot.*$", r"\g<0> --arch 90"),
     (r"^(python -m tests.proof.execute.coverage).*$", r"\1 --only rotary"),
@@ -87,6 +88,7 @@ LAST = {
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"python -m fastgpt.evaluate": r"mybook.txt +bits_per_byte +\d",
     r"python -m fastgpt.compare": "no(thing that decides the result| tensor) differs",
+    r"python -m fastgpt.report": r"wrote .*\.html",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
     r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
@@ -207,6 +209,8 @@ def test_it_ends_well_and_says_so(short, run, request):
         gpt2_files()
     if RUN in short:
         request.getfixturevalue("trained")
+    if "report" in short and "bench" not in short:
+        pytest.importorskip("bokeh", reason="needs the extra report")
     if "data/mine" in short and "--out" not in short:
         run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")
     last = last_line(run(short))

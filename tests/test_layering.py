@@ -43,6 +43,7 @@ ROOMS = (
     "checkpoint",
     "convert guards run",
     "evaluate hf sample",
+    "report",
     "train",
     "cli compare",
 )
@@ -218,7 +219,7 @@ sys.meta_path.insert(0, NoTriton())
 import fastgpt
 for module in pkgutil.walk_packages(fastgpt.__path__, "fastgpt."):
     last = module.name.rpartition(".")[2]
-    if last not in ("__main__", "rows", "forward", "backward", "device"):
+    if last not in ("__main__", "rows", "forward", "backward", "device", "curves"):  # bokeh's
         importlib.import_module(module.name)
         print(module.name)
 assert "triton" not in sys.modules

@@ -13,7 +13,7 @@ import tyro
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import NOT_NEGATIVE, POSITIVE, check_fields
-from fastgpt.config.config import saved_config
+from fastgpt.config.config import flat, saved_config
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import read_records
@@ -73,19 +73,11 @@ class Run:
             for resumed in manifest.get("resumes", []):
                 manifest |= resumed
         known = {name: manifest.get(name) for name in MANIFEST}
-        self.facts = _flat({"settings": asdict(self.config), **known})
+        self.facts = flat({"settings": asdict(self.config), **known})
         self.records = [r for r in read_records(folder / "metrics.jsonl") if "step" in r]
 
     def logged(self, key: str) -> dict[int, float]:
         return {r["step"]: r[key] for r in self.records if r.get(key) is not None}
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for name, x in values.items():
-        inner = _flat(x) if isinstance(x, dict) else {"": x}
-        flat |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
-    return flat
 
 
 def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:

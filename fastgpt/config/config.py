@@ -179,6 +179,9 @@ class TrainConfig:
     sample_prompt: str | None = None
     """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
     baby, else a newline), and on other data the first words of the validation text."""
+    report: Literal["on", "off"] = "off"
+    """Page about the run, report.html in its folder, written after its last step (docs/report.md);
+    it needs the extra `report`."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
@@ -316,6 +319,15 @@ def to_json(config: Config) -> str:
     values = dataclasses.asdict(config)
     del values["resume"], values["run_dir"]
     return json.dumps(values, indent=1)
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested values by dotted names, such as `model.num_layers` of a run's settings."""
+    found = {}
+    for name, x in values.items():
+        inner = flat(x) if isinstance(x, dict) else {"": x}
+        found |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
+    return found
 
 
 def from_json(text: str) -> Config:

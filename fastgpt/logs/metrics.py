@@ -31,7 +31,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path, self.title, self.warn = run_dir / "metrics.jsonl", title, warn
-        logged = [r for r in read_records(self.path) if _is_whole(r)]
+        logged = [r for r in read_records(self.path) if is_whole(r)]
         self.records = [r for r in logged if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
@@ -102,11 +102,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _is_whole(record: dict[str, Any]) -> bool:
+def is_whole(record: dict[str, Any]) -> bool:
     """Returns True if a record has the step, tokens and losses that `MetricsLog` wrote."""
+    whole = [value for value in record.values() if type(value) is int]
     counts = {type(record.get(name)) for name in ("step", "tokens")}
     losses = record.get("train_loss"), record.get("val_loss", 0.0)
-    return counts == {int} and isinstance(losses[1], float) and isinstance(losses[0], float | None)
+    fine = counts == {int} and all(abs(x) < 2**63 for x in whole)
+    return fine and isinstance(losses[1], float) and isinstance(losses[0], float | None)
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:

@@ -18,7 +18,7 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, short
-from fastgpt.errors import UserError, counted
+from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import MetricsLog
@@ -65,6 +65,10 @@ class Trainer:
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
             cleanup.callback(lambda: self.lock and self.lock.release())
+            if config.train.report == "on":
+                from fastgpt.report.page import require_bokeh
+
+                self.world.on_rank0(require_bokeh)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
             self.engine = Engine(config, self.display.warn, data, source)
@@ -156,8 +160,23 @@ class Trainer:
                 self.lock.release()
             watchdog.close()
             self.stop.restore()
-        for line in ending:
+        for line in [*self._report(), *ending]:
             self.display.line(line)
+
+    def _report(self) -> list[str]:
+        """Writes the page of a run that has taken its last step, and returns a line about it."""
+        complete = self.engine.step >= self.config.steps
+        if self.config.train.report == "off" or self.log is None or not complete:
+            return []
+        from fastgpt.report.page import write_report
+
+        path = self.run_dir.absolute() / "report.html"
+        try:
+            write_report([self.run_dir], path)
+        except Exception as error:  # the run is complete, and a command can write its page again
+            self.display.warn(f"{path} was not written: {brief(error)}")
+            return []
+        return [f"its page: {path}"]
 
     def _settle(self, end: Callable[[], None]) -> None:
         """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""

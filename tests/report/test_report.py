@@ -1,0 +1,195 @@
+"""The page about runs: what it says, damaged and hostile runs, and the page in a real browser."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from fastgpt.convert.source import load
+from fastgpt.errors import UserError, run_command
+from fastgpt.logs.metrics import MetricsLog
+from fastgpt.report import __main__ as command
+from fastgpt.report.data import POINTS, SAMPLES, read_run, thinned
+from fastgpt.report.page import finding
+from fastgpt.report.tokens import token_losses
+from tests.processes import ended
+from tests.runs import one_line_error
+
+pytest.importorskip("bokeh", reason="needs the extra report")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title = 'taken'</script>{{ 1 }} \x1b[2J \ud800"
+
+
+def page_of(*runs, flags=()):
+    out = runs[0].with_name("page.html")
+    command.main([*map(str, runs), "-o", str(out), *flags])
+    return out.read_text()
+
+
+def tokens_on(page):
+    return json.loads(re.search(r'<script type="application/json">(.*)</script>', page)[1])
+
+
+def log(run, *records, samples=""):
+    lines = [json.dumps(x) if isinstance(x, dict) else x for x in records]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    (run / "samples.txt").write_text(samples, errors="surrogatepass")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_text_is_coloured_by_the_losses_of_the_newest_checkpoint(fit, text, tokenizer):
+    run = fit(f"--data.tokenizer {tokenizer}")
+    page, (model, chosen) = page_of(run), load(run)
+    tokens, [first] = tokens_on(page), re.findall(r'tabindex="0">(.*?)<span', page)
+    assert "step_00000008" in page
+    told = first + "".join(piece for piece, _, _ in tokens)
+    assert text.read_text().endswith(told)
+    ids = torch.from_numpy(chosen.encode(told).astype(np.int64))
+    assert len(ids) == len(tokens) + 1 > 20
+    log_p = model(ids[None, :16])[0].log_softmax(-1)
+    for (piece, loss, likeliest), target, row in zip(tokens, ids[1:], log_p):
+        assert piece == chosen.decode([target])
+        assert loss == pytest.approx(-row[target].item(), abs=1e-3)
+        p, best = row.exp().topk(5)
+        assert [chance for _, chance in likeliest] == pytest.approx(p.tolist(), abs=1e-4)
+        assert [other for other, _ in likeliest] == [chosen.decode([x]) for x in best.tolist()]
+
+
+def test_each_token_is_scored_once_with_at_least_half_of_the_context(fit):
+    model, windows, ids = load(fit())[0], [], torch.randint(256, (50,))
+    hook = model.register_forward_pre_hook(lambda _, inputs: windows.append(inputs[0][0]))
+    losses, log_p, likeliest = token_losses(model, ids)
+    hook.remove()
+    assert [len(window) for window in windows] == [16, 16, 16, 16, 16, 9]
+    assert losses.shape == (49,)
+    assert log_p.shape == likeliest.shape == (49, 5)
+    for place in (3, 20, 48):  # windows begin at 0, 8, 16, ...
+        start = max(0, (place - 8) // 8 * 8)
+        whole = model(ids[None, start : start + 16])[0, place - start].log_softmax(-1)
+        assert losses[place].item() == pytest.approx(-whole[ids[place + 1]].item(), abs=1e-5)
+
+
+def test_thinning_keeps_what_is_lowest_and_highest():
+    values = np.random.default_rng(0).normal(size=20_000)
+    values[[7, 12_345]], values[500:700] = [9, -9], np.nan
+    kept = thinned(values)
+    assert len(kept) <= POINTS + 2
+    assert {0, 7, 12_345, 19_999} <= {*kept.tolist()}
+    assert not np.isnan(values[kept]).any()
+    assert thinned(values[:POINTS]).tolist() == np.flatnonzero(~np.isnan(values[:POINTS])).tolist()
+
+
+def test_figures_come_from_the_log_and_time_from_the_speed(fit):
+    run = fit()
+    train = {"train_loss": 2.0, "lr": 0.5, "grad_norm": None, "tok_per_s": 100.0}
+    log(run, {"step": 0, "val_loss": 4.0, "tokens": 0}, {"step": 1, "tokens": 200, **train},
+        {"step": 3, "tokens": 600, **train}, {"step": 3, "val_loss": 3.0, "tokens": 600},
+        {"step": 2, "val_loss": 3.5, "tokens": 400}, {"step": 4, "tokens": 10**400, **train},
+        {"step": 4, "tokens": 800, "lr": [1], "train_loss": 1e999},
+        {"step": -(10**400), "tokens": 0}, {"step": 7, "tokens": 9, "val_loss": 10**400},
+        {"step": 5, "train_loss": "x", "tokens": 1}, '{"step": 6, "tok',
+        samples="=== step 9 ===\nlost\n\n=== step 3 ===\nold\n\n=== step 3 ===\nnew\n")  # fmt: skip
+    found = read_run(run, "a")
+    columns = found.columns
+    assert columns["seconds"][:4].tolist() == [0, 2, 4, 6]
+    assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
+    assert columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
+    assert np.isnan(found.columns["grad_norm"]).all()
+    assert [(step, said.strip()) for step, said in found.samples] == [(3, "new")]
+    assert found.last_step == 4
+    page = page_of(run)
+    assert "4 of 8 steps" in page
+    assert f"--resume {run}</code>" in page
+
+
+@pytest.mark.parametrize(
+    ("losses", "sizes", "said"),
+    [
+        ([3, 2, 1.5, 2], [9, 9, 9, 9], "has overfitted since step 2"),
+        ([3, 2, 1.5, 1.51], [9, 9, 9, 9], "no clear sign"),
+        ([3, 2, 1.5, 1.4], [9, 9, 9, 9], "lowest at step 3: 1.4000.* did not rise"),
+        ([3, 2, 1.5, 9], [9, 9, 9, 50], "lowest at step 2: 1.5000.* did not rise"),
+        ([3, 9], [9, 50], "1 comparable evaluation "),
+        ([], [], "0 comparable evaluations "),
+    ],
+)
+def test_the_finding_tells_overfitting_from_another_text(fit, losses, sizes, said):
+    run = fit("--steps 1")
+    log(run, *({"step": i, "val_loss": float(loss), "val_tokens": size, "tokens": i}
+               for i, (loss, size) in enumerate(zip(losses, sizes))))  # fmt: skip
+    assert re.search(said, finding(read_run(run, "a")))
+
+
+@pytest.mark.parametrize("lost", ["metrics.jsonl", "samples.txt", "manifest.json", "checkpoints/*"])
+def test_what_is_missing_is_a_note(fit, lost):
+    run = fit()
+    for path in run.glob(lost):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = page_of(run)
+    said = {
+        "metrics.jsonl": "logged 0 of 8 steps",
+        "samples.txt": "There are no samples",
+        "manifest.json": "the machine is unknown",
+        "checkpoints/*": "no coloured text",
+    }
+    assert [note for note in said.values() if note in page][:1] == [said[lost]]
+    (run / "manifest.json").write_text('{"data": 3, "ops": [1], "resumes": {"a": 1}, "ranks": "x"}')
+    assert "<h2>Environment</h2>" in page_of(run)
+
+
+def test_bad_arguments_are_errors_of_one_line(fit, tmp_path, capfd, monkeypatch):
+    run = fit("--steps 1")
+    for arguments, said in [
+        ([str(tmp_path / "none")], "none does not exist: expected the folder of a run"),
+        ([str(tmp_path)], "is not a run"),
+        ([], "no RUN was given"),
+        ([str(run), "-o", str(tmp_path)], "expected a file in a folder that exists"),
+        ([str(run), "-o", str(tmp_path / "no" / "page.html")], "expected a file in a folder"),
+    ]:
+        monkeypatch.setattr("sys.argv", ["report", *arguments])
+        assert said in one_line_error(capfd, run_command, command.main)
+    (run / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        page_of(run)
+
+
+def test_without_bokeh_a_run_fails_before_it_begins(fit, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgpt.report.page.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"needs bokeh: pip install .*'\.\[report\]'"):
+        fit("--train.report on")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_writes_its_page_and_a_failure_there_is_a_warning(fit, capfd, monkeypatch):
+    page = fit("--train.report on") / "report.html"
+    assert f"its page: {page}\n" in capfd.readouterr().out
+    assert "step_00000008" in page.read_text()
+    monkeypatch.setattr(MetricsLog, "close", lambda _: page.unlink() or page.mkdir())
+    fit("--train.report on --resume auto --steps 9")
+    assert f"{page} was not written: " in (out := capfd.readouterr().out)
+    assert "done after step 9" in out
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_browser_draws_two_runs_without_an_error_or_a_request(fit, tmp_path):
+    one = fit().rename(tmp_path / "one <!--<script>")
+    two = fit("--optim.lr 1e-3")
+    samples = "".join(f"=== step {i} ===\n{HOSTILE}\n\n" for i in range(50))
+    records = [{"step": i, "val_loss": 2.0, "tokens": i, "tok_per_s": 1.0} for i in range(50)]
+    log(two, *records, samples=samples)
+    page_of(one, two)
+    done = ended(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                 "--enable-logging=stderr", "--virtual-time-budget=20000", "--window-size=900,900",
+                 f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html")  # fmt: skip
+    dom, console = done.stdout, [x for x in done.stderr.splitlines() if "CONSOLE" in x]
+    assert not [line for line in console if "[bokeh" not in line]
+    assert "document idle" in console[-1]  # Bokeh has drawn all figures
+    assert "<title>one &lt;!--&lt;script&gt; · run</title>" in dom
+    assert "--optim.lr" in dom
+    assert dom.count("<tr><td><code>") >= 2 * 10  # hardest places, which the script fills in
+    assert dom.count(' log" hidden') == dom.count(' log"') > 3  # the scale that is not chosen
+    assert dom.count("<figure hidden") == (2 - 1) + (SAMPLES - 1)  # one sample of each run is shown
+    assert "Content-Security-Policy\" content=\"default-src 'none'" in dom  # no request can be made
