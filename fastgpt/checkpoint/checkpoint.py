@@ -7,8 +7,6 @@ A checkpoint is a folder `step_00000500`:
     tokenizer.json      so that a checkpoint can always decode its own output
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
-In version 0.2 ranks that share the weights wrote other files in place of the first two, which
-are read too: see `tensors.read_parts`.
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
 complete.
 """
@@ -221,14 +219,9 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
 
 def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
     try:
-        if tensors.STATE in record["sha256"]:
-            weights, values = tensors.read_parts(path, record["sha256"])
-        else:
-            weights = tensors.read(path / WEIGHT_FILES[0])
-            values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
-    except UserError:
-        raise
-    except Exception as error:  # damaged files end in almost any
+        weights = tensors.read(path / WEIGHT_FILES[0])
+        values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
+    except OSError as error:
         raise UserError(f"checkpoint {path} cannot be read: {brief(error)}") from error
     return Checkpoint(path=path, step=record["step"], weights=weights, state=values)
 
@@ -243,7 +236,12 @@ def read_record(path: Path) -> dict[str, Any]:
                 f"checkpoint {path} has format version {shown(version)}: expected {FORMAT_VERSION}"
             )
         names = record["sha256"].keys()
-        least = {"config.json", *([tensors.STATE] if tensors.STATE in names else WEIGHT_FILES)}
+        if "state.json" in names:
+            raise UserError(
+                f"checkpoint {path} has files of each rank, as version 0.2 wrote them: resume it"
+                " with that version and --parallel.kind ddp"
+            )
+        least = {"config.json", *WEIGHT_FILES}
         of_folder = all(Path(name).name == name for name in names)
         step_known = type(record["step"]) is int and record["step"] >= 0
         if not (step_known and of_folder and least <= names):

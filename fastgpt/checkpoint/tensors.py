@@ -1,10 +1,6 @@
-"""Tensors in safetensors files, read and written one at a time, so that a model need not fit.
-
-In version 0.2 ranks wrote a checkpoint together, each its parts of the tensors: `read_parts`.
-"""
+"""Tensors in safetensors files, read and written one at a time, so that a model need not fit."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastgpt.errors import UserError, brief, reason
-from fastgpt.files import parse_json
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -24,10 +19,6 @@ NAMES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Dtype -> its name in a safetensors file."""
-STATE = "state.json"
-"""State of a checkpoint of version 0.2 that ranks wrote together."""
-MODEL = "model."
-"""Beginning of the names of weights there."""
 
 
 class Weights(Mapping[str, Tensor]):
@@ -129,47 +120,3 @@ def write(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> 
 def octets(x: Tensor) -> np.ndarray:
     """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def read_parts(folder: Path, names: Iterable[str]) -> tuple[Weights, dict[str, Any]]:
-    """Returns the whole weights and the state of a checkpoint with the files `names`.
-
-    A rank's file is `shard-*.safetensors`, with the place of each part in its header, as PyTorch's
-    distributed checkpoints have it. What is no tensor is in `STATE`, where {"tensor": NAME} stands
-    for a tensor. A missing part is a ValueError; other damage ends in almost any error.
-    """
-    parts: dict[str, list[tuple[list[int], Tensor]]] = {}
-    for shard in sorted(name for name in names if name.startswith("shard-")):
-        with safe_open(folder / shard, "pt") as file:
-            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                place = places[name]["saved_offsets"]
-                parts.setdefault(name, []).append((place, file.get_tensor(name)))
-    found = {name: _joined(name, some) for name, some in parts.items()}
-    state = parse_json((folder / STATE).read_text())
-    rows = state.get("rows", {})  # of the vocabulary, without padding
-    ours = [name.removeprefix(MODEL) for name in found if name.startswith(MODEL)]
-    weights = {name: found[MODEL + name][: rows.get(name)] for name in ours}
-    return in_memory(weights), _with_tensors(state, found)
-
-
-def _joined(name: str, parts: list[tuple[list[int], Tensor]]) -> Tensor:
-    """Puts parts of a tensor, each with the place of its first number, in their places."""
-    ends = [[at + n for at, n in zip(place, part.shape)] for place, part in parts]
-    shape = [max(axis) for axis in zip(*ends)]
-    count = sum(part.numel() for _, part in parts)
-    if count != math.prod(shape):
-        raise ValueError(f"{count} of {math.prod(shape)} numbers of {name} are there")
-    whole = torch.empty(shape, dtype=parts[0][1].dtype)
-    for place, part in parts:
-        whole[tuple(slice(at, at + n) for at, n in zip(place, part.shape))] = part
-    return whole
-
-
-def _with_tensors(tree: Any, found: Mapping[str, Tensor]) -> Any:
-    """Returns a state with its tensors; keys that are numbers become ints again."""
-    if isinstance(tree, dict):
-        if tree.keys() == {"tensor"}:
-            return found[tree["tensor"]]
-        return {int(x) if x.isdecimal() else x: _with_tensors(y, found) for x, y in tree.items()}
-    return [_with_tensors(x, found) for x in tree] if isinstance(tree, list) else tree

@@ -1,96 +1,29 @@
-"""Checkpoints of ranks that share weights, those of version 0.2 too, are read by any number."""
+"""Checkpoints that several ranks read and write."""
 
 import json
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-import fastgpt
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.tensors import STATE
-from fastgpt.cli import parse
 from fastgpt.errors import UserError
-from fastgpt.files import sha256_of
 from fastgpt.parallel.distributed import World
-from fastgpt.train.engine import Engine
 from tests.runs import finish, outcome, series, torchrun, torchrun_in_turn
 
 
-def written_by_ranks(path, ranks, padded=300):
-    """Rewrites a checkpoint as so many ranks would, by hand: the last one has what is left over."""
-    whole = checkpoint.load(path)
-    parts = {f"model.{name}": x for name, x in whole.weights.items()}
-    rows = {"wte.weight": len(parts["model.wte.weight"])}
-    missing = torch.zeros(padded - rows["wte.weight"], parts["model.wte.weight"].shape[1])
-    parts["model.wte.weight"] = torch.cat((parts["model.wte.weight"], missing))
-
-    def named(tree, place):
-        if isinstance(tree, torch.Tensor):
-            parts[place] = tree
-            return {"tensor": place}
-        if isinstance(tree, dict):
-            return {key: named(x, f"{place}/{key}") for key, x in tree.items()}
-        if isinstance(tree, list):
-            return [named(x, f"{place}/{i}") for i, x in enumerate(tree)]
-        return tree
-
-    (path / STATE).write_text(json.dumps(named(whole.state, "") | {"rows": rows}))
-    names = [STATE, "config.json", "tokenizer.json"]
-    for rank in range(ranks):
-        own, offsets = {}, {}
-        for name, x in parts.items():
-            first = len(x) * rank // (ranks + 1) if x.dim() else 0
-            last = len(x) * (rank + 1) // (ranks + 1) if x.dim() and rank < ranks - 1 else None
-            if x.dim() or rank == 0:
-                own[name] = x[first:last].contiguous() if x.dim() else x
-                offsets[name] = {"saved_offsets": [first] + [0] * (x.dim() - 1) if x.dim() else []}
-        names.append(f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
-        save_file(own, path / names[-1], {"DCP_SHARDING_INFO": json.dumps(offsets)})
-    for name in checkpoint.WEIGHT_FILES:
-        (path / name).unlink()
-    record = {"format_version": 2, "step": whole.step}
-    record["sha256"] = {name: sha256_of(path / name) for name in names}
-    (path / "checkpoint.json").write_text(json.dumps(record))
-    return whole
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_parts_of_three_ranks_are_a_run_for_one(kind, fit, tmp_path):
-    flags = f"--optim.kind {kind} --optim.schedule constant"
-    unbroken = fit(flags, f"--run-dir {tmp_path / 'unbroken'}")
-    run = fit(flags, "--steps 4")
-    path = run / "checkpoints" / "step_00000004"
-    before, _ = fastgpt.load(path)
-    whole = written_by_ranks(path, 3)
-    after, tokenizer = fastgpt.load(path)
-    assert tokenizer is not None
-    for name, weight in before.state_dict().items():
-        assert torch.equal(after.state_dict()[name], weight), name
-    found = checkpoint.load(path)
-    assert [found.step, list(found.weights)] == [4, list(whole.weights)]
-    fit(flags, "--resume auto")
-    assert outcome(run) == outcome(unbroken)
-
-
 @pytest.fixture
-def parts(fit):
-    """Folder of a checkpoint in the files of two ranks."""
-    path = fit("--steps 2 --eval-every 0 --train.sample-tokens 0") / "checkpoints" / "step_00000002"
-    written_by_ranks(path, 2)
-    return path
+def saved(fit):
+    """Folder of a checkpoint."""
+    flags = "--steps 2 --eval-every 0 --train.sample-tokens 0"
+    return fit(flags) / "checkpoints" / "step_00000002"
 
 
-FIRST = "shard-00001-model-00001-of-00001.safetensors"
-
-
-def test_ranks_of_a_machine_share_the_checksums(parts):
-    names = list(json.loads((parts / "checkpoint.json").read_text())["sha256"])
-    with (parts / names[1]).open("r+b") as file:
-        file.write(b"damage")
-    with pytest.raises(UserError, match=f"is damaged: {names[1]}"):
-        checkpoint.load(parts, world=World(local_rank=1, local_size=2))
-    checkpoint.load(parts, world=World(local_rank=0, local_size=2))
+def test_ranks_of_a_machine_share_the_checksums(saved):
+    names = list(json.loads((saved / "checkpoint.json").read_text())["sha256"])
+    rank = names.index("tokenizer.json") % 2
+    (saved / "tokenizer.json").write_text("damage")
+    with pytest.raises(UserError, match=r"is damaged: tokenizer\.json"):
+        checkpoint.load(saved, world=World(local_rank=rank, local_size=2))
+    checkpoint.load(saved, world=World(local_rank=1 - rank, local_size=2))
 
 
 @pytest.mark.parametrize(
@@ -100,31 +33,18 @@ def test_ranks_of_a_machine_share_the_checksums(parts):
         (("step_00000002", "its disk fails"), "^its disk fails$"),
     ],
 )
-def test_ranks_load_the_same_checkpoint_or_none(told, said, parts, monkeypatch):
+def test_ranks_load_the_same_checkpoint_or_none(told, said, saved, monkeypatch):
     monkeypatch.setattr(World, "all_gather_object", lambda _, own: [own, told])
     with pytest.raises(UserError, match=said):
-        checkpoint.load(parts)
+        checkpoint.load(saved)
 
 
-def test_file_that_no_rank_wrote_is_left_out(parts):
-    before = dict(checkpoint.load(parts).weights)
-    (parts / "shard-00009.safetensors").write_bytes((parts / FIRST).read_bytes())
-    after = checkpoint.load(parts).weights
-    assert all(torch.equal(after[name], x) for name, x in before.items())
-
-
-def test_rank_without_its_file_is_noticed(parts):
-    record = json.loads((parts / "checkpoint.json").read_text())
-    del record["sha256"][FIRST]
-    (parts / FIRST).unlink()
-    (parts / "checkpoint.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"\d+ of \d+ numbers of .* are there"):
-        checkpoint.load(parts)
-
-
-def test_parts_of_another_model_are_refused(parts, tiny):
-    with pytest.raises(UserError, match=r"model.dim|do not fit|does not fit"):
-        Engine(parse(tiny(f"--resume {parts} --model.dim 16")))
+def test_files_of_version_0_2_are_refused(saved):
+    record = json.loads((saved / "checkpoint.json").read_text())
+    record["sha256"]["state.json"] = ""
+    (saved / "checkpoint.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"files of each rank, as version 0\.2 wrote them"):
+        checkpoint.load(saved)
 
 
 def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):

@@ -40,7 +40,6 @@ from fastgpt.errors import LONGEST, UserError
 from fastgpt.sampling.chat import template_of
 from fastgpt.sampling.templating import CHATML
 from fastgpt.train import init_from
-from tests.checkpoint.test_sharded import written_by_ranks
 from tests.convert.models import OURS, SUFFIX, converted, foreign, saved_run
 from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.faults.mutations import MEANT, change_bytes
@@ -119,10 +118,6 @@ def targets(folder: Path) -> dict[str, Target]:
         record = "checkpoints/step_00000000/checkpoint.json"
         found[f"run of {name}"] = Target(runs[name], partial(load_run, runs[name]), record)
         _add_state((runs[name] / record).parent)
-    parts = saved_run(folder / "parts", ByteTokenizer(), dim=16, vocab_size=256)
-    _add_state((parts / record).parent)
-    written_by_ranks((parts / record).parent, 2, padded=256)
-    found["run of two ranks"] = Target(parts, partial(load_run, parts), record)
     for name in ("gpt2", "llama"):
         path = converted(runs[name], folder / f"hf-{name}", "hf", shard_gb=1e-5)
         found[path.name] = Target(path, partial(load_model, path))
