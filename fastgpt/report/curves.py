@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 from bokeh.embed import components
-from bokeh.models import ColumnDataSource, CrosshairTool, NumeralTickFormatter, Range1d, Span
+from bokeh.models import (
+    BoxZoomTool,
+    CDSView,
+    ColumnDataSource,
+    CrosshairTool,
+    IndexFilter,
+    NumeralTickFormatter,
+    Range1d,
+    Span,
+)
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -54,40 +63,38 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
             for number, column in shown:
                 _draw(plot, column, source(number, column), dashed=several)
     for plot in (plots[name] for name in ("loss", "loss log") if name in plots):
+        plot.add_layout(plot.legend[0], "below")
         plot.legend.update(click_policy="hide", background_fill_alpha=0, border_line_alpha=0,
-                           label_text_color=GREY)  # fmt: skip
-    both = [np.stack([r.columns[x] for x in ("train_loss", "val_loss")], 1).ravel() for r in runs]
-    lows, highs = zip(*map(_readable, both))
-    if min(lows) < max(highs):
-        plots["loss"].y_range = Range1d(start=min(lows), end=max(highs))
+                           label_text_color=GREY, orientation="horizontal")  # fmt: skip
     # it escapes what a run may be called
     script, elements = components(plots, wrap_script=False) if plots else ("", {})
-    titled = {key: (FIGURES[key.split()[0]], element) for key, element in elements.items()}
+    titles = FIGURES | {"lr": _rates(runs)}
+    titled = {key: (titles[key.split()[0]], element) for key, element in elements.items()}
     library = Resources(mode="inline", components=["bokeh"]).render_js()
     return f"{library}<script>{script}</script>", titled
+
+
+def _rates(runs: Sequence[Run]) -> str:
+    """Returns the title of the learning rates, of which only AdamW's is logged."""
+    rates = [run.config.optim for run in runs if run.config.optim.kind == "muon"]
+    ratios = {x.muon_lr / x.lr for x in rates}
+    said = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))
+    return f"{FIGURES['lr']} of AdamW (Muon's: {said} times it)" if said else FIGURES["lr"]
 
 
 def _figure(name: str, log: bool) -> figure:
     plot = figure(
         height=380 if name == "loss" else 200, sizing_mode="stretch_width", min_border_left=64,
         x_axis_label="step", y_axis_type="log" if log else "linear", toolbar_location="above",
-        tools="box_zoom,pan,wheel_zoom,reset,save", active_drag="box_zoom", active_scroll=None,
+        tools="pan,wheel_zoom,reset,save", active_scroll=None,
     )  # fmt: skip
+    plot.add_tools(zoom := BoxZoomTool(dimensions="width"))
+    plot.toolbar.active_drag = zoom
     plot.toolbar.update(logo=None, autohide=True)
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
     plot.yaxis.formatter = NumeralTickFormatter(format=TICKS.get(name, "0.[00000]"))
     plot.xgrid.visible = False
     return plot
-
-
-def _readable(losses: np.ndarray) -> tuple[float, float]:
-    """Returns limits for losses (N,) in order, without the steep fall of the first tenth."""
-    finite = losses[np.isfinite(losses)]
-    later = finite[len(finite) // 10 :]
-    if not len(later):
-        return 0.0, 0.0
-    margin = 0.05 * np.ptp(later)
-    return float(finite.min() - margin), float(later.max() + margin)
 
 
 def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) -> None:
@@ -97,5 +104,8 @@ def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) 
         style["legend_label"] = source.name
     plot.line("x", "y", line_width=1 if faint else 2, alpha=0.45 if faint else 1,
               line_dash="dashed" if evaluated and dashed else "solid", **style)  # fmt: skip
+    if evaluated:  # the lowest one has a ring
+        lowest = CDSView(filter=IndexFilter([int(np.argmin(source.data["y"]))]))
+        plot.scatter("x", "y", size=13, fill_alpha=0, line_width=2, view=lowest, **style)
     if evaluated or len(source.data["y"]) == 1:
         plot.scatter("x", "y", size=6, **style)

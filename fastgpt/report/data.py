@@ -16,8 +16,8 @@ from fastgpt.run.directory import is_run
 
 POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
-LOGGED = ("step", "tokens", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte", "lr",
-          "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
+LOGGED = ("step", "tokens", "epoch", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte",
+          "lr", "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,12 @@ class Run:
     def best(self) -> int:
         """Place of the lowest validation loss in the columns, of which there must be one."""
         return int(np.nanargmin(self.columns["val_loss"]))
+
+    @property
+    def checkpoint(self) -> Path:
+        """Checkpoint of the lowest validation loss, or where there is none the run itself."""
+        best = self.path / "checkpoints" / "best"
+        return best if best.is_dir() else self.path
 
     @property
     def last_step(self) -> int:
@@ -101,11 +107,11 @@ def _columns(path: Path) -> dict[str, np.ndarray]:
 
 
 def _smoothed(losses: np.ndarray) -> np.ndarray:
-    """Computes centered moving averages of losses (N,), each over about a twentieth of them."""
-    half = max(2, len(losses) // 40)
-    window = np.ones(2 * half + 1)
-    sums, counts = (np.convolve(x, window)[half:-half] for x in (losses, np.ones(len(losses))))
-    return sums / counts
+    """Computes centered moving averages of losses (N,), over a twentieth, less at the ends."""
+    place = np.arange(len(losses))
+    half = np.minimum(len(losses) // 40, np.minimum(place, place[::-1]))
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    return (sums[place + half + 1] - sums[place - half]) / (2 * half + 1)
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:

@@ -23,7 +23,7 @@ function show_tip(left, top, ...inside) {
 
 // --- curves: their x axis, log scale and colours; the values of all at the pointer ---
 const form = document.querySelector(".switches");
-const models = (type) => [...Bokeh.documents[0].all_models].filter((model) => model.type === type);
+const models = (type) => [...(Bokeh.documents[0]?.all_models ?? [])].filter((model) => model.type === type);
 const is_log = (figure) => figure.classList.contains("log");
 let unit = ["step", 1];
 function draw() {
@@ -39,6 +39,17 @@ function draw() {
     figure.x_range.setv({ ...range, reset_start: range.start, reset_end: range.end });
   }
   choose_scale();
+  fit();
+}
+function fit() { // each y axis to the points between the ends of the x axis
+  for (const figure of models("Figure")) {
+    const { start, end } = figure.x_range;
+    const seen = sources_of(figure).flatMap(({ data: { x, y } }) => Array.from(y).filter((_, i) => x[i] >= start && x[i] <= end));
+    const [low, high, log] = [Math.min(...seen), Math.max(...seen), figure.left[0].type === "LogAxis"];
+    if (!(high > low)) continue;
+    const margin = log ? (high / low) ** 0.05 : 0.05 * (high - low);
+    figure.y_range.setv(log ? { start: low / margin, end: high * margin } : { start: low - margin, end: high + margin });
+  }
 }
 function choose_scale() {
   for (const figure of all(".figures figure")) figure.hidden = is_log(figure) !== form.elements.log.checked;
@@ -60,7 +71,9 @@ function show_values(figure, x, left, top) {
     head ??= `step ${number(at)}, ${number(source.data.tokens[i])} tokens`;
     const name = element("span", "", element("i", "dot"), source.name);
     name.firstChild.style.background = source.tags[0];
-    add_row(table, name, `${+source.data.y[i].toPrecision(5)}`, at === step ? "" : `step ${number(at)}`);
+    const y = source.data.y[i];
+    const said = source.name.endsWith("MFU") ? percent(y) : (+y.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+    add_row(table, name, said, at === step ? "" : `step ${number(at)}`);
   }
   show_tip(left + 18, top + 12, element("b", "", head), table);
 }
@@ -70,6 +83,7 @@ if (form) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const type of ["Figure", "LinearAxis", "LogAxis", "Grid"]) for (const model of models(type)) model.change.emit();
   });
+  for (const kind of ["pointerup", "wheel"]) addEventListener(kind, () => setTimeout(fit, 100), true); // zoomed or moved
   let pointer;
   for (const figure of all(".figures figure")) {
     figure.addEventListener("pointermove", (event) => {
@@ -78,17 +92,14 @@ if (form) {
       pointer = [event.clientX, event.clientY];
     }, true);
     figure.addEventListener("pointerleave", () => (tip.hidden = true));
+    figure.addEventListener("dblclick", draw);
   }
 }
 
 // --- samples: one at a time ---
 for (const section of all(".samples")) {
-  const [slider, output, figures] = [section.querySelector("input"), section.querySelector("output"), all("figure", section)];
-  const show = () => {
-    figures.forEach((figure, i) => (figure.hidden = i !== +slider.value));
-    output.textContent = figures[slider.value].querySelector("figcaption").textContent;
-  };
-  section.classList.add("live");
+  const [slider, figures] = [section.querySelector("input"), all("figure", section)];
+  const show = () => figures.forEach((figure, i) => (figure.hidden = i !== +slider.value));
   slider.addEventListener("input", show);
   show();
 }
@@ -117,13 +128,15 @@ for (const section of all(".tokens")) {
     show_tip(box.left, box.bottom + 6, element("b", "", visible(token)), said, table);
     spans[i].classList.add("on");
   };
-  text.addEventListener("pointerover", (event) => {
-    const i = spans.indexOf(event.target);
-    if (i >= 0) show(i);
-  });
+  for (const kind of ["pointerover", "click"]) // a finger does not hover
+    text.addEventListener(kind, (event) => {
+      const i = spans.indexOf(event.target);
+      i >= 0 ? show(i) : leave();
+    });
   text.addEventListener("pointerleave", leave);
   text.addEventListener("blur", leave);
   text.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") leave();
     const next = at + { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (spans[next]) show(next);
   });

@@ -85,7 +85,7 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     return {
         "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, ROWS),
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
-                     "sample": sample_command(run.path)},
+                     "sample": sample_command(run.checkpoint)},
         "settings": {flag(name): value for name, value in flat(asdict(run.config)).items()},
         "recipe": {flag(name): value for name, value in flat(asdict(recipe)).items()},
     }  # fmt: skip
@@ -107,7 +107,8 @@ def finding(run: Run) -> str:
         return f"{said}, when it was last measured in this way. It did not rise."
     said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
     if loss[-1] > loss[best] * (1 + RISEN):
-        return f"{said}. The model has overfitted since step {step[best]:,.0f}."
+        kept = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}{kept}."
     return f"{said}, about the same: no clear sign of overfitting."
 
 

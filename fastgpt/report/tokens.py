@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgpt.checkpoint import checkpoint
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import open_data
 from fastgpt.data.shards import Tokens
@@ -24,7 +25,7 @@ LIKELIEST = 5
 
 
 def coloured_text(run: Run, text: str) -> dict[str, Any]:
-    """Scores the first tokens of a text with the newest checkpoint of a run, for the page.
+    """Scores the first tokens of a text with the best checkpoint of a run, for the page.
 
     Args:
         text: as `evaluate.text.read_text` takes it; if empty, the validation text of the run.
@@ -32,7 +33,7 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
     Raises:
         UserError: there is no valid checkpoint, or the text cannot be read.
     """
-    source = read(str(run.path))
+    source = read(str(run.checkpoint))
     run.notes.extend(source.warnings)
     scorer = scorer_of(source, 1, "cpu", "fp32")
     decode = scorer.tokenizer.decode
@@ -52,8 +53,9 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
         others = [after(ids[i], other) for other in likeliest[i].tolist()]
         chances = [round(chance, 4) for chance in p]
         tokens.append((after(ids[i], ids[i + 1]), round(loss, 3), list(zip(others, chances))))
+    scored_by = f"{source.path.name} (step {checkpoint.read_record(source.path)['step']:,})"
     name = text or f"{run.config.data.source}, held out"
-    return {"name": name, "checkpoint": source.path.name, "loss": losses.mean().item(),
+    return {"name": name, "checkpoint": scored_by, "loss": losses.mean().item(),
             "first": decode(ids[:1]), "tokens": tokens}  # fmt: skip
 
 

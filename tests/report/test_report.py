@@ -40,11 +40,11 @@ def log(run, *records, samples=""):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_text_is_coloured_by_the_losses_of_the_newest_checkpoint(fit, text, tokenizer):
+def test_text_is_coloured_by_the_losses_of_the_best_checkpoint(fit, text, tokenizer):
     run = fit(f"--data.tokenizer {tokenizer}")
-    page, (model, chosen) = page_of(run), load(run)
+    page, (model, chosen) = page_of(run), load(run / "checkpoints" / "best")
     tokens, [first] = tokens_on(page), re.findall(r'tabindex="0">(.*?)<span', page)
-    assert "step_00000008" in page
+    assert "<code>best (step 8)</code>" in page
     told = first + "".join(piece for piece, _, _ in tokens)
     assert text.read_text().endswith(told)
     ids = torch.from_numpy(chosen.encode(told).astype(np.int64))
@@ -166,7 +166,7 @@ def test_without_bokeh_a_run_fails_before_it_begins(fit, tmp_path, monkeypatch):
 def test_a_run_writes_its_page_and_a_failure_there_is_a_warning(fit, capfd, monkeypatch):
     page = fit("--train.report on") / "report.html"
     assert f"its page: {page}\n" in capfd.readouterr().out
-    assert "step_00000008" in page.read_text()
+    assert "checkpoints/best</code>" in page.read_text()
     monkeypatch.setattr(MetricsLog, "close", lambda _: page.unlink() or page.mkdir())
     fit("--train.report on --resume auto --steps 9")
     assert f"{page} was not written: " in (out := capfd.readouterr().out)
