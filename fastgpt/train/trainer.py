@@ -23,7 +23,7 @@ from fastgpt.evaluate.score import Scorer
 from fastgpt.evaluate.tasks import Task, read_task, run_task, split_tasks
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
-from fastgpt.logs.metrics import MetricsLog
+from fastgpt.logs.metrics import MetricsLog, check_trackers
 from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
@@ -71,6 +71,7 @@ class Trainer:
             cleanup.callback(lambda: self.lock and self.lock.release())
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
+            self.world.on_rank0(lambda: check_trackers(config.track))
             self.engine = Engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
@@ -138,7 +139,7 @@ class Trainer:
         peak = device.measured_peak(on, dtype) * device.shares(on, self.world.size)
         known = facts(engine, peak)
         title = f"{path.name}: {config.recipe}, {short(known['parameters'])} parameters"
-        self.log = MetricsLog(path, engine.step, title, warn)
+        self.log = MetricsLog(path, engine.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(path / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
