@@ -277,10 +277,11 @@ class Config:
     log_every: Annotated[int, POSITIVE] = 10
     """Number of steps between two log lines; the first step has one, too. Each syncs with the
     device."""
-    track: tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...] = ("tensorboard",)
-    """Trackers that show the run, one or more: tensorboard (files in its folder), wandb (Weights &
-    Biases) and trackio (Hugging Face's, on this machine), each with the extra of that name; none:
-    no tracker."""
+    track: Literal["none"] | tuple[Literal["tensorboard", "wandb", "trackio"], ...] = (
+        "tensorboard",
+    )
+    """Trackers that show the run, one or more: tensorboard (files in its folder), wandb (a server;
+    needs the extra wandb), trackio (on this machine; needs the extra trackio); or none."""
     eval_every: Annotated[int, INT64] = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step."""
     save_every: Annotated[int, INT64] = 0
@@ -304,8 +305,6 @@ class Config:
         check_fields(self)
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("--run-dir is the current directory: expected a folder of its own")
-        if "none" in self.track[:-1] + self.track[1:]:
-            raise UserError(f"--track is {' '.join(self.track)}: expected none alone, or no none")
         if self.train.batch_tokens % self.model.context:
             raise UserError(
                 f"--train.batch-tokens is {self.train.batch_tokens}: expected a multiple of"

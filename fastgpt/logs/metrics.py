@@ -29,7 +29,7 @@ class MetricsLog:
             resumed run writes them again.
         title: title of loss.png.
         warn: called with a warning if something cannot be written: training goes on.
-        track: names of trackers.
+        track: names of trackers, or "none".
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MetricsLog:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )
-            for name in track if name != "none"
+            for name in track if track != "none"
         }  # fmt: skip
         self.torn = False
         """True if the last line of the file may be incomplete."""
@@ -97,15 +97,15 @@ class MetricsLog:
                 tracker.wait(max(0, until - time.monotonic()))
             tracker.kill()
             if tracker.wait():
-                self.warn(f"{name} has not shown all of this run within {CLOSE_S:.0f} s")
+                self.warn(f"{name} was ended, or ended early: it does not show all of this run")
         if self.lost:
             self.warn(f"the logs are not complete: {counted(self.lost, 'write')} to them failed")
 
 
-def check_trackers(names: Sequence[str]) -> None:
+def check_trackers(track: Sequence[str]) -> None:
     """Raises `UserError` if the package of a tracker is missing."""
-    for name in names:
-        if name != "none" and installed(name) is None:
+    for name in track:
+        if track != "none" and installed(name) is None:
             how = f"pip install -c constraints.txt '.[{name}]'"
             raise UserError(f"--track {name} needs the package {name}: {how}")
 

@@ -71,7 +71,7 @@ def page(file):
     ("name", "read", "said"),
     [
         ("tensorboard", in_tensorboard, ""),
-        ("wandb", in_wandb, "wandb: no login was found: `wandb sync` uploads"),
+        ("wandb", in_wandb, "wandb: no login was found; `wandb sync /"),
         ("trackio", in_trackio, "trackio: `trackio show --project fastgpt` shows this run"),
     ],
 )
@@ -152,7 +152,10 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
     raised = "warning: wandb is turned off, training goes on: RuntimeError: no server\n"
     assert done.stderr.count(raised) == 1
     assert done.stdout.count("warning: ") == 1
-    assert "warning: trackio has not shown all of this run within 3 s" in done.stdout
+    assert (
+        "warning: trackio was ended, or ended early: it does not show all of this run"
+        in done.stdout
+    )
     losses = {
         (step, x) for step, key, x in in_tensorboard(tmp_path / "run")[0] if key == "val_loss"
     }
@@ -164,9 +167,3 @@ def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_pat
     with pytest.raises(UserError, match=r"--track wandb needs the package wandb: pip install .*"):
         Trainer(parse(tiny("--track wandb")))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("given", ["none wandb", "tensorboard none"])
-def test_none_is_given_alone(tiny, given):
-    with pytest.raises(UserError, match=f"--track is {given}: expected none alone"):
-        parse(tiny(f"--track {given}"))
