@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -81,6 +80,8 @@ def test_a_run_is_shown_once_also_where_it_is_resumed(
     """The packages themselves, without a network, an account or an answer on standard input."""
     for variable in ("HOME", "TRACKIO_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / "home"))
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(variable, raising=False)
     pytest.importorskip(name)
     (tmp_path / "b.txt").write_text("a < b & c > d. " * 40)
     source = f"--data.source {tmp_path}/text.txt=0.5,{tmp_path}/b.txt=0.5"
@@ -89,8 +90,8 @@ def test_a_run_is_shown_once_also_where_it_is_resumed(
         fit(source, f"--steps 12 --track {name}")
     assert said in capfd.readouterr().err
     run = fit(source, f"--resume auto --steps 12 --track {name}")
-    records, expected = read_records(run / "metrics.jsonl"), {}
-    for record in records:
+    expected = {}
+    for record in read_records(run / "metrics.jsonl"):
         for key in ("train_loss", "val_loss", "lr", "grad_norm", "val_bits_per_byte"):
             if record.get(key) is not None:
                 expected[record["step"], key] = pytest.approx(record[key], rel=1e-6)
@@ -108,16 +109,12 @@ def test_a_run_is_shown_once_also_where_it_is_resumed(
     assert {key: settings[key] for key in wanted} == wanted
 
 
-# --- what they cannot do --------------------------------------------------------------------------
-
 FAULTS = {"wandb": "raise RuntimeError('no server')", "trackio": "hang()"}
 PACKAGE = """
 import threading
 def hang():
     threading.Thread(target=threading.Event().wait).start()  # not a daemon: Python waits for it
     threading.Event().wait()
-def settings(**_): pass
-def login(**_): return True
 def act(name):
     if name == {where!r}: {fault}
 class init:
@@ -125,7 +122,7 @@ class init:
     def __init__(self, *_, **__): act("start")
     def log(self, *_, **__): act("log")
     def finish(self): act("close")
-Settings, Html = settings, str
+Html = Settings = login = lambda *_, **__: True
 """
 
 
@@ -135,8 +132,8 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
 ):
     for name, fault in FAULTS.items():
         (tmp_path / f"{name}.py").write_text(PACKAGE.format(where=where, fault=fault))
-        (tmp_path / f"{name}-9.dist-info").mkdir()
-        (tmp_path / f"{name}-9.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 9\n")
+        (about := tmp_path / f"{name}-9.dist-info").mkdir()
+        (about / "METADATA").write_text(f"Name: {name}\nVersion: 9\n")
     script = tmp_path / "limited.py"
     script.write_text(
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
@@ -144,22 +141,14 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
     )
     without = tiny(f"--run-dir {tmp_path / 'without'}")
     assert warm().run(script, *without, cwd=tmp_path).returncode == 0
-    begun = time.monotonic()
-    done = warm().run(script, *tiny("--track wandb trackio tensorboard"), cwd=tmp_path, timeout=60)
-    assert time.monotonic() - begun < 30
+    done = warm().run(script, *tiny("--track wandb trackio tensorboard"), cwd=tmp_path, timeout=25)
     assert done.returncode == 0, done.stderr
     assert outcome(tmp_path / "run") == outcome(tmp_path / "without")
-    raised = "warning: wandb is turned off, training goes on: RuntimeError: no server\n"
-    assert done.stderr.count(raised) == 1
+    assert done.stderr.count("warning: wandb is turned off, training goes on: RuntimeError") == 1
     assert done.stdout.count("warning: ") == 1
-    assert (
-        "warning: trackio was ended, or ended early: it does not show all of this run"
-        in done.stdout
-    )
-    losses = {
-        (step, x) for step, key, x in in_tensorboard(tmp_path / "run")[0] if key == "val_loss"
-    }
-    assert len(losses) == 3
+    assert "warning: trackio was ended, or ended early: it does not show" in done.stdout
+    shown = in_tensorboard(tmp_path / "run")[0]
+    assert {step for step, key, _ in shown if key == "val_loss"} == {0, 4, 8}
 
 
 def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
